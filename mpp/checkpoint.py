@@ -1,0 +1,142 @@
+"""Checkpoints: exact, complete or absent, checked. And the run folder that holds them.
+
+    config.yaml                        the resolved config
+    metrics.jsonl, events.out.*        scalars; pictures
+    checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, state.json
+    encoder/                           timm's layout, when the run is finished
+
+A checkpoint is written aside, synced to disk and renamed. Nothing is pickled. The order of the data, the schedule and
+all randomness are functions of the step, so weights, optimiser state and the step are all there is to save.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mpp.config import changed_keys, to_yaml
+
+
+def open_run(config: Any) -> Path:
+    """The run folder of `config.run.dir`, new or to be resumed. Only reads: every process may call it.
+
+    Raises:
+        ValueError: the folder holds something else, or a run of another config (the keys that differ are named).
+    """
+    folder = Path(config.run.dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run.dir is {folder}, which is not a folder")
+    saved = folder / "config.yaml"
+    if saved.is_file():
+        different = changed_keys(config, saved)
+        if different:
+            raise ValueError(
+                f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
+                "choose another run.dir, or the same values to resume"
+            )
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
+    return folder
+
+
+def write_config(config: Any, folder: Path) -> None:
+    """Save the resolved config as config.yaml, before anything else is written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / ".config.yaml.partial"
+    aside.write_text(to_yaml(config))
+    sync(aside)
+    aside.replace(folder / "config.yaml")
+
+
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> Path:
+    """Write checkpoints/step_XXXXXXXX and delete all but the newest `keep`.
+
+    Args:
+        step: updates done.
+        model: without wrappers.
+    """
+    checkpoints = folder / "checkpoints"
+    aside = checkpoints / f".step_{step:08d}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(contiguous, aside / "model.safetensors")
+    save_file(flat_state(optimizer), aside / "optimizer.safetensors")
+    digests = {file.name: digest(file) for file in sorted(aside.iterdir())}
+    (aside / "state.json").write_text(json.dumps({"step": step, "torch": torch.__version__, "sha256": digests}))
+    for file in aside.iterdir():
+        sync(file)
+    final = checkpoints / f"step_{step:08d}"
+    shutil.rmtree(final, ignore_errors=True)
+    aside.replace(final)
+    sync(checkpoints)
+    for old in complete_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint that is whole; the step it was taken at, 0 where there is none.
+
+    A checkpoint whose files are damaged is named on stderr, and the one before it is used.
+    """
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        state = json.loads((checkpoint / "state.json").read_text())
+        damaged = [name for name, expected in state["sha256"].items() if digest(checkpoint / name) != expected]
+        if damaged:
+            print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
+            continue
+        model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+        load_flat_state(optimizer, load_file(checkpoint / "optimizer.safetensors"))
+        return state["step"]
+    return 0
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return sorted((folder / "checkpoints").glob("step_*"))
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint, 0 where there is none; by its name, unchecked."""
+    checkpoints = complete_checkpoints(folder)
+    return int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
+
+
+def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. Hyperparameters come from the config."""
+    state = optimizer.state_dict()["state"]
+    return {f"{number}.{name}": tensor for number, tensors in state.items() for name, tensor in tensors.items()}
+
+
+def load_flat_state(optimizer: torch.optim.Optimizer, flat: dict[str, torch.Tensor]) -> None:
+    """Inverse of `flat_state`."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in flat.items():
+        number, name = key.split(".", 1)
+        state.setdefault(int(number), {})[name] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file; empty where it is missing."""
+    if not file.is_file():
+        return ""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Make a file or a folder's entries durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,340 @@
+"""Settings: typed, frozen, validated, and the only place where a default is written.
+
+`parse(Config)` reads YAML files (`--config`, several compose, later ones win) and dotted overrides
+(`--optim.lr 1e-3`); whatever is wrong with them is one line. Fields marked `plumbing` change how a run is carried out
+and watched, not what it computes: only they may differ when a run is resumed.
+"""
+
+import dataclasses
+import difflib
+import sys
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+ConfigT = TypeVar("ConfigT")
+
+
+def plumbing(default: Any) -> Any:
+    """A field whose value may change when a run is resumed: it does not enter the science."""
+    return field(default=default, metadata={"plumbing": True})
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raise the one-line error of a setting that is out of range."""
+    if not condition:
+        raise ValueError(f"{key} is {value}; it must be {allowed}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run: where it is written, how long it is, how it is watched."""
+
+    dir: str = plumbing("runs/birds")
+    """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
+    steps: int = 2000
+    """Optimiser updates."""
+    seed: int = 0
+    """Seed of the weights, the data order and every sample's randomness."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type. auto: the launcher's choice, else bf16 where the hardware computes in it, else fp32."""
+    compile: bool = False
+    """Compile the model with torch.compile (pays on a GPU)."""
+    log_every: int = plumbing(20)
+    """Updates between two lines of metrics."""
+    eval_every: int = plumbing(500)
+    """Updates between two evaluations on the held-out images."""
+    checkpoint_every: int = plumbing(500)
+    """Updates between two checkpoints."""
+    keep_checkpoints: int = plumbing(2)
+    """How many of the newest checkpoints stay on disk."""
+    threads: int = plumbing(0)
+    """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
+    trackers: tuple[str, ...] = plumbing(("tensorboard",))
+    """Accelerate trackers that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
+
+    def __post_init__(self):
+        for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
+            require(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
+        require(0 <= self.seed < 2**63, "run.seed", self.seed, "at least 0 and below 2**63")
+        require(self.threads >= 0, "run.threads", self.threads, "0 (automatic) or more")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The images: where they come from and how they are cropped."""
+
+    path: str | None = None
+    """A hub dataset, a folder of images, or a folder or file of parquet or arrow. null: the package's birds."""
+    name: str | None = None
+    """Config name of a hub dataset."""
+    split: str = "train"
+    """Split to train on."""
+    eval_split: str | None = "auto"
+    """Held-out split. auto: `validation` or `test` where there is one, else a seeded cut. null: always a seeded cut."""
+    eval_fraction: float = 0.05
+    """Share of the images that the seeded cut holds out."""
+    eval_seed: int = 0
+    """Seed of the cut: not the run's, so that runs of other seeds are compared on the same images."""
+    eval_images: int = 2048
+    """At most so many held-out images are evaluated."""
+    eval_crop: float = 0.875
+    """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
+    image_column: str | None = None
+    """Column of the images. null: the only image column."""
+    label_column: str | None = None
+    """Column of class labels, used by probes alone. null: `label` where it exists. Negative or null: no label."""
+    crop_area: tuple[float, float] = (0.4, 1.0)
+    """Range of the training crop's area, as a share of the image's (the inception crop of the paper: 0.05 to 1)."""
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Range of the training crop's width / height."""
+    flip: bool = True
+    """Flip half of the training crops left to right."""
+    max_pixels: int = 100_000_000
+    """Images with more pixels are refused from their header, before they are decoded."""
+    batch_size: int | None = plumbing(None)
+    """Images per process and forward pass. null: the global batch shared by the processes, without accumulation."""
+    workers: int = plumbing(2)
+    """Loader processes per training process. 0: load in the training process."""
+
+    def __post_init__(self):
+        require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
+        require(0 <= self.eval_seed < 2**63, "data.eval_seed", self.eval_seed, "at least 0 and below 2**63")
+        require(0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "above 0 and at most 1")
+        require(self.eval_images >= 1, "data.eval_images", self.eval_images, "at least 1")
+        low, high = self.crop_area
+        require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
+        low, high = self.crop_ratio
+        require(0 < low <= high, "data.crop_ratio", list(self.crop_ratio), "two ascending positive numbers")
+        require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
+        require(self.batch_size is None or self.batch_size >= 1, "data.batch_size", self.batch_size, "at least 1")
+        require(self.workers >= 0, "data.workers", self.workers, "0 or more")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The encoder: one of timm's Vision Transformers, or a plain one by its numbers."""
+
+    name: str | None = None
+    """A timm VisionTransformer (vit_base_patch16_224, ...). null: a plain one of the five numbers below."""
+    width: int | None = None
+    """Width of the tokens. null: the named model's, or 128."""
+    depth: int | None = None
+    """Transformer blocks. null: the named model's, or 4."""
+    heads: int | None = None
+    """Attention heads. null: the named model's, or 4."""
+    img_size: int | None = None
+    """Side of the square input in pixels. null: the named model's, or 64."""
+    patch_size: int | None = None
+    """Side of a patch in pixels. null: the named model's, or 8."""
+    dropout: float = 0.0
+    """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""
+    drop_path: float = 0.0
+    """Stochastic depth rate of the last block, rising linearly from 0."""
+    attention: Literal["auto", "fused", "unfused"] = "auto"
+    """timm's attention. auto: fused on a GPU, unfused on a CPU, where it is faster."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Channel means that the input is normalised with (of pixels scaled to [0, 1])."""
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Channel deviations that the input is normalised with."""
+    init_from: str | None = None
+    """Run folder, encoder folder or .safetensors file to start the encoder from. null: random weights."""
+
+    def __post_init__(self):
+        for name, default in (("width", 128), ("depth", 4), ("heads", 4), ("img_size", 64), ("patch_size", 8)):
+            if self.name is None and getattr(self, name) is None:
+                object.__setattr__(self, name, default)  # resolved here, so that the saved config says what was built
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"model.{name}", value, "at least 1")
+        if self.img_size and self.patch_size:
+            check_grid(self.img_size, self.patch_size)
+        if self.width and self.heads:
+            require(
+                self.width % self.heads == 0, "model.width", self.width, f"a multiple of model.heads ({self.heads})"
+            )
+        for name in ("dropout", "drop_path"):
+            require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "at least 0 and below 1")
+        require(min(self.std) > 0, "model.std", list(self.std), "three positive numbers")
+
+
+def check_grid(img_size: int, patch_size: int) -> None:
+    """An image is a whole number of patches."""
+    require(img_size % patch_size == 0, "model.img_size", img_size, f"a multiple of model.patch_size ({patch_size})")
+
+
+@dataclass(frozen=True)
+class CorruptionConfig:
+    """Which patch embeddings are corrupted, and how (paper, appendix B.1.2)."""
+
+    rate: float = 0.5
+    """Share of the patches that is corrupted: exactly K = floor(rate * N + 1/2) of N in every image."""
+    mask: float = 0.8
+    """Share of the corrupted patches whose embedding becomes the learnable [mask]."""
+    random: float = 0.1
+    """Share that becomes the embedding of another patch."""
+    keep: float = 0.1
+    """Share that stays as it is."""
+    source: Literal["image", "batch"] = "image"
+    """Where the other patch is drawn: in the same image, or in another image of the batch on this process."""
+
+    def __post_init__(self):
+        require(0 < self.rate < 1, "corruption.rate", self.rate, "above 0 and below 1")
+        for name in ("mask", "random", "keep"):
+            require(0 <= getattr(self, name) <= 1, f"corruption.{name}", getattr(self, name), "in [0, 1]")
+        total = self.mask + self.random + self.keep
+        require(abs(total - 1) < 1e-9, "corruption.mask + random + keep", total, "1")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is predicted for every corrupted patch (paper, appendix B.1.2)."""
+
+    name: str = "mean_color"
+    """mean_color: the patch's mean colour; grid_color: its colours on a grid of cells; pixels: its pixels."""
+    bits: int = 3
+    """Bits per colour channel of the colour objectives and of every accuracy: 3 bits are 512 colours."""
+    grid: int = 4
+    """Cells per side of grid_color."""
+
+    def __post_init__(self):
+        require(1 <= self.bits <= 5, "objective.bits", self.bits, "from 1 to 5")
+        require(self.grid >= 1, "objective.grid", self.grid, "at least 1")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Adam with decoupled weight decay, warm-up, decay, clipping."""
+
+    lr: float = 1e-3
+    """Base learning rate, reached after the warm-up. It never depends on the number of processes."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay to 0 over the steps after the warm-up."""
+    warmup_steps: int = 100
+    """Updates of linear warm-up from 0."""
+    global_batch_size: int = 64
+    """Images per update over all processes; accumulation follows from data.batch_size and the processes."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates."""
+    clip: float | None = 1.0
+    """Largest global norm of the gradient. null: no clipping."""
+
+    def __post_init__(self):
+        require(self.lr > 0, "optim.lr", self.lr, "above 0")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
+        require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
+        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
+        require(all(0 <= b < 1 for b in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
+        require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "above 0, or null")
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """kNN accuracy of the frozen features while training: the loss does not show representation quality."""
+
+    every: int = plumbing(1000)
+    """Updates between two probes. 0: never. Without labels there is none."""
+    images: int = plumbing(2000)
+    """At most so many labelled training images are compared with."""
+    neighbours: int = plumbing(20)
+    """Neighbours that vote."""
+
+    def __post_init__(self):
+        require(self.every >= 0, "probe.every", self.every, "0 (never) or more")
+        require(self.images >= 1, "probe.images", self.images, "at least 1")
+        require(self.neighbours >= 1, "probe.neighbours", self.neighbours, "at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Masked patch prediction pre-training."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+
+def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
+    """Read a config from the command line.
+
+    Args:
+        config_class: a frozen dataclass whose fields are dataclasses.
+        arguments: the command line's words; None: `sys.argv[1:]`.
+        prog: the command that `--help` shows.
+    Raises:
+        ValueError: one line that names the wrong key or value and what is allowed.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(exit_on_error=False, prog=prog, description=config_class.__doc__)
+    parser.add_argument("--config", action="config", help="YAML file of settings; several compose, later ones win.")
+    parser.add_class_arguments(config_class)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        values = parser.parse_args(arguments)
+    except (ArgumentError, yaml.YAMLError) as error:
+        raise ValueError(explain(config_class, str(error))) from None
+    values.pop("config")
+    return config_class(**vars(parser.instantiate(values)))
+
+
+def explain(config_class: type, message: str) -> str:
+    """The parser's message in one line; for an unknown key, with the keys that exist."""
+    line = " ".join(message.split())
+    known = [key for key, _ in flatten(config_class())]
+    if "unrecognized arguments" in line:
+        culprit = line.split("--", 1)[-1].split()[0].split("=")[0]
+    elif "does not accept option" in line:
+        group, option = line.split("'")[1::2][:2]
+        culprit = f"{group}.{option}"
+    else:
+        return line
+    group = [key for key in known if key.startswith(culprit.split(".")[0] + ".")]
+    near = difflib.get_close_matches(culprit, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"unknown setting {culprit}: {hint}allowed: {', '.join(group or sorted({k.split('.')[0] for k in known}))}"
+
+
+def flatten(config: Any) -> Iterator[tuple[str, Any]]:
+    """All settings as (dotted key, value)."""
+    for group in dataclasses.fields(config):
+        values = getattr(config, group.name)
+        for setting in dataclasses.fields(values):
+            yield f"{group.name}.{setting.name}", getattr(values, setting.name)
+
+
+def to_yaml(config: Any) -> str:
+    """The config as the YAML text that `parse` reads back."""
+    plain = {group: dataclasses.asdict(values) for group, values in vars(config).items()}
+    for values in plain.values():
+        for key, value in values.items():
+            values[key] = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def changed_keys(config: Any, path: Path) -> list[str]:
+    """Keys outside the plumbing in which `config` differs from the one saved at `path`.
+
+    Raises:
+        ValueError: the saved file is not a config of this kind.
+    """
+    try:
+        saved = dict(flatten(parse(type(config), ["--config", str(path)])))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a config of this command ({error})") from None
+    return [
+        f"{group.name}.{setting.name}"
+        for group in dataclasses.fields(config)
+        for setting in dataclasses.fields(getattr(config, group.name))
+        if not setting.metadata.get("plumbing")
+        and getattr(getattr(config, group.name), setting.name) != saved[f"{group.name}.{setting.name}"]
+    ]

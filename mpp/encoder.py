@@ -1,0 +1,118 @@
+"""The encoder: any Vision Transformer of timm's. Build it, start it from weights, export it, load it.
+
+An exported encoder is a folder in timm's own layout (`model.safetensors`, `config.json`), so that timm alone, without
+this package, loads it by `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+"""
+
+import difflib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.models import save_for_hf
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import nn
+
+from mpp.config import ModelConfig, check_grid
+
+PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
+
+
+def build_encoder(config: ModelConfig) -> VisionTransformer:
+    """The ViT that the config describes, without a classification head.
+
+    Its weights are random, from torch's global generator, or those of `init_from` with position embeddings and patch
+    filters resampled where the sizes differ.
+
+    Raises:
+        ValueError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
+    """
+    numbers = dict(
+        img_size=config.img_size,
+        patch_size=config.patch_size,
+        embed_dim=config.width,
+        depth=config.depth,
+        num_heads=config.heads,
+        pos_drop_rate=config.dropout or None,
+        proj_drop_rate=config.dropout or None,
+        drop_path_rate=config.drop_path or None,
+    )
+    name = config.name or PLAIN
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
+        raise ValueError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
+    try:
+        encoder = timm.create_model(name, num_classes=0, **{k: v for k, v in numbers.items() if v is not None})
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"model.name is {name}, which timm cannot build to these numbers: {error}") from error
+    if not isinstance(encoder, VisionTransformer):
+        raise ValueError(f"model.name is {name}, a {type(encoder).__name__}; it must be a VisionTransformer of timm's")
+    if encoder.attn_pool is not None:
+        raise ValueError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
+    check_grid(encoder.patch_embed.img_size[0], encoder.patch_embed.patch_size[0])
+    fused = config.attention == "fused" or (config.attention == "auto" and torch.cuda.is_available())
+    for block in encoder.blocks:
+        block.attn.fused_attn = fused
+    if config.init_from:
+        load_weights(encoder, Path(config.init_from))
+    return encoder
+
+
+def load_weights(encoder: VisionTransformer, path: Path) -> None:
+    """Load the weights at `path` (run folder, encoder folder or .safetensors file), resampled to the encoder's sizes.
+
+    Raises:
+        ValueError: no such file, or weights of another architecture.
+    """
+    file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
+    try:
+        state = checkpoint_filter_fn(load_file(file), encoder)
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+        encoder.load_state_dict(state)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model.init_from: {file} cannot be read: {error}") from error
+    except RuntimeError as error:
+        raise ValueError(f"model.init_from: {file} does not fit the model: {' '.join(str(error).split())}") from error
+
+
+def export_encoder(encoder: nn.Module, folder: Path, data_config: dict[str, Any]) -> None:
+    """Write a timm model in timm's layout.
+
+    Args:
+        encoder: made by `timm.create_model`, which records the arguments that rebuild it.
+        folder: complete or absent: written aside and renamed.
+        data_config: `mean`, `std` and `crop_pct` of the input, for timm's `pretrained_cfg`.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    save_for_hf(encoder, str(aside), safe_serialization=True, data_config=data_config)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.replace(folder)
+
+
+def load_encoder(path: str | Path, **changes: Any) -> nn.Module:
+    """Load an exported encoder: the library's front door.
+
+    Args:
+        path: a run folder or an encoder folder.
+        changes: arguments of timm's that differ, such as `img_size=96` (position embeddings are resampled in 2-D) or
+            `num_classes=10` (a new head).
+    Returns:
+        The timm model in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first; calling it gives
+        pooled features (B, D). `timm.data.resolve_model_data_config(model)` says what input it takes: size, mean, std.
+    Raises:
+        ValueError: no encoder there.
+    """
+    return timm.create_model(f"local-dir:{encoder_folder(Path(path))}", pretrained=True, **changes).eval()
+
+
+def encoder_folder(path: Path) -> Path:
+    """The encoder folder at `path`, which is one or is the run folder that holds one."""
+    for folder in (path / "encoder", path):
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
+    raise ValueError(f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run")

@@ -1,0 +1,95 @@
+"""A process's start: threads, precision, Accelerate, and how its errors look."""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
+from accelerate.utils import InitProcessGroupKwargs
+
+from mpp.config import RunConfig
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a command's main function: a user's mistake ends it with one line on stderr and exit code 2."""
+    try:
+        main()
+    except (ValueError, FloatingPointError) as error:
+        rank = os.environ.get("RANK")
+        print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def start(run: RunConfig) -> Accelerator:
+    """Set threads and precision and join the other processes.
+
+    Raises:
+        ValueError: the launcher promised several processes and started one, or wants a precision that there is not.
+    """
+    check_promise()
+    precision, reason = choose_precision(run)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        log_with=[name for name in run.trackers if name != "tensorboard"] + tensorboard(run),
+        project_dir=run.dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
+    )
+    threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    torch.set_num_threads(threads)
+    accelerator.print(
+        f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
+        f"{threads} CPU threads each, {precision} ({reason})"
+    )
+    return accelerator
+
+
+def tensorboard(run: RunConfig) -> list[TensorBoardTracker]:
+    """Our own tracker object, so that its writer is opened where a resumed run can say from which step: see Tracker."""
+    return [TensorBoardTracker(run_name="", logging_dir=run.dir)] if "tensorboard" in run.trackers else []
+
+
+def check_promise() -> None:
+    """Refuse to run alone where the launcher was asked for several processes.
+
+    `accelerate launch --cpu --num_processes 2` (and a MULTI_CPU config file) starts one process, with the address of
+    a meeting point and nobody to meet.
+    """
+    env = os.environ
+    launched = "ACCELERATE_MIXED_PRECISION" in env
+    alone = not any(name in env for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"))
+    if launched and alone and "MASTER_ADDR" in env:
+        raise ValueError(
+            "the launcher was asked for several processes and started one; on CPUs use "
+            "`accelerate launch --multi_gpu --num_processes N` (which starts N processes, with or without GPUs)"
+        )
+
+
+def choose_precision(run: RunConfig) -> tuple[str, str]:
+    """("bf16" or "fp32", why): the config's word wins, then the launcher's, then what the hardware computes in."""
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if run.precision != "auto":
+        overruled = launcher not in ("no", run.precision)
+        return run.precision, f"run.precision{f', over the launcher, which says {launcher}' if overruled else ''}"
+    if launcher == "bf16":
+        return "bf16", "the launcher's choice"
+    if launcher != "no":
+        raise ValueError(f"the launcher's mixed precision is {launcher}; it must be bf16 or no")
+    return ("bf16", "computed by this hardware") if bf16_is_native() else ("fp32", "no bf16 in this hardware")
+
+
+def bf16_is_native() -> bool:
+    """Whether bf16 is computed by the hardware, not emulated."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def choose_threads(run: RunConfig, local_processes: int) -> int:
+    """Threads of this process. `accelerate launch` sets OMP_NUM_THREADS=1 by itself: 1 is nobody's choice."""
+    chosen = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return run.threads or (chosen if chosen > 1 else max(1, cores // local_processes))

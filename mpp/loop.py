@@ -1,0 +1,207 @@
+"""The one training loop: whatever is trained here, it is trained by `fit`.
+
+It knows a model, a loss, batches, an optimiser and a schedule, and nothing of what they mean. All of its state is the
+step, the weights and the optimiser's, so that a killed run goes on exactly.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mpp.checkpoint import restore, save_checkpoint
+from mpp.config import OptimConfig, RunConfig
+from mpp.data import Batch, Share
+from mpp.metrics import Sums, add
+from mpp.optim import build_optimizer, learning_rate
+from mpp.randomness import Stream, words
+from mpp.tracking import Speed, Tracker
+
+
+class Task(Protocol):
+    """What is trained: a loss on batches, and what is to be seen of it."""
+
+    model: nn.Module
+
+    def batches(self, start: int) -> Iterable[Batch]:
+        """This process's batches from update `start` on."""
+
+    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
+
+    def describe(self, sums: Sums) -> dict[str, float]:
+        """Sums over all batches and processes to scalars."""
+
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        """Scalars on held-out images, the same on every process; may log pictures. `model` is in eval mode."""
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many updates is done after update `step`; the last one counts."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def fit(
+    task: Task,
+    accelerator: Accelerator,
+    run: RunConfig,
+    optim: OptimConfig,
+    share: Share,
+    folder: Path,
+    config: Any,
+    flops: float | None,
+) -> nn.Module:
+    """Train from the newest checkpoint of `folder` to `run.steps`.
+
+    Args:
+        config: the whole config, for the trackers alone.
+        flops: executed per image.
+    Returns:
+        The trained model, unwrapped.
+    Raises:
+        FloatingPointError: a loss or gradient that is not finite; nothing was updated by it.
+        ValueError: most images cannot be decoded.
+    """
+    if run.compile:
+        task.model.compile()
+    model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
+    bare = accelerator.unwrap_model(model)
+    start = restore(folder, bare, optimizer.optimizer)
+    tracker = Tracker(accelerator, folder, config, start)
+    update = Update(task, accelerator, model, optimizer, optim, share, run)
+    speed, bar = Speed(flops), progress(accelerator, run.steps, start)
+    batches = iter(task.batches(start))
+    for step in range(start, run.steps):
+        done = step + 1
+        log = due(done, run.log_every, run.steps)
+        micro, waited = load(batches, share.accumulation)
+        values, sums = update(step, micro, measure=log)
+        speed.waited += waited
+        speed.images += share.batch * share.accumulation * share.processes
+        tracker.warn_unreadable(update.new_failures)
+        bar.update()
+        if log:
+            scalars = {name: float(value) for name, value in values.items()} | task.describe(total(accelerator, sums))
+            scalars |= speed.read(accelerator.device) | {"unreadable": update.count_unreadable()}
+            tracker.log(done, scalars)
+            bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+        if due(done, run.eval_every, run.steps):
+            paused = time.perf_counter()
+            model.eval()
+            tracker.log(done, task.evaluate(bare, done, tracker))
+            speed.begin += time.perf_counter() - paused
+        if due(done, run.checkpoint_every, run.steps):
+            update.check_finite()
+            if accelerator.is_main_process:
+                save_checkpoint(folder, done, bare, optimizer.optimizer, run.keep_checkpoints)
+            accelerator.wait_for_everyone()
+    bar.close()
+    tracker.finish()
+    return bare
+
+
+def progress(accelerator: Accelerator, steps: int, start: int) -> tqdm:
+    """The progress bar: steps, time left, loss, images/s; on the main process."""
+    return tqdm(
+        total=steps,
+        initial=start,
+        unit="step",
+        desc="training",
+        disable=not accelerator.is_main_process,
+        dynamic_ncols=True,
+    )
+
+
+def load(batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
+    """The next `count` batches and the seconds that were spent waiting for them."""
+    begin = time.perf_counter()
+    return [next(batches) for _ in range(count)], time.perf_counter() - begin
+
+
+def total(accelerator: Accelerator, sums: Sums) -> Sums:
+    """Sums over all processes, on the CPU."""
+    return {name: value.cpu() for name, value in accelerator.reduce(sums, "sum").items()} if sums else {}
+
+
+class Update:
+    """One optimiser update: accumulate, clip, check, step."""
+
+    def __init__(self, task, accelerator, model, optimizer, optim: OptimConfig, share: Share, run: RunConfig):
+        self.task, self.accelerator, self.model, self.optimizer = task, accelerator, model, optimizer
+        self.optim, self.share, self.run = optim, share, run
+        self.new_failures: list[str] = []
+        self.unreadable, self.seen = 0, 0
+        # Once an update is not finite this is 1 for good: the fused optimiser then skips its step on the device, so
+        # that the host need not wait for every step's verdict on a GPU.
+        self.broken = torch.zeros((), device=accelerator.device)
+        self.unchecked: list[tuple[int, Tensor, Tensor, Tensor]] = []  # step, verdict, micro losses, image indices
+        optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
+
+    def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
+        """Do update `step` (from 0); its loss, gradient norm and rate, and the task's sums if `measure`."""
+        self.note_unreadable(micro)
+        self.model.train()
+        rate = learning_rate(self.optim, step, self.run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        losses, sums = [], {}
+        for number, batch in enumerate(micro):
+            torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place
+            last = number == len(micro) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss, measured = self.task.loss(self.model, batch, measure)
+                self.accelerator.backward(loss / len(micro))
+            losses.append(loss.detach())
+            sums = add(sums, measured)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf)
+        loss = self.accelerator.reduce(torch.stack(losses).mean(), "mean")
+        self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
+        indices = torch.stack([batch.indices for batch in micro])
+        self.unchecked.append((step, self.broken.clone(), torch.stack(losses), indices))
+        if measure or self.accelerator.device.type == "cpu":
+            self.check_finite()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm}, sums
+
+    def seed_of(self, step: int, micro: int) -> int:
+        """The seed of everything that is drawn inside the model: distinct for (seed, step, micro-step, rank)."""
+        place = micro * self.share.processes + self.share.rank
+        return int(words(Stream.MODEL, self.run.seed, step, place, 1)[0] >> np.uint64(1))
+
+    def check_finite(self) -> None:
+        """Raise on every process, naming step and images, if an update since the last check was not finite."""
+        if self.broken.item():
+            step, _, losses, indices = next(update for update in self.unchecked if update[1])  # the first
+            suspects = gather_object(indices[~losses.isfinite().cpu()].flatten().tolist())
+            images = sorted(suspects or gather_object(indices.flatten().tolist()))
+            raise FloatingPointError(
+                f"loss or gradient of update {step} is not finite (nothing was updated by it; images "
+                f"{', '.join(map(str, images[:16]))}{' ...' * (len(images) > 16)}); the last checkpoint is good: "
+                "resume with a lower optim.lr in a new run.dir, or look at these images"
+            )
+        self.unchecked.clear()
+
+    def note_unreadable(self, micro: list[Batch]) -> None:
+        """Count images that could not be decoded; most of them is an error."""
+        self.new_failures = [failure for batch in micro for failure in batch.unreadable]
+        self.unreadable += len(self.new_failures)
+        self.seen += sum(len(batch.images) for batch in micro) + len(self.new_failures)
+        if self.unreadable > self.seen / 2:
+            raise ValueError(
+                f"{self.unreadable} of the first {self.seen} images cannot be decoded, "
+                f"such as {self.new_failures[-1] if self.new_failures else 'those named above'}"
+            )
+
+    def count_unreadable(self) -> int:
+        """Over all processes."""
+        return int(self.accelerator.reduce(torch.tensor(self.unreadable, device=self.accelerator.device), "sum"))

@@ -1,0 +1,86 @@
+"""How much of what was hidden is predicted, beside two lines that need no model.
+
+Sums are collected batch by batch and process by process, and divided at the end: an uneven last batch weighs what it
+should. B images, N patches, K corrupted patches.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from mpp.corruption import Corruption, Kind
+from mpp.objectives import Objective
+from mpp.predictor import take
+
+Sums = dict[str, Tensor]
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """(B, 3, H, W) to patches in the encoder's order, (B, N, 3, P, P)."""
+    return rearrange(images, "b c (h p) (w q) -> b (h w) c p q", p=patch_size, q=patch_size)
+
+
+def patches_at(patches: Tensor, positions: Tensor) -> Tensor:
+    """(B, N, 3, P, P) at (B, K): (B, K, 3, P, P)."""
+    return take(patches.flatten(2), positions).unflatten(2, patches.shape[2:])
+
+
+def nearest_visible(positions: Tensor, patches: int) -> Tensor:
+    """For each corrupted patch the nearest one that is not corrupted: (B, K) positions to (B, K) positions.
+
+    Nearest on a square grid of N patches, centre to centre; of equally near ones the first in reading order.
+    """
+    side = int(patches**0.5)
+    place = torch.arange(patches, device=positions.device)
+    rows, columns = place // side, place % side
+    apart = (rows[:, None] - rows) ** 2 + (columns[:, None] - columns) ** 2  # (N, N)
+    corrupted = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
+    corrupted.scatter_(1, positions, True)
+    apart = apart[positions] + corrupted[:, None] * 2 * patches  # (B, K, N); no two patches are 2 N apart
+    return apart.argmin(-1)
+
+
+@torch.no_grad()
+def measure(objective: Objective, predictions: Tensor, patches: Tensor, corruption: Corruption) -> Sums:
+    """Counts for `summarize`, additive over batches.
+
+    Args:
+        predictions: (B, K, outputs).
+        patches: (B, N, 3, P, P) uint8, the clean image.
+        corruption: what the model saw.
+    """
+    truth = objective.labels(objective.targets(patches_at(patches, corruption.positions)))  # (B, K, cells)
+    right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
+    nearest = nearest_visible(corruption.positions, patches.shape[1])
+    copied = objective.labels(objective.targets(patches_at(patches, nearest)))
+    sums = {}
+    for kind in Kind:
+        of_kind = corruption.kinds == kind
+        sums[f"count_{kind.name.lower()}"] = of_kind.sum().double()
+        sums[f"right_{kind.name.lower()}"] = (right * of_kind).sum()
+    masked = corruption.kinds == Kind.MASK
+    sums["right_nearest"] = ((copied == truth).double().mean(-1) * masked).sum()
+    sums["colors"] = torch.bincount(truth[masked].flatten(), minlength=8**objective.bits).double()
+    return sums
+
+
+def add(total: Sums, sums: Sums) -> Sums:
+    """Both together."""
+    return {name: total[name] + value if name in total else value for name, value in sums.items()}
+
+
+def summarize(sums: Sums) -> dict[str, float]:
+    """Accuracies as shares.
+
+    `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
+    On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
+    patches), and `nearest`, a copy of the nearest uncorrupted patch.
+    """
+    result = {}
+    for kind, name in (("mask", "accuracy"), ("random", "accuracy_random"), ("keep", "accuracy_keep")):
+        if sums[f"count_{kind}"] > 0:
+            result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
+    if sums["count_mask"] > 0:
+        result["most_frequent"] = float(sums["colors"].max() / sums["colors"].sum())
+        result["nearest"] = float(sums["right_nearest"] / sums["count_mask"])
+    return result

@@ -1,0 +1,44 @@
+"""Pictures of what the model saw and what it predicted."""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from mpp.corruption import Corruption, corrupt
+from mpp.metrics import patches_at, patchify
+from mpp.objectives import Objective
+
+GREY = 128  # what is behind a [mask]
+
+
+def prediction_panel(
+    objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption, patch_size: int
+) -> Tensor:
+    """Rows of original | corrupted | predicted | true, one for each image.
+
+    Uncorrupted patches are shown as they are in all four columns.
+
+    Args:
+        predictions: (B, K, outputs) for these images and this corruption.
+        images: (B, 3, S, S) uint8.
+    Returns:
+        (3, B * S, 4 * S) uint8.
+    """
+    patches = patchify(images, patch_size)
+    clean = patches_at(patches, corruption.positions)
+    grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
+    seen = corrupt(patches.flatten(2).float(), grey, corruption).to(torch.uint8).view(patches.shape)
+    columns = [
+        patches,
+        seen,
+        put(patches, corruption.positions, objective.paint(objective.decide(predictions))),
+        put(patches, corruption.positions, objective.paint(objective.targets(clean))),
+    ]
+    side = images.shape[-1] // patch_size
+    return rearrange(torch.stack(columns), "n b (h w) c p q -> c (b h p) (n w q)", h=side)
+
+
+def put(patches: Tensor, positions: Tensor, replaced: Tensor) -> Tensor:
+    """patches (B, N, 3, P, P) with those at positions (B, K) replaced by (B, K, 3, P, P)."""
+    index = positions[..., None].expand(-1, -1, patches[0, 0].numel())
+    return patches.flatten(2).scatter(1, index, replaced.flatten(2)).view(patches.shape)

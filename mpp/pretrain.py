@@ -1,0 +1,177 @@
+"""Masked patch prediction pre-training (Dosovitskiy et al., ICLR 2021, section 4.6 and appendix B.1.2).
+
+    accelerate launch mpp/pretrain.py --config configs/birds.yaml
+
+Hide half of an image's patches, and predict the mean colour of each from what is left.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from mpp.checkpoint import newest_step, open_run, write_config
+from mpp.config import Config, parse, to_yaml
+from mpp.corruption import corrupted_count
+from mpp.data import Batch, Photographs, Share, Views, collate, held_out_loader, load_photographs, training_loader
+from mpp.encoder import build_encoder, export_encoder
+from mpp.launch import command, start
+from mpp.loop import due, fit
+from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize
+from mpp.objectives import build_objective
+from mpp.panels import prediction_panel
+from mpp.predictor import MaskedPatchPredictor, executed_flops
+from mpp.randomness import FIXED
+from mpp.probe import knn_accuracy, patch_means
+from mpp.tracking import Tracker
+
+PANEL_IMAGES = 8
+
+
+class Pretraining:
+    """The task that `fit` trains: predict what the corrupted patches looked like."""
+
+    def __init__(self, config: Config, accelerator: Accelerator, share: Share):
+        self.config, self.accelerator, self.share = config, accelerator, share
+        torch.manual_seed(config.run.seed)
+        encoder = build_encoder(config.model)
+        self.patch_size = encoder.patch_embed.patch_size[0]
+        self.img_size = encoder.patch_embed.img_size[0]
+        self.patches = encoder.patch_embed.num_patches
+        self.corrupted = corrupted_count(config.corruption.rate, self.patches)
+        self.objective = build_objective(config.objective, self.patch_size)
+        self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
+        with accelerator.main_process_first():
+            self.train, self.held_out = load_photographs(config.data)
+
+    def views(self, photographs: Photographs) -> Views:
+        """Crops and corruptions of these photographs."""
+        config = self.config
+        return Views(photographs, config.data, config.corruption, self.img_size, self.patches, config.run.seed)
+
+    def batches(self, start: int) -> Iterable[Batch]:
+        return training_loader(self.views(self.train), self.share, start, self.config.run.steps)
+
+    def fixed_batches(self, photographs: Photographs) -> Iterable[Batch]:
+        """This process's share of the first `eval_images` photographs, in their fixed view."""
+        views = self.views(photographs.first(self.config.data.eval_images))
+        return held_out_loader(views, self.share.batch, self.share.processes, self.share.rank)
+
+    def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
+        device = self.accelerator.device
+        images = batch.images.to(device, non_blocking=True)
+        corruption = batch.corruption.to(device)
+        predictions = model(images, corruption)  # (B, K, outputs) float32
+        patches = patchify(images, self.patch_size)  # (B, N, 3, P, P) uint8
+        targets = self.objective.targets(patches_at(patches, corruption.positions))
+        loss = self.objective.loss(predictions, targets)
+        return loss, measure(self.objective, predictions.detach(), patches, corruption) if measure_too else {}
+
+    def describe(self, sums: Sums) -> dict[str, float]:
+        return summarize(sums)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        sums: Sums = {}
+        for batch in self.fixed_batches(self.held_out):
+            loss, measured = self.loss(model, batch, True)
+            count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
+            sums = add(sums, measured | {"loss": loss.double() * count, "images": count})
+        sums = self.accelerator.reduce(sums, "sum")
+        scalars = {"loss": float(sums["loss"] / sums["images"])} | summarize(sums)
+        scalars = {f"heldout/{name}": value for name, value in scalars.items()}
+        if self.accelerator.is_main_process:
+            self.log_panel(model, step, tracker)
+        if due(step, self.config.probe.every, self.config.run.steps):
+            scalars |= self.probe(model)
+        return scalars
+
+    def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
+        """A picture of original | corrupted | predicted | true for the first held-out images."""
+        first = self.held_out.first(PANEL_IMAGES)
+        batch = next(iter(held_out_loader(self.views(first), PANEL_IMAGES)))
+        images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
+        panel = prediction_panel(self.objective, model(images, corruption), images, corruption, self.patch_size)
+        enlarge = max(1, 128 // self.img_size)
+        panel = panel.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
+        tracker.log_images(step, "original | corrupted | predicted | true", panel[None])
+
+    def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
+        """kNN accuracy of the patches' mean after each block, where there are labels."""
+        train = self.train.labelled(self.config.probe.images)
+        test = self.held_out.labelled(self.config.data.eval_images)
+        if train is None or test is None:
+            return {}
+        train_features, train_labels = self.features(model, train)
+        test_features, test_labels = self.features(model, test)
+        neighbours = self.config.probe.neighbours
+        return {
+            f"knn/depth_{depth + 1:02d}": knn_accuracy(before, train_labels, after, test_labels, neighbours)
+            for depth, (before, after) in enumerate(zip(train_features, test_features, strict=True))
+        }
+
+    def features(self, model: MaskedPatchPredictor, photographs: Photographs) -> tuple[Tensor, Tensor]:
+        """Features (depth, N, D) and labels (N,) of photographs, gathered from all processes."""
+        parts = []
+        for batch in held_out_loader(self.views(photographs), self.share.batch, self.share.processes, self.share.rank):
+            with self.accelerator.autocast():
+                means = patch_means(model.encoder, model.normalize(batch.images.to(self.accelerator.device)))
+            parts.append((means.cpu(), batch.labels))
+        parts = gather_object(parts)
+        return torch.cat([means for means, _ in parts], 1), torch.cat([labels for _, labels in parts])
+
+    def describe_model(self) -> str:
+        """The model in a line."""
+        encoder = self.model.encoder
+        return (
+            f"{self.config.model.name or 'ViT'}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
+            f"{self.patches} patches of {self.patch_size} x {self.patch_size}, {self.corrupted} corrupted, "
+            f"{sum(p.numel() for p in encoder.parameters()) / 1e6:.1f} M parameters"
+        )
+
+
+def main() -> None:
+    """Pre-train as the command line says."""
+    config = parse(Config, prog="accelerate launch mpp/pretrain.py")
+    folder = open_run(config)
+    accelerator = start(config.run)
+    if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
+        accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
+        return
+    share = Share.of(
+        config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
+    )
+    task = Pretraining(config, accelerator, share)
+    accelerator.print(to_yaml(config))
+    accelerator.print(f"{task.describe_model()}; {len(task.train)} images, {len(task.held_out)} held out")
+    if accelerator.is_main_process:
+        write_config(config, folder)
+    accelerator.wait_for_everyone()
+    sample = collate([task.views(task.train)[FIXED, 0]])
+    flops = executed_flops(task.model, sample.images, sample.corruption)
+    model = fit(task, accelerator, config.run, config.optim, share, folder, config, flops)
+    if accelerator.is_main_process:
+        data_config = {"mean": config.model.mean, "std": config.model.std, "crop_pct": config.data.eval_crop}
+        export_encoder(model.encoder, folder / "encoder", data_config)
+        report(folder)
+    accelerator.wait_for_everyone()
+
+
+def report(folder: Path) -> None:
+    """Say what came out, what was written and what to do next."""
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    if "heldout/accuracy" in last:
+        print(
+            f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; copying the nearest visible patch "
+            f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
+        )
+    print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
+    print(f"next: tensorboard --logdir {folder.parent}")
+
+
+if __name__ == "__main__":
+    command(main)

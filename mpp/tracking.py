@@ -1,0 +1,118 @@
+"""Where the numbers go: Accelerate's trackers (TensorBoard by default) and metrics.jsonl, the same scalars in both."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from mpp.config import flatten, to_yaml
+
+CHARTS = {
+    "masked patches": {
+        "train": ["Multiline", ["train/accuracy", "train/nearest", "train/most_frequent"]],
+        "held out": ["Multiline", ["heldout/accuracy", "heldout/nearest", "heldout/most_frequent"]],
+    }
+}
+
+
+class Tracker:
+    """Writes metrics on the main process; resuming cuts what lies after the checkpoint, so that no curve doubles back.
+
+    Args:
+        folder: the run folder.
+        step: updates done; later lines of metrics.jsonl and later TensorBoard events are dropped.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
+        self.accelerator, self.folder = accelerator, folder
+        self.metrics = folder / "metrics.jsonl"
+        if accelerator.is_main_process:
+            keep_until(self.metrics, step)
+        for tracker in accelerator.log_with:
+            if getattr(tracker, "name", None) == "tensorboard":
+                tracker.init_kwargs["purge_step"] = step + 1
+        accelerator.init_trackers(folder.name)
+        for tracker in accelerator.trackers:
+            if tracker.name == "tensorboard" and accelerator.is_main_process:
+                tracker.writer.add_custom_scalars(CHARTS)
+                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", step)
+            elif tracker.name != "tensorboard":
+                tracker.store_init_configuration({key: plain(value) for key, value in flatten(config)})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
+        if self.accelerator.is_main_process:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        self.accelerator.log({name if "/" in name else f"train/{name}": value for name, value in values.items()}, step)
+
+    def log_images(self, step: int, name: str, images: Tensor) -> None:
+        """Pictures (B, 3, H, W) uint8."""
+        for tracker in self.accelerator.trackers:
+            if hasattr(tracker, "log_images"):
+                tracker.log_images({name: np.asarray(images.cpu())}, step)
+
+    def warn_unreadable(self, failures: list[str]) -> None:
+        """Name images that could not be decoded, on stderr and in unreadable.txt."""
+        for failure in failures:
+            tqdm.write(f"warning: unreadable image, another takes its place: {failure}", file=sys.stderr)
+        if failures:
+            with (self.folder / "unreadable.txt").open("a") as file:
+                file.writelines(f"{failure}\n" for failure in failures)
+
+    def finish(self) -> None:
+        """Close the trackers."""
+        self.accelerator.end_training()
+
+
+def keep_until(metrics: Path, step: int) -> None:
+    """Cut a metrics file after `step`; a torn last line goes with what it would have said."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError):
+            break
+    aside = metrics.with_suffix(".partial")
+    aside.write_text("".join(kept))
+    aside.replace(metrics)
+
+
+def plain(value: Any) -> Any:
+    """A setting as a scalar: what trackers take."""
+    return value if isinstance(value, int | float | str | bool) else str(value)
+
+
+class Speed:
+    """What the time between two log lines went into.
+
+    Args:
+        flops: executed per image, forward and backward; None: not reported.
+    """
+
+    def __init__(self, flops: float | None):
+        self.flops = flops
+        self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
+        seconds = time.perf_counter() - self.begin
+        result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": self.waited / seconds}
+        if self.flops:
+            result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
+        cuda = device.type == "cuda"
+        used = torch.cuda.max_memory_allocated(device) if cuda else psutil.Process().memory_info().rss
+        result["speed/memory_gb"] = used / 1e9
+        self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
+        return result
