@@ -145,18 +145,21 @@ class ModelConfig:
     init_from: str | None = None
     """Run folder, encoder folder or .safetensors file to start the encoder from. null: random weights."""
 
+    def numbers(self) -> dict[str, int | None]:
+        """The five numbers; None: the named model's own."""
+        plain = dict(width=128, depth=4, heads=4, img_size=64, patch_size=8) if self.name is None else {}
+        given = {name: getattr(self, name) for name in ("width", "depth", "heads", "img_size", "patch_size")}
+        return {name: plain.get(name) if value is None else value for name, value in given.items()}
+
     def __post_init__(self):
-        for name, default in (("width", 128), ("depth", 4), ("heads", 4), ("img_size", 64), ("patch_size", 8)):
-            if self.name is None and getattr(self, name) is None:
-                object.__setattr__(self, name, default)  # resolved here, so that the saved config says what was built
-            value = getattr(self, name)
+        numbers = self.numbers()
+        for name, value in numbers.items():
             require(value is None or value >= 1, f"model.{name}", value, "at least 1")
-        if self.img_size and self.patch_size:
-            check_grid(self.img_size, self.patch_size)
-        if self.width and self.heads:
-            require(
-                self.width % self.heads == 0, "model.width", self.width, f"a multiple of model.heads ({self.heads})"
-            )
+        if numbers["img_size"] and numbers["patch_size"]:
+            check_grid(numbers["img_size"], numbers["patch_size"])
+        width, heads = numbers["width"], numbers["heads"]
+        if width and heads:
+            require(width % heads == 0, "model.width", width, f"a multiple of model.heads ({heads})")
         for name in ("dropout", "drop_path"):
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "at least 0 and below 1")
         require(min(self.std) > 0, "model.std", list(self.std), "three positive numbers")
@@ -292,7 +295,7 @@ def explain(config_class: type, message: str) -> str:
     line = " ".join(message.split())
     known = [key for key, _ in flatten(config_class())]
     if "unrecognized arguments" in line:
-        culprit = line.split("--", 1)[-1].split()[0].split("=")[0]
+        culprit = line.split("arguments:", 1)[1].split()[0].removeprefix("--").split("=")[0]
     elif "does not accept option" in line:
         group, option = line.split("'")[1::2][:2]
         culprit = f"{group}.{option}"

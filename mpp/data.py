@@ -255,7 +255,7 @@ class Share:
 
 
 class Positions(Sampler[list[tuple[int, int]]]):
-    """This process's batches of (epoch, index) from update `start` to update `stop`: the sampler's state is the step."""
+    """This process's batches of (epoch, index) from update `start` to `stop`: the sampler's state is the step."""
 
     def __init__(self, size: int, seed: int, share: Share, start: int, stop: int):
         self.size, self.seed, self.share, self.start, self.stop = size, seed, share, start, stop

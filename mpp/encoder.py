@@ -6,6 +6,7 @@ this package, loads it by `timm.create_model("local-dir:FOLDER", pretrained=True
 
 import difflib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     Raises:
         ValueError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
     """
-    numbers = dict(
-        img_size=config.img_size,
-        patch_size=config.patch_size,
-        embed_dim=config.width,
-        depth=config.depth,
-        num_heads=config.heads,
+    numbers = config.numbers()
+    arguments = dict(
+        img_size=numbers["img_size"],
+        patch_size=numbers["patch_size"],
+        embed_dim=numbers["width"],
+        depth=numbers["depth"],
+        num_heads=numbers["heads"],
         pos_drop_rate=config.dropout or None,
         proj_drop_rate=config.dropout or None,
         drop_path_rate=config.drop_path or None,
@@ -46,7 +48,7 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
         near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
         raise ValueError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
     try:
-        encoder = timm.create_model(name, num_classes=0, **{k: v for k, v in numbers.items() if v is not None})
+        encoder = timm.create_model(name, num_classes=0, **{k: v for k, v in arguments.items() if v is not None})
     except (AssertionError, TypeError) as error:
         raise ValueError(f"model.name is {name}, which timm cannot build to these numbers: {error}") from error
     if not isinstance(encoder, VisionTransformer):
@@ -55,11 +57,17 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
         raise ValueError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
     check_grid(encoder.patch_embed.img_size[0], encoder.patch_embed.patch_size[0])
     fused = config.attention == "fused" or (config.attention == "auto" and torch.cuda.is_available())
-    for block in encoder.blocks:
-        block.attn.fused_attn = fused
+    set_attention(encoder, fused)
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
     return encoder
+
+
+def set_attention(encoder: nn.Module, fused: bool) -> None:
+    """Compute attention by torch's fused kernel, or step by step: the same result at another speed."""
+    for module in encoder.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused
 
 
 def load_weights(encoder: VisionTransformer, path: Path) -> None:
@@ -79,16 +87,21 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
         raise ValueError(f"model.init_from: {file} does not fit the model: {' '.join(str(error).split())}") from error
 
 
-def export_encoder(encoder: nn.Module, folder: Path, data_config: dict[str, Any]) -> None:
+def export_encoder(
+    encoder: nn.Module, folder: Path, mean: Sequence[float], std: Sequence[float], crop_pct: float
+) -> None:
     """Write a timm model in timm's layout.
 
     Args:
         encoder: made by `timm.create_model`, which records the arguments that rebuild it.
         folder: complete or absent: written aside and renamed.
-        data_config: `mean`, `std` and `crop_pct` of the input, for timm's `pretrained_cfg`.
+        mean, std: of the input's channels, for pixels scaled to [0, 1].
+        crop_pct: share of the shorter side that the evaluation's centre crop keeps.
     """
     aside = folder.with_name(f".{folder.name}.partial")
-    save_for_hf(encoder, str(aside), safe_serialization=True, data_config=data_config)
+    data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
+    ours = {"pretrained_cfg": {"tag": "mpp"}}  # not the tag of the weights that timm has under this name
+    save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
     if folder.exists():
         shutil.rmtree(folder)
     aside.replace(folder)

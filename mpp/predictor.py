@@ -84,7 +84,7 @@ def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:
 
 
 def is_plain(attention: nn.Module) -> bool:
-    """Whether `attention_at` knows all that this attention does: timm's, without norms of queries or output, ungated."""
+    """Whether `attention_at` knows all that this attention does: timm's, without norms, without a gate."""
     return (
         type(attention) is Attention
         and type(attention.qkv) is nn.Linear

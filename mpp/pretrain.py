@@ -6,7 +6,7 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,8 +25,8 @@ from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize
 from mpp.objectives import build_objective
 from mpp.panels import prediction_panel
 from mpp.predictor import MaskedPatchPredictor, executed_flops
-from mpp.randomness import FIXED
 from mpp.probe import knn_accuracy, patch_means
+from mpp.randomness import FIXED
 from mpp.tracking import Tracker
 
 PANEL_IMAGES = 8
@@ -134,9 +134,9 @@ class Pretraining:
         )
 
 
-def main() -> None:
-    """Pre-train as the command line says."""
-    config = parse(Config, prog="accelerate launch mpp/pretrain.py")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Pre-train as the command line, or `arguments`, say."""
+    config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
     folder = open_run(config)
     accelerator = start(config.run)
     if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
@@ -155,8 +155,8 @@ def main() -> None:
     flops = executed_flops(task.model, sample.images, sample.corruption)
     model = fit(task, accelerator, config.run, config.optim, share, folder, config, flops)
     if accelerator.is_main_process:
-        data_config = {"mean": config.model.mean, "std": config.model.std, "crop_pct": config.data.eval_crop}
-        export_encoder(model.encoder, folder / "encoder", data_config)
+        view = dict(mean=config.model.mean, std=config.model.std, crop_pct=config.data.eval_crop)
+        export_encoder(model.encoder, folder / "encoder", **view)
         report(folder)
     accelerator.wait_for_everyone()
 

@@ -1,0 +1,110 @@
+"""What the tests share: a run that takes a second, and image files to feed it with."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.state import AcceleratorState
+from PIL import Image
+
+from mpp.pretrain import main
+
+ROOT = Path(__file__).parent.parent
+TINY = (
+    *("--run.steps=4", "--run.log_every=1", "--run.checkpoint_every=2", "--run.precision=fp32"),
+    *("--data.workers=0", "--data.eval_images=8", "--probe.every=0"),
+    *("--model.width=16", "--model.depth=2", "--model.heads=2", "--model.img_size=32"),
+    *("--optim.global_batch_size=8", "--optim.warmup_steps=1"),
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """Accelerate keeps its state in the process: every test starts without."""
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def pretrain(tmp_path):
+    """A tiny pre-training run in this process: pretrain("--optim.lr=1", dir=...) -> its folder."""
+
+    def run(*arguments: str, dir: Path = tmp_path / "run") -> Path:
+        AcceleratorState._reset_state(True)
+        main([*TINY, f"--run.dir={dir}", *arguments])
+        return dir
+
+    return run
+
+
+def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
+    """Step -> value of a scalar in metrics.jsonl."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def start_command(*words: str) -> subprocess.Popen:
+    """A command of the README in a process group of its own, output captured."""
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=env,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess:
+    """The same, to its end."""
+    process = start_command(*words)
+    out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """SIGKILL to the launcher and to all that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def wait_until(condition, seconds: float = 120) -> None:
+    """Poll until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (40, 48)) -> np.ndarray:
+    """A smooth colourful image (H, W, 3) uint8, that JPEG keeps nearly as it is."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(30, 226, (3, 3, 3), dtype=np.uint8))
+    return np.array(small.resize(size[::-1], Image.Resampling.BICUBIC))
+
+
+def encoded(image: np.ndarray | Image.Image, format: str = "PNG", **options) -> bytes:
+    """An image file's bytes."""
+    buffer = io.BytesIO()
+    image = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    """A folder of 12 PNG images in two classes."""
+    for number in range(12):
+        file = tmp_path / "images" / ("cat" if number % 2 else "dog") / f"{number:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(picture(number)))
+    return tmp_path / "images"

@@ -1,0 +1,122 @@
+"""Settings: one source of defaults, files that compose, errors of one line."""
+
+import dataclasses
+
+import pytest
+from conftest import ROOT, run_command
+
+from mpp.config import Config, changed_keys, flatten, parse, to_yaml
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def test_birds_yaml_is_the_defaults():
+    assert parse(Config, ["--config", str(ROOT / "configs/birds.yaml")]) == Config()
+
+
+def test_birds_yaml_names_every_setting():
+    import yaml
+
+    written = yaml.safe_load((ROOT / "configs/birds.yaml").read_text())
+    assert [f"{group}.{key}" for group in written for key in written[group]] == [key for key, _ in flatten(Config())]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_files_parse_and_say_command_time_and_result(path):
+    parse(Config, ["--config", str(path)])
+    header = path.read_text().split("\n\n")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert all(word in header for word in ("Command:", "Time:", "Result:", path.name))
+
+
+def test_the_papers_recipe():
+    config = parse(Config, ["--config", str(ROOT / "configs/imagenet_vit_b16.yaml")])
+    assert (config.run.steps, config.optim.global_batch_size, config.optim.warmup_steps) == (1_000_000, 4096, 10_000)
+    assert (config.optim.lr, config.optim.schedule, config.optim.betas) == (2e-4, "cosine", (0.9, 0.999))
+    corruption = config.corruption
+    assert (corruption.rate, corruption.mask, corruption.random, corruption.keep) == (0.5, 0.8, 0.1, 0.1)
+    assert (config.model.name, config.model.img_size, config.model.patch_size) == ("vit_base_patch16_224", 224, 16)
+    assert (config.data.crop_area, config.data.flip) == ((0.05, 1.0), True)
+
+
+def test_files_and_overrides_compose_in_order():
+    files = [f"--config={ROOT}/configs/{name}.yaml" for name in ("imagenet_vit_b16", "imagenet_vit_b16_100k")]
+    config = parse(Config, [*files, f"--config={ROOT}/configs/corruption_15.yaml", "--optim.lr=0.5"])
+    assert (config.run.steps, config.corruption.rate, config.optim.lr) == (100_000, 0.15, 0.5)
+    assert config.model.name == "vit_base_patch16_224"
+
+
+def test_saved_config_reads_back_as_it_was(tmp_path):
+    config = parse(Config, ["--model.name=vit_tiny_patch16_224", "--data.batch_size=3", "--data.crop_area=[0.1,0.2]"])
+    saved = tmp_path / "config.yaml"
+    saved.write_text(to_yaml(config))
+    assert parse(Config, ["--config", str(saved)]) == config
+
+
+def test_numbers_of_a_plain_model_have_defaults_and_a_named_one_keeps_its_own():
+    plain = dict(width=128, depth=4, heads=4, img_size=64, patch_size=8)
+    assert Config().model.numbers() == plain
+    assert parse(Config, ["--model.width=64"]).model.numbers() == plain | {"width": 64}
+    named = ["--config", str(ROOT / "configs/birds.yaml"), "--model.name=vit_base_patch16_224", "--model.depth=2"]
+    assert parse(Config, named).model.numbers() == dict.fromkeys(plain) | {"depth": 2}
+
+
+def test_only_plumbing_may_change(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text(to_yaml(Config()))
+    plumbing = ["--data.workers=7", "--run.log_every=3", "--data.batch_size=2", "--run.checkpoint_every=9"]
+    assert changed_keys(parse(Config, plumbing), saved) == []
+    science = ["--optim.lr=0.5", "--run.seed=1", "--corruption.rate=0.3"]
+    assert changed_keys(parse(Config, science), saved) == ["run.seed", "corruption.rate", "optim.lr"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--run.stepz=3"], ["run.stepz", "run.steps"]),
+        (["--optim.learning_rate=3"], ["optim.learning_rate", "optim.lr"]),
+        (["--nonsense=3"], ["nonsense", "corruption"]),
+        (["stray"], ["stray"]),
+        (["--run.steps=many"], ["run.steps", "int", "many"]),
+        (["--run.steps=0"], ["run.steps", "at least 1"]),
+        (["--run.precision=fp17"], ["run.precision", "bf16", "fp32"]),
+        (["--corruption.rate=1.5"], ["corruption.rate", "1.5", "below 1"]),
+        (["--corruption.mask=0.5"], ["corruption.mask + random + keep", "must be 1"]),
+        (["--model.img_size=65"], ["model.img_size", "65", "multiple of model.patch_size (8)"]),
+        (["--model.heads=3"], ["model.width", "multiple of model.heads (3)"]),
+        (["--data.crop_area=[0.5,0.1]"], ["data.crop_area"]),
+        (["--config=nowhere.yaml"], ["nowhere.yaml"]),
+    ],
+)
+def test_errors_are_one_line_that_names_the_culprit(arguments, words):
+    with pytest.raises(ValueError) as error:
+        parse(Config, arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("text", ["run: {stepz: 3}", "run: {steps: many}", "nonsense: {a: 1}", "run: [", "- 1"])
+def test_errors_in_files_are_one_line(tmp_path, text):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        parse(Config, ["--config", str(file)])
+    assert "\n" not in str(error.value)
+
+
+def test_help_documents_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        parse(Config, ["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{key}" in shown for key, _ in flatten(Config()))
+    for group in dataclasses.fields(Config):
+        assert group.default_factory.__doc__.splitlines()[0].rstrip(".") in shown
+
+
+def test_a_mistake_ends_the_command_with_one_line_and_no_traceback():
+    ended = run_command("python", "mpp/pretrain.py", "--run.stepz", "3")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: unknown setting run.stepz: did you mean run.steps?")
+    assert ended.stderr.count("\n") == 1

@@ -1,0 +1,162 @@
+"""Files become the RGB a person sees."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import encoded, picture
+from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+
+from mpp.config import DataConfig
+from mpp.images import UnreadableImage, centre_crop, crop_box, decode, random_crop
+
+LIMIT = 10_000_000
+RGB = picture()
+
+
+def seen(data: bytes) -> np.ndarray:
+    return decode(data, LIMIT).permute(1, 2, 0).numpy().astype(int)
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF"])
+def test_lossless_formats_are_exact(format):
+    assert (seen(encoded(RGB, format)) == RGB).all()
+
+
+@pytest.mark.parametrize(("format", "options"), [("JPEG", {"quality": 95}), ("WEBP", {"quality": 95})])
+def test_lossy_formats_are_close(format, options):
+    assert abs(seen(encoded(RGB, format, **options)) - RGB).mean() < 3
+
+
+def test_cmyk_jpeg_is_close():
+    assert abs(seen(encoded(Image.fromarray(RGB).convert("CMYK"), "JPEG", quality=95)) - RGB).mean() < 3
+
+
+def test_animated_gif_is_its_first_frame():
+    frames = [Image.fromarray(np.full((8, 8, 3), value, np.uint8)) for value in (200, 10)]
+    result = seen(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert result.shape == (8, 8, 3) and (result == 200).all()
+
+
+def test_palette_with_a_transparent_entry_lies_on_white():
+    image = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    assert seen(encoded(image, transparency=1)).tolist() == [[[10, 20, 30], [255, 255, 255]]]
+
+
+@pytest.mark.parametrize("mode", ["L", "1"])
+def test_grey_is_grey_in_all_channels(mode):
+    grey = np.array([[0, 255], [255, 0]], np.uint8)
+    assert (seen(encoded(Image.fromarray(grey).convert(mode))) == grey[..., None]).all()
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_16_bit_grey_is_scaled_not_clipped(format):
+    grey = np.array([[0, 257, 32768, 65535]], np.uint16)
+    assert seen(encoded(Image.fromarray(grey), format))[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+def png_16_bit_rgb(pixels: np.ndarray) -> bytes:
+    """A PNG that PIL cannot write: 16 bits a channel, (H, W, 3)."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_16_bit_rgb_is_scaled_not_clipped():
+    result = seen(png_16_bit_rgb(np.array([[[0, 32768, 65535], [257, 514, 60000]]])))
+    assert abs(result - [[[0, 128, 255], [1, 2, 233]]]).max() <= 1
+
+
+@pytest.mark.parametrize("alpha", [0, 128, 255])
+def test_alpha_is_laid_on_white(alpha):
+    pixel = np.array([[[200, 100, 0, alpha]]], np.uint8)
+    expected = (pixel[0, 0, :3].astype(float) * alpha + 255 * (255 - alpha)) / 255
+    assert abs(seen(encoded(pixel))[0, 0] - expected).max() <= 1
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(format, orientation):
+    corners = np.kron(np.array([[0, 80], [160, 240]], np.uint8), np.ones((16, 24), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    upright = {
+        1: lambda a: a,
+        2: np.fliplr,
+        3: lambda a: np.rot90(a, 2),
+        4: np.flipud,
+        5: np.transpose,
+        6: lambda a: np.rot90(a, -1),
+        7: lambda a: np.rot90(a, 2).T,
+        8: np.rot90,
+    }[orientation](corners)
+    result = seen(encoded(corners, format, exif=exif))[..., 0]
+    assert result.shape == upright.shape
+    assert abs(result - upright.astype(int)).mean() < 6
+
+
+JPEG = encoded(RGB, "JPEG")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"not an image", JPEG[: len(JPEG) // 2], encoded(RGB)[:60], JPEG[:20] + bytes(len(JPEG) - 20)],
+    ids=["empty", "text", "truncated jpeg", "truncated png", "zeros"],
+)
+def test_broken_files_are_named_as_such(data):
+    with pytest.raises(UnreadableImage):
+        decode(data, LIMIT)
+
+
+def test_a_bomb_is_refused_from_its_header():
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    bomb = bytearray(png_16_bit_rgb(np.zeros((1, 1, 3))))
+    bomb[16:29] = header
+    bomb[29:33] = struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    with pytest.raises(UnreadableImage, match="60000"):
+        decode(bytes(bomb), LIMIT)
+    with pytest.raises(UnreadableImage, match=r"more than data\.max_pixels"):
+        decode(JPEG, 100)
+
+
+def test_crop_areas_and_ratios_are_torchvisions():
+    config, generator = DataConfig(crop_area=(0.2, 0.9)), np.random.default_rng(0)
+    ours = np.array([crop_box(60, 90, config, generator.random((10, 4))) for _ in range(4000)])
+    torch.manual_seed(0)
+    image = torch.zeros(3, 60, 90)
+    theirs = np.array([RandomResizedCrop.get_params(image, [0.2, 0.9], [0.75, 4 / 3]) for _ in range(4000)])
+    for column in range(4):  # top, left, height, width
+        spread = theirs[:, column].std() / 4000**0.5
+        assert abs(ours[:, column].mean() - theirs[:, column].mean()) < 6 * spread
+        assert abs(ours[:, column].std() / theirs[:, column].std() - 1) < 0.05
+
+
+def test_a_ratio_that_never_fits_gives_the_centre():
+    assert crop_box(100, 10, DataConfig(crop_area=(1.0, 1.0)), np.full((10, 4), 0.5)) == (43, 0, 13, 10)
+
+
+def test_crop_is_the_resized_box_and_perhaps_flipped():
+    image = decode(encoded(RGB), LIMIT)
+    whole = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.2, 1.2))  # the picture is 40 x 48
+    plain = random_crop(image, 20, whole, 0, 0, 0), random_crop(image, 20, whole, 0, 0, 1)
+    expected = np.array(Image.fromarray(RGB).resize((20, 20), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    flips = [min(abs(p.numpy().astype(int) - e).max() for e in (expected, expected[..., ::-1])) for p in plain]
+    assert max(flips) <= 1
+    seen_both = {torch.equal(random_crop(image, 20, whole, 0, 0, i), plain[0]) for i in range(20)}
+    assert seen_both == {True, False}
+
+
+def test_centre_crop_is_the_centre():
+    ramp = torch.arange(80, dtype=torch.uint8).expand(3, 40, 80)
+    assert torch.equal(centre_crop(ramp, 40, 1.0), ramp[:, :, 20:60])
+    assert centre_crop(ramp, 28, 0.875).shape == (3, 28, 28)
+    assert centre_crop(torch.zeros(3, 1, 1, dtype=torch.uint8), 8, 0.875).shape == (3, 8, 8)

@@ -1,0 +1,77 @@
+"""Accuracy by kind and the two reference lines, against loops."""
+
+import math
+
+import pytest
+import torch
+
+from mpp.config import CorruptionConfig, ObjectiveConfig
+from mpp.corruption import Corruption, Kind, draw
+from mpp.metrics import add, measure, nearest_visible, patches_at, patchify, summarize
+from mpp.objectives import build_objective
+
+
+def corruption_of(images: int, patches: int, **settings) -> Corruption:
+    drawn = [draw(CorruptionConfig(**settings), patches, 0, 0, index) for index in range(images)]
+    return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+
+
+def test_patches_are_in_the_encoders_order():
+    image = torch.arange(64).view(1, 1, 8, 8).expand(1, 3, 8, 8)
+    patches = patchify(image, 4)
+    assert patches.shape == (1, 4, 3, 4, 4)
+    assert torch.equal(patches[0, 1], image[0, :, :4, 4:])  # second patch: top right
+
+
+def test_nearest_visible_patch_by_search():
+    side = 5
+    corruption = corruption_of(20, side**2, rate=0.8)
+    nearest = nearest_visible(corruption.positions, side**2)
+    for positions, found in zip(corruption.positions.tolist(), nearest.tolist(), strict=True):
+        visible = [p for p in range(side**2) if p not in positions]
+        for position, answer in zip(positions, found, strict=True):
+            apart = {p: math.dist(divmod(p, side), divmod(position, side)) for p in visible}
+            assert answer == min(visible, key=lambda p: (apart[p], p))
+
+
+@pytest.mark.parametrize("name", ["mean_color", "grid_color", "pixels"])
+def test_measures_against_a_loop(name):
+    torch.manual_seed(0)
+    objective = build_objective(ObjectiveConfig(name=name, bits=1), 4)
+    patches = torch.randint(0, 256, (6, 16, 3, 4, 4), dtype=torch.uint8)
+    patches[:, ::2] = 200  # so that one colour is frequent
+    corruption = corruption_of(6, 16, mask=0.4, random=0.3, keep=0.3)
+    predictions = torch.randn(6, 8, objective.outputs)
+    halves = [slice(0, 2), slice(2, 6)]  # sums add up over uneven batches
+    sums = {}
+    for half in halves:
+        part = Corruption(*(field[half] for field in corruption))
+        sums = add(sums, measure(objective, predictions[half], patches[half], part))
+    result = summarize(sums)
+    truth = objective.labels(objective.targets(patches))
+    guess = objective.labels(objective.decide(predictions))
+    right = {kind: [] for kind in Kind}
+    copied, colors = [], []
+    nearest = nearest_visible(corruption.positions, 16)
+    for b in range(6):
+        for k, position in enumerate(corruption.positions[b]):
+            kind = Kind(int(corruption.kinds[b, k]))
+            right[kind].append((guess[b, k] == truth[b, position]).double().mean().item())
+            if kind == Kind.MASK:
+                copied.append((truth[b, nearest[b, k]] == truth[b, position]).double().mean().item())
+                colors += truth[b, position].tolist()
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    assert result["accuracy"] == pytest.approx(mean(right[Kind.MASK]))
+    assert result["accuracy_random"] == pytest.approx(mean(right[Kind.RANDOM]))
+    assert result["accuracy_keep"] == pytest.approx(mean(right[Kind.KEEP]))
+    assert result["nearest"] == pytest.approx(mean(copied))
+    assert result["most_frequent"] == pytest.approx(max(map(colors.count, colors)) / len(colors))
+
+
+def test_a_kind_that_does_not_occur_is_not_reported():
+    objective = build_objective(ObjectiveConfig(), 4)
+    patches = torch.zeros(1, 16, 3, 4, 4, dtype=torch.uint8)
+    corruption = corruption_of(1, 16, mask=0.0, random=0.0, keep=1.0)
+    sums = measure(objective, torch.zeros(1, 8, 512), patches, corruption)
+    assert summarize(sums) == {"accuracy_keep": 1.0}
+    assert patches_at(patches, corruption.positions).shape == (1, 8, 3, 4, 4)

@@ -1,0 +1,113 @@
+"""The network: the cheap last block equals the whole one, and corruption acts where the paper says."""
+
+import pytest
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpp.config import CorruptionConfig, ModelConfig
+from mpp.corruption import Corruption, Kind, corrupt, draw
+from mpp.encoder import build_encoder, set_attention
+from mpp.predictor import MaskedPatchPredictor, block_at, executed_flops, take
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
+VARIANTS = {
+    "plain": {},
+    "no qkv bias": dict(qkv_bias=False),
+    "query and key norm": dict(qk_norm=True),
+    "output norm": dict(scale_attn_norm=True),
+    "layer scale": dict(init_values=0.3),
+    "registers": dict(reg_tokens=3, no_embed_class=True),
+    "pre-norm": dict(pre_norm=True),
+    "no class token": dict(class_token=False, global_pool="avg"),
+    "parallel block": dict(block_fn=timm.models.vision_transformer.ParallelScalingBlock),
+    "gated": dict(attn_layer=lambda *a, **k: timm.layers.Attention(*a, gated=True, **{**k, "qkv_bias": True})),
+}
+
+
+def images_and_corruption(batch=3, side=32, patches=16):
+    torch.manual_seed(0)
+    drawn = [draw(CorruptionConfig(), patches, 0, 0, index) for index in range(batch)]
+    images = torch.randint(0, 256, (batch, 3, side, side), dtype=torch.uint8)
+    return images, Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+
+
+def dense(model, images, corruption):
+    """The prediction with every block run whole, written as the paper says it."""
+    encoder = model.encoder
+    patches = encoder.patch_embed((images / 255 - 0.5) / 0.5)
+    tokens = encoder._pos_embed(corrupt(patches, model.mask_token, corruption))
+    tokens = encoder.fc_norm(encoder.norm(encoder.blocks(encoder.norm_pre(tokens))))
+    return model.head(tokens[:, encoder.num_prefix_tokens :].gather(1, expand(corruption.positions, tokens)))
+
+
+def expand(index, tokens):
+    return index[..., None].expand(-1, -1, tokens.shape[-1])
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_last_block_where_it_is_looked_at_equals_the_whole(variant, fused):
+    torch.manual_seed(1)
+    encoder = timm.create_model("vit_base_patch16_224", **SMALL, **VARIANTS[variant])
+    set_attention(encoder, fused)
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # so that norms, scales and biases all do something
+    model = MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3)
+    images, corruption = images_and_corruption()
+    weights = torch.randn(3, 8, 5)
+    results = []
+    for forward in (model, lambda *a: dense(model, *a)):
+        model.zero_grad()
+        predictions = forward(images, corruption)
+        (predictions * weights).sum().backward()
+        results.append([predictions, *(p.grad.clone() for p in model.parameters())])
+    for sparse, whole in zip(*results, strict=True):
+        torch.testing.assert_close(sparse, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_last_block_skips_what_is_not_looked_at():
+    encoder = timm.create_model("vit_base_patch16_224", **SMALL)
+    tokens, index = torch.randn(2, 17, 16), torch.tensor([[1, 5], [2, 3]])
+    costs = []
+    for forward in (lambda: block_at(encoder.blocks[0], tokens, index), lambda: take(encoder.blocks[0](tokens), index)):
+        with FlopCounterMode(display=False) as counter:
+            forward()
+        costs.append(counter.get_total_flops())
+    width, heads_width, tokens_in, seen = 16, 16, 2 * 17, 2 * 2
+    projections = 2 * width * (heads_width * seen + 2 * heads_width * tokens_in + heads_width * seen)
+    attention = 2 * 2 * seen * 17 * heads_width
+    mlp = 2 * 2 * seen * width * 4 * width
+    assert costs[0] == projections + attention + mlp
+    assert costs[0] < costs[1] / 2
+
+
+def test_executed_flops_are_those_of_forward_and_backward():
+    model = MaskedPatchPredictor(timm.create_model("vit_base_patch16_224", **SMALL), 5, (0.5,) * 3, (0.5,) * 3)
+    images, corruption = images_and_corruption()
+    with FlopCounterMode(display=False) as counter:
+        model(images, corruption).sum().backward()
+    assert executed_flops(model, images, corruption) == counter.get_total_flops()
+
+
+def test_input_is_normalised_and_corruption_acts_on_embeddings_before_positions():
+    torch.manual_seed(0)
+    model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    images, corruption = images_and_corruption(batch=1)
+    seen = {}
+    model.encoder.patch_embed.register_forward_hook(lambda _, args, out: seen.update(pixels=args[0], embedded=out))
+    model.encoder.blocks[0].register_forward_hook(lambda _, args, out: seen.update(tokens=args[0]))
+    model(images, corruption)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    torch.testing.assert_close(seen["pixels"], (images / 255 - mean) / std)
+    without_position = seen["tokens"] - model.encoder.pos_embed
+    for position, kind, source in zip(*(field[0] for field in corruption[:3]), strict=True):
+        expected = model.mask_token if kind == Kind.MASK else seen["embedded"][0, source]
+        torch.testing.assert_close(without_position[0, 1 + position], expected)
+    assert set(corruption.kinds[0].tolist()) > {Kind.MASK}
+
+
+def test_every_parameter_learns():
+    model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, (0.5,) * 3, (0.5,) * 3)
+    model(*images_and_corruption()).square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
