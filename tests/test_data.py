@@ -1,0 +1,192 @@
+"""Where images come from, and the endless sequence they are read in."""
+
+import collections
+import shutil
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import encoded, picture
+from torch.utils.data import DataLoader
+
+from mpp.config import CorruptionConfig, DataConfig
+from mpp.data import Positions, Share, Views, held_out_loader, load_photographs, training_loader
+from mpp.randomness import FIXED
+
+
+def views(photographs, **settings) -> Views:
+    return Views(photographs, DataConfig(**settings), CorruptionConfig(), img_size=32, patches=16, seed=0)
+
+
+def rows(count=12, column="image", **more) -> datasets.Dataset:
+    images = [{"bytes": encoded(picture(number)), "path": None} for number in range(count)]
+    features = datasets.Features({column: datasets.Image()} | {k: datasets.Value("string") for k in more})
+    return datasets.Dataset.from_dict({column: images, **more}, features=features)
+
+
+def test_birds_are_the_default():
+    train, test = load_photographs(DataConfig())
+    assert (len(train), len(test)) == (633, 286)
+    assert (train.labels >= 0).sum() == 430 and (test.labels >= 0).all()
+    assert train.decode(0, 10**6).shape == (3, 120, 120)
+    assert len(train.labelled(10**9)) == 430 and len(train.labelled(7)) == 7
+
+
+def test_folder_of_images_is_cut_by_a_seed(image_folder):
+    config = DataConfig(path=str(image_folder), eval_fraction=0.25)
+    train, held_out = load_photographs(config)
+    names = [[p.name(i) for i in range(len(p))] for p in (train, held_out)]
+    assert [len(n) for n in names] == [9, 3] and not set(names[0]) & set(names[1])
+    assert sorted(train.labels.tolist() + held_out.labels.tolist()) == [0] * 6 + [1] * 6
+    again = load_photographs(config)[1]
+    assert [again.name(i) for i in range(3)] == names[1]
+    other = load_photographs(DataConfig(path=str(image_folder), eval_fraction=0.25, eval_seed=1))[1]
+    assert [other.name(i) for i in range(3)] != names[1]
+    assert (train.decode(0, 10**6).shape) == (3, 40, 48)
+
+
+@pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "arrow file", "saved", "saved with splits"])
+def test_other_layouts_on_disk(tmp_path, kind):
+    table, path = rows(), tmp_path / "data"
+    if kind == "parquet file":
+        path = path.with_suffix(".parquet")
+        table.to_parquet(path)
+    elif kind == "parquet folder":
+        path.mkdir()
+        table.to_parquet(path / "train-00000-of-00001.parquet")
+        rows(4).to_parquet(path / "validation-00000-of-00001.parquet")
+    elif kind == "arrow file":
+        table.save_to_disk(path)
+        path = next(path.glob("*.arrow"))
+    elif kind == "saved":
+        table.save_to_disk(path)
+    else:
+        datasets.DatasetDict(train=table, test=rows(4)).save_to_disk(path)
+    train, held_out = load_photographs(DataConfig(path=str(path)))
+    named_split = kind in ("parquet folder", "saved with splits")
+    assert (len(train), len(held_out)) == ((12, 4) if named_split else (11, 1))
+    assert train.decode(0, 10**6).shape == (3, 40, 48)
+
+
+def test_columns_of_other_names_and_text_labels(tmp_path):
+    kinds = ["owl", "cat", None, "owl"] * 3
+    rows(column="photo", species=kinds).to_parquet(tmp_path / "a.parquet")
+    path = str(tmp_path / "a.parquet")
+    train, _ = load_photographs(DataConfig(path=path, eval_fraction=0.1))
+    assert train.labels is None
+    train, held_out = load_photographs(DataConfig(path=path, image_column="photo", label_column="species"))
+    assert collections.Counter([*train.labels, *held_out.labels]) == {1: 6, 0: 3, -1: 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all", "does not exist"]),
+        ({"path": "{file}", "image_column": "photo"}, ["data.image_column", "photo", "image, id"]),
+        ({"path": "{file}", "image_column": "id"}, ["data.image_column", "id", "no images"]),
+        ({"path": "{file}", "label_column": "kind"}, ["data.label_column", "kind", "image, id"]),
+        ({"path": "{file}", "split": "dev"}, ["data.split", "dev", "train"]),
+        ({"path": "{file}", "eval_split": "dev"}, ["data.eval_split", "dev", "train"]),
+        ({"path": "{text}"}, ["data.path", "parquet"]),
+        ({"path": "{empty}"}, ["data.path", "empty"]),
+    ],
+)
+def test_bad_sources_are_named(tmp_path, settings, words):
+    table = rows(4).add_column("id", [1, 2, 3, 4])
+    table.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "text.txt").write_text("no image")
+    (tmp_path / "empty").mkdir()
+    places = {"file": tmp_path / "a.parquet", "text": tmp_path / "text.txt", "empty": tmp_path / "empty"}
+    settings["path"] = settings["path"].format(**places)
+    with pytest.raises(ValueError) as error:
+        load_photographs(DataConfig(**settings))
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_every_epoch_shows_every_image_once_in_another_order():
+    share = Share.of(6, 3, processes=1, rank=0)
+    keys = [key for batch in Positions(9, seed=0, share=share, start=0, stop=6) for key in batch]
+    assert len(keys) == 36
+    epochs = [[index for epoch, index in keys if epoch == e] for e in range(4)]
+    assert all(sorted(order) == list(range(9)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == 4
+
+
+@pytest.mark.parametrize(("batch", "processes"), [(None, 1), (2, 1), (1, 3), (4, 3), (None, 4)])
+def test_an_updates_images_do_not_depend_on_how_they_are_shared_out(batch, processes):
+    def updates(batch, processes, start):
+        shares = [Share.of(12, batch, processes, rank) for rank in range(processes)]
+        parts = [list(Positions(7, 0, share, start, 5)) for share in shares]
+        passes = shares[0].accumulation
+        return [
+            [key for m in range(passes) for part in parts for key in part[update * passes + m]]
+            for update in range(5 - start)
+        ]
+
+    whole = updates(None, 1, 0)
+    assert updates(batch, processes, 0) == whole
+    assert updates(batch, processes, 3) == whole[3:]  # resumed
+
+
+@pytest.mark.parametrize(("batch", "processes"), [(5, 1), (None, 5), (4, 2)])
+def test_a_global_batch_that_cannot_be_shared_out_is_an_error(batch, processes):
+    with pytest.raises(ValueError, match=r"optim\.global_batch_size is 12; it must be a multiple of"):
+        Share.of(12, batch, processes, 0)
+
+
+def test_samples_do_not_depend_on_workers():
+    train, _ = load_photographs(DataConfig())
+    share = Share.of(4, 4, 1, 0)
+    batches = [list(training_loader(views(train, workers=workers), share, 158, 160)) for workers in (0, 2)]
+    for here, there in zip(*batches, strict=True):
+        assert torch.equal(here.images, there.images) and torch.equal(here.indices, there.indices)
+        assert all(torch.equal(a, b) for a, b in zip(here.corruption, there.corruption, strict=True))
+
+
+def test_loading_draws_nothing_from_torchs_generator():
+    train, _ = load_photographs(DataConfig())
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    next(iter(training_loader(views(train, workers=0), Share.of(2, 2, 1, 0), 0, 1)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_held_out_images_are_each_seen_once_in_one_view():
+    _, test = load_photographs(DataConfig())
+    test = test.first(11)
+    parts = [list(held_out_loader(views(test, workers=0), 4, 2, rank)) for rank in range(2)]
+    assert sorted(int(i) for part in parts for batch in part for i in batch.indices) == list(range(11))
+    assert torch.equal(views(test)[FIXED, 3].images, views(test)[FIXED, 3].images)
+    assert not torch.equal(views(test)[0, 3].images, views(test)[1, 3].images)
+
+
+def test_unreadable_images_are_named_and_replaced(image_folder):
+    (image_folder / "cat" / "broken.png").write_bytes(b"nothing")
+    (image_folder / "cat" / "text.jpg").write_text("this is no image")
+    config = DataConfig(path=str(image_folder), eval_fraction=0.01)
+    train, _ = load_photographs(config)
+    dataset = views(train)
+    names = [train.name(i) for i in range(len(train))]
+    broken = [i for i, name in enumerate(names) if name.endswith(("broken.png", "text.jpg"))]
+    for index in broken:
+        sample = dataset[0, index]
+        assert int(sample.indices) not in broken
+        assert names[index] in sample.unreadable[0]
+        assert torch.equal(sample.images, dataset[0, index].images)  # always replaced by the same
+    fine = next(i for i in range(len(train)) if i not in broken)
+    assert dataset[0, fine].unreadable == []
+
+
+def test_missing_files_are_unreadable_not_fatal(image_folder):
+    train, _ = load_photographs(DataConfig(path=str(image_folder), eval_fraction=0.01))
+    shutil.rmtree(image_folder / "cat")
+    gone = next(i for i in range(len(train)) if "/cat/" in train.name(i))
+    assert len(views(train)[0, gone].unreadable) >= 1
+
+
+def test_views_fit_torchs_own_loader():
+    _, test = load_photographs(DataConfig())
+    crops = [sample.images for sample in DataLoader(views(test), sampler=[(0, 0), (0, 1)], batch_size=None)]
+    assert np.shape(crops) == (2, 3, 32, 32)
