@@ -70,7 +70,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
     save_file(contiguous, aside / "model.safetensors")
     save_file(flat_state(optimizer), aside / "optimizer.safetensors")
     digests = {file.name: digest(file) for file in sorted(aside.iterdir())}
-    (aside / "state.json").write_text(json.dumps({"step": step, "torch": torch.__version__, "sha256": digests}))
+    (aside / "state.json").write_text(json.dumps({"torch": torch.__version__, "sha256": digests}, indent=1))
     for file in aside.iterdir():
         sync(file)
     final = checkpoints / f"step_{step:08d}"
@@ -88,15 +88,23 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     A checkpoint whose files are damaged is named on stderr, and the one before it is used.
     """
     for checkpoint in reversed(complete_checkpoints(folder)):
-        state = json.loads((checkpoint / "state.json").read_text())
-        damaged = [name for name, expected in state["sha256"].items() if digest(checkpoint / name) != expected]
+        damaged = damaged_files(checkpoint)
         if damaged:
             print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
             continue
         model.load_state_dict(load_file(checkpoint / "model.safetensors"))
         load_flat_state(optimizer, load_file(checkpoint / "optimizer.safetensors"))
-        return state["step"]
+        return step_of(checkpoint)
     return 0
+
+
+def damaged_files(checkpoint: Path) -> list[str]:
+    """Files that are not what was written."""
+    try:
+        digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ["state.json"]
+    return [name for name, expected in digests.items() if digest(checkpoint / name) != expected]
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -104,10 +112,14 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step_*"))
 
 
+def step_of(checkpoint: Path) -> int:
+    """The updates that were done when it was taken, by its name."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint, 0 where there is none; by its name, unchecked."""
-    checkpoints = complete_checkpoints(folder)
-    return int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
+    """The step of the newest checkpoint, unchecked; 0 where there is none."""
+    return max(map(step_of, complete_checkpoints(folder)), default=0)
 
 
 def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

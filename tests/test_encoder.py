@@ -1,0 +1,117 @@
+"""timm in, timm out."""
+
+import shutil
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+import mpp
+from mpp.config import ModelConfig
+from mpp.encoder import build_encoder, export_encoder
+
+
+def export(encoder, folder):
+    export_encoder(encoder, folder, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    torch.manual_seed(0)
+    encoder = build_encoder(ModelConfig(depth=2, attention="fused")).eval()  # as timm's own default
+    return encoder, export(encoder, tmp_path_factory.mktemp("run") / "encoder")
+
+
+def test_timm_alone_gives_the_same_features(exported):
+    encoder, folder = exported
+    images = torch.randn(2, 3, 64, 64)
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    ours = mpp.load_encoder(folder)
+    for loaded in (theirs, ours, mpp.load_encoder(folder.parent)):
+        torch.testing.assert_close(loaded(images), encoder(images), rtol=0, atol=1e-6)
+        torch.testing.assert_close(loaded.forward_features(images), encoder.forward_features(images), rtol=0, atol=1e-6)
+    assert not ours.training
+
+
+def test_encoder_says_what_input_it_takes(exported):
+    takes = timm.data.resolve_model_data_config(mpp.load_encoder(exported[1]))
+    assert takes["input_size"] == (3, 64, 64)
+    assert (tuple(takes["mean"]), tuple(takes["std"])) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert (takes["crop_pct"], takes["interpolation"]) == (1.0, "bilinear")
+
+
+def test_another_image_size_resamples_positions_as_timm_does(exported):
+    encoder, folder = exported
+    larger = mpp.load_encoder(folder, img_size=96, num_classes=7)
+    expected = timm.layers.resample_abs_pos_embed(encoder.pos_embed, (12, 12), num_prefix_tokens=1)
+    torch.testing.assert_close(larger.pos_embed, expected)
+    assert larger(torch.randn(1, 3, 96, 96)).shape == (1, 7)
+
+
+def test_export_is_the_same_bits_every_time(exported, tmp_path):
+    first = (exported[1] / "model.safetensors").read_bytes()
+    for _ in range(5):
+        assert (export(exported[0], tmp_path / "encoder") / "model.safetensors").read_bytes() == first
+
+
+def test_a_named_model_with_changes_travels(tmp_path):
+    encoder = build_encoder(
+        ModelConfig(name="vit_tiny_patch16_224", depth=1, img_size=48, patch_size=12, attention="fused")
+    )
+    loaded = mpp.load_encoder(export(encoder, tmp_path / "encoder"))
+    images = torch.randn(1, 3, 48, 48)
+    encoder.eval()
+    torch.testing.assert_close(loaded(images), encoder(images), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch32_224", "vit_base_patch8_224", "vit_large_patch14_224"])
+def test_timms_sizes_build_by_name(name):
+    encoder = build_encoder(ModelConfig(name=name, depth=1))
+    assert encoder.patch_embed.patch_size[0] == int(name.split("patch")[1].split("_")[0])
+    assert encoder.patch_embed.img_size == (224, 224)
+
+
+def test_start_from_weights_of_another_size(exported, tmp_path):
+    source, folder = exported
+    for path in (folder, folder.parent, folder / "model.safetensors"):
+        same = build_encoder(ModelConfig(depth=2, init_from=str(path)))
+        assert all(torch.equal(a, b) for a, b in zip(same.parameters(), source.parameters(), strict=True))
+    larger = build_encoder(ModelConfig(depth=2, img_size=96, init_from=str(folder)))
+    expected = timm.layers.resample_abs_pos_embed(source.pos_embed, (12, 12), num_prefix_tokens=1)
+    torch.testing.assert_close(larger.pos_embed, expected)
+    classifier = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=3)
+    headed = export(classifier, tmp_path / "headed")
+    assert "head.weight" in load_file(headed / "model.safetensors")
+    build_encoder(ModelConfig(depth=2, init_from=str(headed)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"name": "vit_bose_patch16_224"}, ["model.name", "vit_bose_patch16_224", "vit_base_patch16_224"]),
+        ({"name": "resnet18"}, ["model.name", "resnet18"]),
+        ({"name": "vit_base_patch16_siglip_224"}, ["model.name", "attention"]),
+        ({"name": "vit_tiny_patch16_224", "img_size": 100}, ["model.img_size", "100", "(16)"]),
+        ({"name": "vit_tiny_patch16_224", "heads": 5}, ["vit_tiny_patch16_224"]),
+        ({"depth": 3, "init_from": "{folder}"}, ["model.init_from", "blocks.2"]),
+        ({"width": 64, "depth": 2, "init_from": "{folder}"}, ["model.init_from", "64"]),
+        ({"init_from": "/nowhere"}, ["/nowhere", "no encoder"]),
+        ({"init_from": "/nowhere/model.safetensors"}, ["model.init_from", "/nowhere/model.safetensors"]),
+    ],
+)
+def test_what_cannot_be_built_is_named(exported, settings, words):
+    settings = {k: v.format(folder=exported[1]) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises(ValueError) as error:
+        build_encoder(ModelConfig(**settings))
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_no_encoder_there(tmp_path, exported):
+    with pytest.raises(ValueError, match="no encoder at"):
+        mpp.load_encoder(tmp_path)
+    shutil.copy(exported[1] / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="no encoder at"):
+        mpp.load_encoder(tmp_path)

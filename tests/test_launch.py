@@ -1,0 +1,84 @@
+"""How a process starts: threads, precision, promises."""
+
+import os
+
+import pytest
+import torch
+from conftest import run_command
+
+from mpp.config import RunConfig
+from mpp.launch import bf16_is_native, check_promise, choose_precision, choose_threads
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("threads", "environment", "processes", "expected"),
+    [
+        (0, None, 1, CORES),
+        (0, "1", 1, CORES),  # what the launcher sets by itself
+        (0, "3", 1, 3),
+        (5, "3", 1, 5),
+        (0, "1", CORES, 1),
+        (0, "1", 4 * CORES, 1),
+    ],
+)
+def test_threads(monkeypatch, threads, environment, processes, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    assert choose_threads(RunConfig(threads=threads), processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "launcher", "expected", "reason"),
+    [
+        ("fp32", None, "fp32", "run.precision"),
+        ("fp32", "bf16", "fp32", "over the launcher, which says bf16"),
+        ("bf16", "no", "bf16", "run.precision"),
+        ("auto", "bf16", "bf16", "launcher"),
+        ("auto", "no", "bf16" if bf16_is_native() else "fp32", "hardware"),
+    ],
+)
+def test_precision_says_who_wins(monkeypatch, asked, launcher, expected, reason):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if launcher:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    precision, why = choose_precision(RunConfig(precision=asked))
+    assert precision == expected and reason in why
+
+
+def test_precision_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="fp16; it must be bf16 or no"):
+        choose_precision(RunConfig())
+
+
+def test_one_process_where_two_were_promised_is_an_error(tmp_path):
+    words = (
+        "accelerate",
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "mpp/pretrain.py",
+        "--run.dir",
+        str(tmp_path / "r"),
+    )
+    ended = run_command(*words)
+    assert ended.returncode != 0
+    assert "error: the launcher was asked for several processes and started one" in ended.stderr
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("joined", [{"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}])
+def test_several_processes_that_meet_are_fine(monkeypatch, joined):
+    for name, value in ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"} | joined).items():
+        monkeypatch.setenv(name, value)
+    check_promise()
+
+
+def test_bf16_is_asked_of_the_hardware():
+    assert bf16_is_native() in (True, False)
+    if not torch.cuda.is_available():
+        assert bf16_is_native() == bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

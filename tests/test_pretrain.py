@@ -1,0 +1,232 @@
+"""The main job, whole: what it writes, how it resumes, how it fails."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from conftest import encoded, picture, read_metrics
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import mpp
+from mpp import loop
+from mpp.checkpoint import complete_checkpoints
+from mpp.config import Config, parse
+from mpp.predictor import MaskedPatchPredictor
+
+
+def weights(folder):
+    return (folder / "encoder" / "model.safetensors").read_bytes()
+
+
+class Killed(BaseException):
+    """What a test stops a run with."""
+
+
+def kill_after(monkeypatch, step):
+    """Stop the run just before update `step` (from 0) is done."""
+    update = loop.Update.__call__
+
+    def dies(self, number, *args, **kwargs):
+        if number == step:
+            raise Killed
+        return update(self, number, *args, **kwargs)
+
+    monkeypatch.setattr(loop.Update, "__call__", dies)
+
+
+def test_a_run_writes_what_it_promises(pretrain, capsys):
+    folder = pretrain("--probe.every=2", "--run.eval_every=2")
+    assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
+        *("config.yaml", "metrics.jsonl", "checkpoints", "encoder")
+    }
+    assert [c.name for c in complete_checkpoints(folder)] == ["step_00000002", "step_00000004"]
+    assert {path.name for path in (folder / "encoder").iterdir()} == {"config.json", "model.safetensors"}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    trained = {"step", "loss", "accuracy", "most_frequent", "nearest", "optim/lr", "optim/grad_norm", "unreadable"}
+    speed = {"speed/images_per_second", "speed/data_wait", "speed/executed_tflops", "speed/memory_gb"}
+    assert set(lines[0]) >= trained | speed
+    held_out = [line for line in lines if "heldout/loss" in line]
+    assert [line["step"] for line in held_out] == [2, 4]
+    assert set(held_out[0]) >= {"heldout/accuracy", "heldout/nearest", "knn/depth_01", "knn/depth_02"}
+    assert list(read_metrics(folder)) == [1, 2, 3, 4]
+    said = capsys.readouterr().out
+    assert f"wrote {folder}" in said and "next: tensorboard" in said and "held-out accuracy" in said
+    assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
+
+
+def test_tensorboard_shows_the_same_scalars_and_pictures(pretrain):
+    folder = pretrain()
+    events = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0}).Reload()
+    tags = events.Tags()
+    for key in ("loss", "accuracy", "heldout/accuracy", "optim/lr", "speed/images_per_second"):
+        shown = {e.step: e.value for e in events.Scalars(key if "/" in key else f"train/{key}")}
+        assert shown == pytest.approx(read_metrics(folder, key))
+    (panel,) = events.Images(tags["images"][0])
+    assert (panel.width, panel.height) == (4 * 128, 8 * 128)
+    assert "config/text_summary" in tags["tensors"]
+
+
+def test_saved_config_repeats_the_run(pretrain, tmp_path):
+    first = pretrain()
+    saved = yaml.safe_load((first / "config.yaml").read_text())
+    assert saved["model"]["width"] == 16 and saved["optim"]["global_batch_size"] == 8
+    again = pretrain("--config", str(first / "config.yaml"), f"--run.dir={tmp_path / 'again'}", dir=tmp_path / "again")
+    assert weights(first) == weights(again)
+    assert parse(Config, ["--config", str(again / "config.yaml")]).run.dir == str(tmp_path / "again")
+
+
+def test_learning_happens(pretrain):
+    losses = read_metrics(pretrain("--run.steps=60", "--optim.lr=0.01", "--run.log_every=10", "--data.flip=false"))
+    assert losses[60] < losses[10] - 0.5
+
+
+@pytest.mark.parametrize("objective", ["grid_color", "pixels"])
+@pytest.mark.parametrize("source", ["image", "batch"])
+def test_other_targets_and_sources_run(pretrain, objective, source):
+    folder = pretrain(f"--objective.name={objective}", f"--corruption.source={source}", "--run.steps=1")
+    assert 0 <= read_metrics(folder, "heldout/accuracy")[1] <= 1
+
+
+HARD = (
+    "--model.dropout=0.1",
+    "--model.drop_path=0.1",
+    "--data.batch_size=4",
+    "--run.steps=10",
+    "--run.checkpoint_every=3",
+)
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 9])
+def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step):
+    whole = pretrain(*HARD, dir=tmp_path / "whole")
+    with monkeypatch.context() as context:
+        kill_after(context, step)
+        with pytest.raises(Killed):
+            pretrain(*HARD)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')  # torn by the kill
+    resumed = pretrain(*HARD)
+    assert weights(resumed) == weights(whole)
+    for key in ("loss", "accuracy", "optim/lr", "heldout/loss"):
+        assert read_metrics(resumed, key) == read_metrics(whole, key)
+    steps = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    shown = EventAccumulator(str(resumed), size_guidance={"scalars": 0}).Reload().Scalars("train/loss")
+    assert [event.step for event in shown] == list(range(1, 11))
+
+
+def test_dropout_and_seed_matter(pretrain, tmp_path):
+    runs = [
+        pretrain("--model.dropout=0.1", dir=tmp_path / "a"),
+        pretrain(dir=tmp_path / "b"),
+        pretrain("--run.seed=1", dir=tmp_path / "c"),
+    ]
+    assert len({weights(run) for run in runs}) == 3
+
+
+def test_accumulation_equals_the_big_batch(pretrain, tmp_path):
+    whole = pretrain(dir=tmp_path / "whole")
+    parts = pretrain("--data.batch_size=2", dir=tmp_path / "parts")
+    for key in ("loss", "optim/grad_norm", "accuracy", "nearest", "most_frequent", "heldout/loss"):
+        assert read_metrics(parts, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(pretrain, capsys):
+    folder = pretrain()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    pretrain("--run.log_every=3", "--data.batch_size=2")  # plumbing may differ
+    assert f"{folder} is finished: 4 steps" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_another_config_in_the_same_folder_is_refused(pretrain):
+    folder = pretrain()
+    before = (folder / "config.yaml").read_bytes()
+    with pytest.raises(ValueError, match=r"run\.steps, corruption\.rate, optim\.lr differ"):
+        pretrain("--optim.lr=0.5", "--corruption.rate=0.3", "--run.steps=5")
+    assert (folder / "config.yaml").read_bytes() == before
+
+
+def test_other_files_are_not_written_over(pretrain, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="holds other files and no run"):
+        pretrain()
+    with pytest.raises(ValueError, match="not a folder"):
+        pretrain(dir=tmp_path / "run" / "thesis.tex")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--data.path=/nowhere", ["data.path", "/nowhere"]),
+        ("--data.batch_size=3", ["optim.global_batch_size is 8", "data.batch_size (3)"]),
+        ("--corruption.rate=0.01", ["corruption.rate", "of 16 patches"]),
+        ("--objective.name=colour", ["objective.name", "mean_color"]),
+        ("--objective.grid=3", None),
+        ("--model.name=vit_tiny_patch17_224", ["model.name", "vit_tiny_patch16_224"]),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_written(pretrain, tmp_path, argument, words):
+    if words is None:
+        pretrain(argument)  # the grid matters to grid_color alone
+        return
+    with pytest.raises(ValueError) as error:
+        pretrain(argument)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_unreadable_images_are_counted_and_named(pretrain, image_folder, capsys):
+    for number in range(3):
+        (image_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")
+    folder = pretrain(f"--data.path={image_folder}", "--run.steps=4", "--data.eval_fraction=0.01")
+    named = (folder / "unreadable.txt").read_text()
+    assert read_metrics(folder, "unreadable")[4] == len(named.splitlines()) > 0
+    assert "broken" in named and "broken" in capsys.readouterr().err
+
+
+def test_most_images_unreadable_is_an_error(pretrain, image_folder):
+    for number in range(40):
+        (image_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"of the first \d+ images cannot be decoded, such as .*broken"):
+        pretrain(f"--data.path={image_folder}")
+
+
+@pytest.mark.parametrize("sort", ["loss", "gradient"])
+def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypatch, sort):
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * float("nan") if sort == "loss" else x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("inf")
+
+    forward, calls = MaskedPatchPredictor.forward, []
+
+    def poisoned(self, images, corruption):
+        calls.append(self.training and images.device.type == "cpu" and torch.is_grad_enabled())
+        result = forward(self, images, corruption)
+        return Poison.apply(result) if sum(calls) == 4 else result
+
+    monkeypatch.setattr("mpp.pretrain.executed_flops", lambda *_: 1)
+    monkeypatch.setattr(MaskedPatchPredictor, "forward", poisoned)
+    with pytest.raises(FloatingPointError, match=r"of update 3 is not finite .*images \d+, .*last checkpoint is good"):
+        pretrain("--run.steps=6")
+    (checkpoint,) = complete_checkpoints(tmp_path / "run")
+    assert checkpoint.name == "step_00000002"
+    assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "model.safetensors").values())
+    monkeypatch.undo()
+    assert read_metrics(pretrain("--run.steps=6"))[6] > 0  # resumes from it
+
+
+def test_images_smaller_than_the_crop_and_one_pixel_are_fine(pretrain, tmp_path):
+    (tmp_path / "images").mkdir()
+    for number, size in enumerate([(1, 1), (3, 200), (7, 5), (64, 64)] * 3):
+        (tmp_path / "images" / f"{number}.png").write_bytes(encoded(picture(number, size)))
+    assert read_metrics(pretrain(f"--data.path={tmp_path / 'images'}"), "unreadable")[4] == 0
