@@ -2,8 +2,10 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -14,10 +16,16 @@ from mpp.config import RunConfig
 
 
 def command(main: Callable[[], None]) -> None:
-    """Run a command's main function: a user's mistake ends it with one line on stderr and exit code 2."""
+    """Run a command's main function: a user's mistake ends it with one line on stderr and exit code 2.
+
+    Such errors are raised by our own code; what a library raises in its depths is a bug and keeps its traceback.
+    """
     try:
         main()
     except (ValueError, FloatingPointError) as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(raised_in).resolve().parent.name not in ("mpp", "evaluation"):
+            raise
         rank = os.environ.get("RANK")
         print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -105,7 +105,6 @@ def fit(
                 save_checkpoint(folder, done, bare, optimizer.optimizer, run.keep_checkpoints)
             accelerator.wait_for_everyone()
     bar.close()
-    tracker.finish()
     return bare
 
 

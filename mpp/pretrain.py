@@ -159,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         export_encoder(model.encoder, folder / "encoder", **view)
         report(folder)
     accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def report(folder: Path) -> None:

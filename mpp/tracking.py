@@ -68,10 +68,6 @@ class Tracker:
             with (self.folder / "unreadable.txt").open("a") as file:
                 file.writelines(f"{failure}\n" for failure in failures)
 
-    def finish(self) -> None:
-        """Close the trackers."""
-        self.accelerator.end_training()
-
 
 def keep_until(metrics: Path, step: int) -> None:
     """Cut a metrics file after `step`; a torn last line goes with what it would have said."""

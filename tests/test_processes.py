@@ -1,0 +1,40 @@
+"""The README's commands, as processes: two of them at once, and one that is killed."""
+
+import pytest
+from conftest import TINY, kill_group, read_metrics, run_command, start_command, wait_until
+
+from mpp.checkpoint import newest_step
+
+
+def test_two_processes_are_one_run(tmp_path):
+    arguments = ["mpp/pretrain.py", *TINY, "--run.steps=10", "--data.workers=1"]
+    one = run_command("accelerate", "launch", *arguments, f"--run.dir={tmp_path / 'one'}")
+    assert one.returncode == 0, one.stderr
+    two = run_command(
+        *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29617"),
+        *(*arguments, f"--run.dir={tmp_path / 'two'}"),
+    )
+    assert two.returncode == 0, two.stderr
+    assert "2 processes" in two.stdout
+    losses = read_metrics(tmp_path / "one")
+    assert len(losses) == 10
+    assert read_metrics(tmp_path / "two") == pytest.approx(losses, abs=1e-4)
+    for key in ("accuracy", "nearest", "most_frequent", "heldout/loss", "heldout/accuracy"):
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-4)
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path):
+    """Workers, accumulation, dropout, and the end of an epoch (633 images, 79 updates of 8) on the way."""
+    arguments = [*TINY, "--run.steps=110", "--run.checkpoint_every=20", "--data.workers=2", "--data.batch_size=4"]
+    command = ["accelerate", "launch", "mpp/pretrain.py", *arguments, "--model.dropout=0.1", "--run.eval_every=1000"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run_command(*command, f"--run.dir={whole}").returncode == 0
+    process = start_command(*command, f"--run.dir={killed}")
+    wait_until(lambda: newest_step(killed) >= 40 and max(read_metrics(killed), default=0) > newest_step(killed))
+    kill_group(process)
+    assert 40 <= newest_step(killed) < 100  # it was killed on its way
+    assert not (killed / "encoder").exists()
+    assert run_command(*command, f"--run.dir={killed}").returncode == 0
+    files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert read_metrics(killed) == read_metrics(whole)
