@@ -212,13 +212,15 @@ class Views(Dataset):
 
     def readable(self, epoch: int, index: int) -> tuple[int, Tensor, list[str]]:
         """The image at `index` or, where it cannot be decoded, another in its place: (its index, pixels, failures)."""
-        failures = []
-        others = words(Stream.REPLACEMENT, self.seed, epoch, index, REPLACEMENTS) % np.uint64(len(self.photographs))
-        for candidate in (index, *map(int, others)):
+        failures: list[str] = []
+        candidate = index
+        while len(failures) <= REPLACEMENTS:
             try:
                 return candidate, self.photographs.decode(candidate, self.data.max_pixels), failures
             except images.UnreadableImage as error:
                 failures.append(f"{self.photographs.name(candidate)}: {error}")
+                others = words(Stream.REPLACEMENT, self.seed, epoch, index, len(failures))
+                candidate = int(others[-1] % np.uint64(len(self.photographs)))
         return index, torch.zeros(3, self.img_size, self.img_size, dtype=torch.uint8), failures
 
 

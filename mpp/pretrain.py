@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mpp.checkpoint import newest_step, open_run, write_config
 from mpp.config import Config, parse, to_yaml
-from mpp.corruption import corrupted_count
+from mpp.corruption import Corruption, corrupted_count
 from mpp.data import Batch, Photographs, Share, Views, collate, held_out_loader, load_photographs, training_loader
 from mpp.encoder import build_encoder, export_encoder
 from mpp.launch import command, start
@@ -66,10 +66,14 @@ class Pretraining:
         images = batch.images.to(device, non_blocking=True)
         corruption = batch.corruption.to(device)
         predictions = model(images, corruption)  # (B, K, outputs) float32
-        patches = patchify(images, self.patch_size)  # (B, N, 3, P, P) uint8
-        targets = self.objective.targets(patches_at(patches, corruption.positions))
-        loss = self.objective.loss(predictions, targets)
-        return loss, measure(self.objective, predictions.detach(), patches, corruption) if measure_too else {}
+        loss = self.objective.loss(predictions, self.targets(images, corruption))
+        if not measure_too:
+            return loss, {}
+        return loss, measure(self.objective, predictions.detach(), patchify(images, self.patch_size), corruption)
+
+    def targets(self, images: Tensor, corruption: Corruption) -> Tensor:
+        """What the corrupted patches of clean images (B, 3, S, S) uint8 really are: (B, K, ...)."""
+        return self.objective.targets(patches_at(patchify(images, self.patch_size), corruption.positions))
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return summarize(sums)

@@ -1,0 +1,156 @@
+"""How fast a training step is, as ratios measured in one run.
+
+    python evaluation/throughput.py --out throughput.json
+
+Everything is timed in turn, round after round, so that a machine whose speed drifts slows all alike; the table shows
+medians, their spread, and the median of the rounds' ratios.
+"""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+
+from mpp.config import Config, CorruptionConfig, ModelConfig, OptimConfig, RunConfig, parse, require
+from mpp.data import Batch, Share, collate
+from mpp.encoder import set_attention
+from mpp.launch import command, start
+from mpp.loop import Update
+from mpp.optim import build_optimizer
+from mpp.pretrain import Pretraining
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is timed."""
+
+    model: str = "vit_tiny_patch16_224"
+    """A timm VisionTransformer, at its own image size."""
+    batch_size: int = 16
+    """Images a step."""
+    precision: str = "auto"
+    """auto, bf16 or fp32."""
+    rounds: int = 15
+    """Rounds that count, after three that do not."""
+    out: str | None = None
+    """JSON file of all figures."""
+
+    def __post_init__(self):
+        require(self.rounds >= 1, "bench.rounds", self.rounds, "at least 1")
+
+
+@dataclass(frozen=True)
+class ThroughputConfig:
+    """Throughput of the training step against a bare timm model."""
+
+    bench: BenchConfig = field(default_factory=BenchConfig)
+
+
+def framework_step(config: Config, accelerator: Accelerator) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The framework's whole update on a batch in memory, and its forward, backward and optimiser alone."""
+    share = Share.of(config.optim.global_batch_size, None, 1, 0)
+    task = Pretraining(config, accelerator, share)
+    batch: Batch = collate([task.views(task.train)[0, index] for index in range(share.batch)])
+    model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, config.optim))
+    update = Update(task, accelerator, model, optimizer, config.optim, share, config.run)
+    images, corruption = batch.images.to(accelerator.device), batch.corruption.to(accelerator.device)
+    targets = task.targets(images, corruption)
+
+    def whole():
+        update(0, [batch], measure=False)
+
+    def bare():
+        task.objective.loss(model(images, corruption), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return whole, bare
+
+
+def bare_timm(name: str, batch_size: int, accelerator: Accelerator, fused: bool) -> Callable[[], object]:
+    """Forward and backward of timm's model with its classification head, without an optimiser."""
+    model = timm.create_model(name).to(accelerator.device)
+    set_attention(model, fused)
+    images = torch.randn(batch_size, *model.pretrained_cfg["input_size"], device=accelerator.device)
+    labels = torch.randint(0, 1000, (batch_size,), device=accelerator.device)
+
+    def step():
+        model.zero_grad()
+        with accelerator.autocast():
+            logits = model(images)
+        F.cross_entropy(logits.float(), labels).backward()
+
+    return step
+
+
+def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Seconds of each step in each round."""
+    cuda = torch.cuda.is_available()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(warmup + rounds):
+        for name, step in steps.items():
+            if cuda:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            if number >= warmup:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def ratios(seconds: dict[str, list[float]], slower: str, faster: str) -> dict[str, float]:
+    """Median and extremes of slower / faster, round by round."""
+    each = [a / b for a, b in zip(seconds[slower], seconds[faster], strict=True)]
+    return {"median": statistics.median(each), "min": min(each), "max": max(each)}
+
+
+def main() -> None:
+    """Measure and print."""
+    bench = parse(ThroughputConfig, prog="python evaluation/throughput.py").bench
+    config = Config(
+        run=RunConfig(dir="unused", precision=bench.precision, trackers=()),
+        model=ModelConfig(name=bench.model),
+        optim=OptimConfig(global_batch_size=bench.batch_size),
+        corruption=CorruptionConfig(),
+    )
+    accelerator = start(config.run)
+    whole, bare = framework_step(config, accelerator)
+    seconds = time_in_turn(
+        {
+            "mpp update": whole,
+            "mpp forward, backward, optimiser": bare,
+            "timm as it comes": bare_timm(bench.model, bench.batch_size, accelerator, fused=True),
+            "timm, attention unfused": bare_timm(bench.model, bench.batch_size, accelerator, fused=False),
+        },
+        bench.rounds,
+    )
+    print(f"\n{bench.model}, batch {bench.batch_size}, {accelerator.mixed_precision}, torch {torch.__version__}")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        print(f"{name:34s} {median * 1e3:8.1f} ms  {bench.batch_size / median:8.1f} images/s")
+    timms = ["timm as it comes", "timm, attention unfused"]
+    compared = {f"{name} / mpp update": ratios(seconds, name, "mpp update") for name in timms}
+    compared["mpp update / its forward, backward, optimiser"] = ratios(
+        seconds, "mpp update", "mpp forward, backward, optimiser"
+    )
+    for name, ratio in compared.items():
+        print(f"{name:46s} {ratio['median']:.3f}  ({ratio['min']:.3f} to {ratio['max']:.3f})")
+    if bench.out:
+        machine = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
+        result = {"config": vars(bench), "machine": machine, "seconds": seconds, "ratios": compared}
+        Path(bench.out).write_text(json.dumps(result, indent=1))
+        print(f"wrote {bench.out}")
+
+
+if __name__ == "__main__":
+    command(main)
