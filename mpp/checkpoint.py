@@ -141,8 +141,11 @@ def digest(file: Path) -> str:
     """SHA-256 of a file; empty where it is missing."""
     if not file.is_file():
         return ""
+    total = hashlib.sha256()
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        while block := opened.read(1 << 20):
+            total.update(block)
+    return total.hexdigest()
 
 
 def sync(path: Path) -> None:

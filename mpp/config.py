@@ -37,7 +37,7 @@ class RunConfig:
 
     dir: str = plumbing("runs/birds")
     """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
-    steps: int = 2000
+    steps: int = 1600
     """Optimiser updates."""
     seed: int = 0
     """Seed of the weights, the data order and every sample's randomness."""
@@ -47,9 +47,9 @@ class RunConfig:
     """Compile the model with torch.compile (pays on a GPU)."""
     log_every: int = plumbing(20)
     """Updates between two lines of metrics."""
-    eval_every: int = plumbing(500)
+    eval_every: int = plumbing(400)
     """Updates between two evaluations on the held-out images."""
-    checkpoint_every: int = plumbing(500)
+    checkpoint_every: int = plumbing(400)
     """Updates between two checkpoints."""
     keep_checkpoints: int = plumbing(2)
     """How many of the newest checkpoints stay on disk."""
@@ -213,13 +213,13 @@ class ObjectiveConfig:
 class OptimConfig:
     """Adam with decoupled weight decay, warm-up, decay, clipping."""
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     """Base learning rate, reached after the warm-up. It never depends on the number of processes."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay to 0 over the steps after the warm-up."""
     warmup_steps: int = 100
     """Updates of linear warm-up from 0."""
-    global_batch_size: int = 64
+    global_batch_size: int = 32
     """Images per update over all processes; accumulation follows from data.batch_size and the processes."""
     weight_decay: float = 0.1
     """Decoupled weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
@@ -241,7 +241,7 @@ class OptimConfig:
 class ProbeConfig:
     """kNN accuracy of the frozen features while training: the loss does not show representation quality."""
 
-    every: int = plumbing(1000)
+    every: int = plumbing(400)
     """Updates between two probes. 0: never. Without labels there is none."""
     images: int = plumbing(2000)
     """At most so many labelled training images are compared with."""

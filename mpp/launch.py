@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
+from accelerate.tracking import TensorBoardTracker, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
 from mpp.config import RunConfig
@@ -35,9 +35,11 @@ def start(run: RunConfig) -> Accelerator:
     """Set threads and precision and join the other processes.
 
     Raises:
-        ValueError: the launcher promised several processes and started one, or wants a precision that there is not.
+        ValueError: the launcher promised several processes and started one, or wants a precision that there is not; a
+            tracker is not installed.
     """
     check_promise()
+    check_trackers(run)
     precision, reason = choose_precision(run)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -58,6 +60,14 @@ def start(run: RunConfig) -> Accelerator:
 def tensorboard(run: RunConfig) -> list[TensorBoardTracker]:
     """Our own tracker object, so that its writer is opened where a resumed run can say from which step: see Tracker."""
     return [TensorBoardTracker(run_name="", logging_dir=run.dir)] if "tensorboard" in run.trackers else []
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Refuse trackers that do not exist or are not installed: Accelerate would drop the latter without a word."""
+    installed = sorted(map(str, get_available_trackers()))
+    missing = [name for name in run.trackers if name not in installed]
+    if missing:
+        raise ValueError(f"run.trackers: {', '.join(missing)} not installed; installed are {', '.join(installed)}")
 
 
 def check_promise() -> None:
@@ -93,7 +103,8 @@ def bf16_is_native() -> bool:
     """Whether bf16 is computed by the hardware, not emulated."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not in every torch
+    return any(getattr(torch.cpu, ask, bool)() for ask in asks)
 
 
 def choose_threads(run: RunConfig, local_processes: int) -> int:

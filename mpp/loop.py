@@ -76,6 +76,8 @@ def fit(
     model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
     bare = accelerator.unwrap_model(model)
     start = restore(folder, bare, optimizer.optimizer)
+    if start:
+        accelerator.print(f"resuming {folder} after step {start}")
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, share, run)
     speed, bar = Speed(flops), progress(accelerator, run.steps, start)

@@ -57,9 +57,8 @@ class Pretraining:
         return training_loader(self.views(self.train), self.share, start, self.config.run.steps)
 
     def fixed_batches(self, photographs: Photographs) -> Iterable[Batch]:
-        """This process's share of the first `eval_images` photographs, in their fixed view."""
-        views = self.views(photographs.first(self.config.data.eval_images))
-        return held_out_loader(views, self.share.batch, self.share.processes, self.share.rank)
+        """This process's share of photographs, in their fixed view."""
+        return held_out_loader(self.views(photographs), self.share.batch, self.share.processes, self.share.rank)
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
@@ -81,7 +80,8 @@ class Pretraining:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         sums: Sums = {}
-        for batch in self.fixed_batches(self.held_out):
+        for batch in self.fixed_batches(self.held_out.first(self.config.data.eval_images)):
+            tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
             sums = add(sums, measured | {"loss": loss.double() * count, "images": count})
@@ -96,8 +96,8 @@ class Pretraining:
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""
-        first = self.held_out.first(PANEL_IMAGES)
-        batch = next(iter(held_out_loader(self.views(first), PANEL_IMAGES)))
+        views = self.views(self.held_out)
+        batch = collate([views[FIXED, index] for index in range(min(PANEL_IMAGES, len(self.held_out)))])
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
         panel = prediction_panel(self.objective, model(images, corruption), images, corruption, self.patch_size)
         enlarge = max(1, 128 // self.img_size)
@@ -121,7 +121,7 @@ class Pretraining:
     def features(self, model: MaskedPatchPredictor, photographs: Photographs) -> tuple[Tensor, Tensor]:
         """Features (depth, N, D) and labels (N,) of photographs, gathered from all processes."""
         parts = []
-        for batch in held_out_loader(self.views(photographs), self.share.batch, self.share.processes, self.share.rank):
+        for batch in self.fixed_batches(photographs):
             with self.accelerator.autocast():
                 means = patch_means(model.encoder, model.normalize(batch.images.to(self.accelerator.device)))
             parts.append((means.cpu(), batch.labels))
@@ -149,8 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     share = Share.of(
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
-    task = Pretraining(config, accelerator, share)
     accelerator.print(to_yaml(config))
+    task = Pretraining(config, accelerator, share)
     accelerator.print(f"{task.describe_model()}; {len(task.train)} images, {len(task.held_out)} held out")
     if accelerator.is_main_process:
         write_config(config, folder)

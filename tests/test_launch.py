@@ -3,11 +3,10 @@
 import os
 
 import pytest
-import torch
 from conftest import run_command
 
 from mpp.config import RunConfig
-from mpp.launch import bf16_is_native, check_promise, choose_precision, choose_threads
+from mpp.launch import bf16_is_native, check_promise, check_trackers, choose_precision, choose_threads
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -78,7 +77,7 @@ def test_several_processes_that_meet_are_fine(monkeypatch, joined):
     check_promise()
 
 
-def test_bf16_is_asked_of_the_hardware():
-    assert bf16_is_native() in (True, False)
-    if not torch.cuda.is_available():
-        assert bf16_is_native() == bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+def test_a_tracker_that_is_not_there_is_named():
+    check_trackers(RunConfig())
+    with pytest.raises(ValueError, match=r"run\.trackers: nonsense not installed; installed are .*tensorboard"):
+        check_trackers(RunConfig(trackers=("tensorboard", "nonsense")))

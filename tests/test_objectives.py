@@ -5,7 +5,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
+from mpp import objectives
 from mpp.config import ObjectiveConfig
 from mpp.objectives import OBJECTIVES, build_objective, colors_of, quantize
 
@@ -97,3 +99,18 @@ def test_painted_targets_have_the_labels_of_the_targets(name):
 def test_unknown_objective_lists_the_known():
     with pytest.raises(ValueError, match=r"objective\.name is colour; .*mean_color, grid_color, pixels"):
         objective("colour")
+
+
+def test_the_readmes_example_of_another_objective_works(monkeypatch):
+    readme = (ROOT / "README.md").read_text()
+    example = readme[readme.index("class Brightness") : readme.index("OBJECTIVES = {...")]
+    names = vars(objectives).copy()
+    exec(example, names)
+    monkeypatch.setitem(OBJECTIVES, "brightness", names["Brightness"])
+    o = objective("brightness")
+    patches = torch.stack([torch.full((3, 4, 4), v, dtype=torch.uint8) for v in (0, 15, 16, 128, 255)])[None]
+    targets = o.targets(patches)
+    assert targets.tolist() == [[0, 0, 1, 8, 15]]
+    assert o.loss(torch.zeros(1, 5, o.outputs), targets).item() == pytest.approx(np.log(16))
+    assert torch.equal(o.targets(o.paint(targets)), targets)
+    assert o.labels(o.decide(torch.nn.functional.one_hot(targets, 16))).max() < 8**o.bits
