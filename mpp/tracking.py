@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from mpp.config import flatten, to_yaml
 
-CHARTS = {
+SHOWN = ("accuracy", "nearest", "most_frequent")
+CHARTS = {  # drawn together; the tags are patterns
     "masked patches": {
-        "train": ["Multiline", ["train/accuracy", "train/nearest", "train/most_frequent"]],
-        "held out": ["Multiline", ["heldout/accuracy", "heldout/nearest", "heldout/most_frequent"]],
+        "train": ["Multiline", [f"^train/{name}$" for name in SHOWN]],
+        "held out": ["Multiline", [f"^heldout/{name}$" for name in SHOWN]],
     }
 }
 
