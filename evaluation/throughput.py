@@ -11,47 +11,43 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
-from mpp.config import Config, CorruptionConfig, ModelConfig, OptimConfig, RunConfig, parse, require
+from mpp.config import Config, CorruptionConfig, ModelConfig, OptimConfig, RunConfig, require
 from mpp.data import Batch, Share, collate
 from mpp.encoder import set_attention
 from mpp.launch import command, start
 from mpp.loop import Update
 from mpp.optim import build_optimizer
+from mpp.parsing import parse
 from mpp.pretrain import Pretraining
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """What is timed."""
-
-    model: str = "vit_tiny_patch16_224"
-    """A timm VisionTransformer, at its own image size."""
-    batch_size: int = 16
-    """Images a step."""
-    precision: str = "auto"
-    """auto, bf16 or fp32."""
-    rounds: int = 15
-    """Rounds that count, after three that do not."""
-    out: str | None = None
-    """JSON file of all figures."""
-
-    def __post_init__(self):
-        require(self.rounds >= 1, "bench.rounds", self.rounds, "at least 1")
 
 
 @dataclass(frozen=True)
 class ThroughputConfig:
     """Throughput of the training step against a bare timm model."""
 
-    bench: BenchConfig = field(default_factory=BenchConfig)
+    model: str = "vit_tiny_patch16_224"
+    """A timm VisionTransformer, at its own image size."""
+    batch_size: int = 16
+    """Images a step."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type. auto: bf16 where the hardware computes in it."""
+    rounds: int = 15
+    """Rounds that count, after three that do not."""
+    out: str | None = None
+    """JSON file of all figures. null: none."""
+
+    def __post_init__(self):
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
 
 
 def framework_step(config: Config, accelerator: Accelerator) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -116,7 +112,7 @@ def ratios(seconds: dict[str, list[float]], slower: str, faster: str) -> dict[st
 
 def main() -> None:
     """Measure and print."""
-    bench = parse(ThroughputConfig, prog="python evaluation/throughput.py").bench
+    bench = parse(ThroughputConfig, prog="python evaluation/throughput.py")
     config = Config(
         run=RunConfig(dir="unused", precision=bench.precision, trackers=()),
         model=ModelConfig(name=bench.model),

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mpp.config import changed_keys, to_yaml
+from mpp.parsing import changed_keys, to_yaml
 
 
 def open_run(config: Any) -> Path:

@@ -1,23 +1,11 @@
 """Settings: typed, frozen, validated, and the only place where a default is written.
 
-`parse(Config)` reads YAML files (`--config`, several compose, later ones win) and dotted overrides
-(`--optim.lr 1e-3`); whatever is wrong with them is one line. Fields marked `plumbing` change how a run is carried out
-and watched, not what it computes: only they may differ when a run is resumed.
+The names are those of the command line (mpp/parsing.py): `--optim.lr 1e-3`. Fields marked `plumbing` change how a run
+is carried out and watched, not what it computes: only they may differ when a run is resumed.
 """
 
-import dataclasses
-import difflib
-import sys
-from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
-
-ConfigT = TypeVar("ConfigT")
+from typing import Any, Literal
 
 
 def plumbing(default: Any) -> Any:
@@ -29,6 +17,13 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raise the one-line error of a setting that is out of range."""
     if not condition:
         raise ValueError(f"{key} is {value}; it must be {allowed}")
+
+
+def as_lists(config: Any, *names: str) -> None:
+    """Let settings that are lists be given as one value: `--shots 5` for `--shots [5]`."""
+    for name in names:
+        value = getattr(config, name)
+        object.__setattr__(config, name, tuple(value) if isinstance(value, tuple | list) else (value,))
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,8 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """The images: where they come from and how they are cropped."""
+class SourceConfig:
+    """The images: where they come from."""
 
     path: str | None = None
     """A hub dataset, a folder of images, or a folder or file of parquet or arrow. null: the package's birds."""
@@ -81,39 +76,48 @@ class DataConfig:
     """Share of the images that the seeded cut holds out."""
     eval_seed: int = 0
     """Seed of the cut: not the run's, so that runs of other seeds are compared on the same images."""
-    eval_images: int = 2048
-    """At most so many held-out images are evaluated."""
-    eval_crop: float = 0.875
-    """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
     image_column: str | None = None
     """Column of the images. null: the only image column."""
     label_column: str | None = None
-    """Column of class labels, used by probes alone. null: `label` where it exists. Negative or null: no label."""
-    crop_area: tuple[float, float] = (0.4, 1.0)
-    """Range of the training crop's area, as a share of the image's (the inception crop of the paper: 0.05 to 1)."""
-    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
-    """Range of the training crop's width / height."""
-    flip: bool = True
-    """Flip half of the training crops left to right."""
+    """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
     max_pixels: int = 100_000_000
     """Images with more pixels are refused from their header, before they are decoded."""
     batch_size: int | None = plumbing(None)
-    """Images per process and forward pass. null: the global batch shared by the processes, without accumulation."""
+    """Images per process and forward pass. null: in training, the global batch shared by the processes; else 64."""
     workers: int = plumbing(2)
     """Loader processes per training process. 0: load in the training process."""
 
     def __post_init__(self):
         require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
         require(0 <= self.eval_seed < 2**63, "data.eval_seed", self.eval_seed, "at least 0 and below 2**63")
+        require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
+        require(self.batch_size is None or self.batch_size >= 1, "data.batch_size", self.batch_size, "at least 1")
+        require(self.workers >= 0, "data.workers", self.workers, "0 or more")
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """The images: where they come from and how they are cropped."""
+
+    crop_area: tuple[float, float] = (0.4, 1.0)
+    """Range of the training crop's area, as a share of the image's (the inception crop of the paper: 0.05 to 1)."""
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Range of the training crop's width / height."""
+    flip: bool = True
+    """Flip half of the training crops left to right."""
+    eval_crop: float = 0.875
+    """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
+    eval_images: int = 2048
+    """At most so many held-out images are evaluated."""
+
+    def __post_init__(self):
+        super().__post_init__()
         require(0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "above 0 and at most 1")
         require(self.eval_images >= 1, "data.eval_images", self.eval_images, "at least 1")
         low, high = self.crop_area
         require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
         low, high = self.crop_ratio
         require(0 < low <= high, "data.crop_ratio", list(self.crop_ratio), "two ascending positive numbers")
-        require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
-        require(self.batch_size is None or self.batch_size >= 1, "data.batch_size", self.batch_size, "at least 1")
-        require(self.workers >= 0, "data.workers", self.workers, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -265,79 +269,3 @@ class Config:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
-
-
-def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
-    """Read a config from the command line.
-
-    Args:
-        config_class: a frozen dataclass whose fields are dataclasses.
-        arguments: the command line's words; None: `sys.argv[1:]`.
-        prog: the command that `--help` shows.
-    Raises:
-        ValueError: one line that names the wrong key or value and what is allowed.
-    """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(exit_on_error=False, prog=prog, description=config_class.__doc__)
-    parser.add_argument("--config", action="config", help="YAML file of settings; several compose, later ones win.")
-    parser.add_class_arguments(config_class)
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        values = parser.parse_args(arguments)
-    except (ArgumentError, yaml.YAMLError) as error:
-        raise ValueError(explain(config_class, str(error))) from None
-    values.pop("config")
-    return config_class(**vars(parser.instantiate(values)))
-
-
-def explain(config_class: type, message: str) -> str:
-    """The parser's message in one line; for an unknown key, with the keys that exist."""
-    line = " ".join(message.split())
-    known = [key for key, _ in flatten(config_class())]
-    if "unrecognized arguments" in line:
-        culprit = line.split("arguments:", 1)[1].split()[0].removeprefix("--").split("=")[0]
-    elif "does not accept option" in line:
-        group, option = line.split("'")[1::2][:2]
-        culprit = f"{group}.{option}"
-    else:
-        return line
-    group = [key for key in known if key.startswith(culprit.split(".")[0] + ".")]
-    near = difflib.get_close_matches(culprit, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"unknown setting {culprit}: {hint}allowed: {', '.join(group or sorted({k.split('.')[0] for k in known}))}"
-
-
-def flatten(config: Any) -> Iterator[tuple[str, Any]]:
-    """All settings as (dotted key, value)."""
-    for group in dataclasses.fields(config):
-        values = getattr(config, group.name)
-        for setting in dataclasses.fields(values):
-            yield f"{group.name}.{setting.name}", getattr(values, setting.name)
-
-
-def to_yaml(config: Any) -> str:
-    """The config as the YAML text that `parse` reads back."""
-    plain = {group: dataclasses.asdict(values) for group, values in vars(config).items()}
-    for values in plain.values():
-        for key, value in values.items():
-            values[key] = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(plain, sort_keys=False)
-
-
-def changed_keys(config: Any, path: Path) -> list[str]:
-    """Keys outside the plumbing in which `config` differs from the one saved at `path`.
-
-    Raises:
-        ValueError: the saved file is not a config of this kind.
-    """
-    try:
-        saved = dict(flatten(parse(type(config), ["--config", str(path)])))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a config of this command ({error})") from None
-    return [
-        f"{group.name}.{setting.name}"
-        for group in dataclasses.fields(config)
-        for setting in dataclasses.fields(getattr(config, group.name))
-        if not setting.metadata.get("plumbing")
-        and getattr(getattr(config, group.name), setting.name) != saved[f"{group.name}.{setting.name}"]
-    ]

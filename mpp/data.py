@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mpp import corruption, images
-from mpp.config import CorruptionConfig, DataConfig
+from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption
 from mpp.randomness import FIXED, Stream, permutation, words
 
@@ -73,7 +73,7 @@ class Photographs:
         return self.select(np.flatnonzero(self.labels >= 0)[:limit])
 
 
-def load_photographs(config: DataConfig) -> tuple[Photographs, Photographs]:
+def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
     """The images to train on and the held-out ones.
 
     Raises:
@@ -101,12 +101,12 @@ def load_photographs(config: DataConfig) -> tuple[Photographs, Photographs]:
     )
 
 
-def describe(config: DataConfig) -> str:
+def describe(config: SourceConfig) -> str:
     """The data set, for messages."""
     return f"data.path {config.path}" if config.path else "the package's birds"
 
 
-def load_splits(config: DataConfig) -> datasets.DatasetDict:
+def load_splits(config: SourceConfig) -> datasets.DatasetDict:
     """All splits of the data set that `data.path` names."""
     if config.path is None:
         files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
@@ -130,7 +130,7 @@ def load_splits(config: DataConfig) -> datasets.DatasetDict:
         raise ValueError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
 
 
-def held_out_name(config: DataConfig, names: list[str]) -> str | None:
+def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
     """The split that is held out; None: a cut of the training split."""
     if config.eval_split == "auto":
         return next((name for name in ("validation", "test") if name in names and name != config.split), None)
@@ -139,7 +139,7 @@ def held_out_name(config: DataConfig, names: list[str]) -> str | None:
     return config.eval_split
 
 
-def find_image_column(config: DataConfig, features: datasets.Features) -> str:
+def find_image_column(config: SourceConfig, features: datasets.Features) -> str:
     """The column that holds the images: the named one, or the only one that can."""
     columns = ", ".join(features)
     found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
@@ -157,7 +157,7 @@ def find_image_column(config: DataConfig, features: datasets.Features) -> str:
     return config.image_column
 
 
-def read_labels(config: DataConfig, parts: list[datasets.Dataset]) -> list[NDArray[np.int64] | None]:
+def read_labels(config: SourceConfig, parts: list[datasets.Dataset]) -> list[NDArray[np.int64] | None]:
     """(n,) class numbers of each part, -1 where an image has none; classes named by text are numbered in order."""
     column = config.label_column or "label"
     if any(column not in part.features for part in parts):
@@ -180,7 +180,7 @@ class Batch(NamedTuple):
     """What a loader hands over: one forward pass of one process."""
 
     images: Tensor  # (B, 3, S, S) uint8: the clean crop, the network's input and the source of the targets
-    corruption: Corruption  # (B, K)
+    corruption: Corruption | None  # (B, K); None where the images are only looked at
     labels: Tensor  # (B,) int64, -1: none
     indices: Tensor  # (B,) int64: which images of the split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
@@ -188,14 +188,17 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Views(Dataset):
-    """Samples by (epoch, index): crop, corruption, label. Epoch FIXED is the held-out view: a centre crop."""
+    """Samples by (epoch, index): crop, corruption, label. Epoch FIXED is the held-out view: a centre crop.
+
+    `data` is a DataConfig, or a SourceConfig with an `eval_crop` where only the held-out view is asked for.
+    """
 
     photographs: Photographs
-    data: DataConfig
-    corruption: CorruptionConfig
+    data: DataConfig | SourceConfig
     img_size: int
-    patches: int
-    seed: int
+    seed: int = 0
+    corruption: CorruptionConfig | None = None
+    patches: int = 0
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         """A sample: a Batch whose tensors lack the leading B."""
@@ -205,7 +208,8 @@ class Views(Dataset):
             crop = images.centre_crop(pixels, self.img_size, self.data.eval_crop)
         else:
             crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
-        drawn = corruption.draw(self.corruption, self.patches, self.seed, epoch, index)
+        seed = self.data.eval_seed if epoch == FIXED else self.seed  # runs of other seeds are judged on the same
+        drawn = self.corruption and corruption.draw(self.corruption, self.patches, seed, epoch, index)
         labels = self.photographs.labels
         label = torch.tensor(-1 if labels is None else labels[shown])
         return Batch(crop, drawn, label, torch.tensor(shown), unreadable)
@@ -229,7 +233,7 @@ def collate(samples: list[Batch]) -> Batch:
     crops, drawn, labels, indices, unreadable = zip(*samples, strict=True)
     return Batch(
         torch.stack(crops),
-        Corruption(*map(torch.stack, zip(*drawn, strict=True))),
+        None if drawn[0] is None else Corruption(*map(torch.stack, zip(*drawn, strict=True))),
         torch.stack(labels),
         torch.stack(indices),
         [failure for failures in unreadable for failure in failures],

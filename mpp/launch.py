@@ -44,7 +44,7 @@ def start(run: RunConfig) -> Accelerator:
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",
-        log_with=[name for name in run.trackers if name != "tensorboard"] + tensorboard(run),
+        log_with=[*tensorboard(run), *(name for name in run.trackers if name != "tensorboard")] or None,
         project_dir=run.dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
     )

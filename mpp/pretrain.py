@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mpp.checkpoint import newest_step, open_run, write_config
-from mpp.config import Config, parse, to_yaml
+from mpp.config import Config
 from mpp.corruption import Corruption, corrupted_count
 from mpp.data import Batch, Photographs, Share, Views, collate, held_out_loader, load_photographs, training_loader
 from mpp.encoder import build_encoder, export_encoder
@@ -24,6 +24,7 @@ from mpp.loop import due, fit
 from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize
 from mpp.objectives import build_objective
 from mpp.panels import prediction_panel
+from mpp.parsing import parse, to_yaml
 from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import knn_accuracy, patch_means
 from mpp.randomness import FIXED
@@ -51,7 +52,7 @@ class Pretraining:
     def views(self, photographs: Photographs) -> Views:
         """Crops and corruptions of these photographs."""
         config = self.config
-        return Views(photographs, config.data, config.corruption, self.img_size, self.patches, config.run.seed)
+        return Views(photographs, config.data, self.img_size, config.run.seed, config.corruption, self.patches)
 
     def batches(self, start: int) -> Iterable[Batch]:
         return training_loader(self.views(self.train), self.share, start, self.config.run.steps)
@@ -175,7 +176,7 @@ def report(folder: Path) -> None:
             f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
         )
     print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
-    print(f"next: tensorboard --logdir {folder.parent}")
+    print(f"next: python evaluation/fewshot.py --encoder {folder}    and    tensorboard --logdir {folder.parent}")
 
 
 if __name__ == "__main__":

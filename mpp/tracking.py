@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from mpp.config import flatten, to_yaml
+from mpp.parsing import flatten, to_yaml
 
 SHOWN = ("accuracy", "nearest", "most_frequent")
 CHARTS = {  # drawn together; the tags are patterns
@@ -46,7 +46,7 @@ class Tracker:
                 tracker.writer.add_custom_scalars(CHARTS)
                 tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", step)
             elif tracker.name != "tensorboard":
-                tracker.store_init_configuration({key: plain(value) for key, value in flatten(config)})
+                tracker.store_init_configuration({key: scalar(value) for key, value in flatten(config).items()})
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
@@ -86,7 +86,7 @@ def keep_until(metrics: Path, step: int) -> None:
     aside.replace(metrics)
 
 
-def plain(value: Any) -> Any:
+def scalar(value: Any) -> Any:
     """A setting as a scalar: what trackers take."""
     return value if isinstance(value, int | float | str | bool) else str(value)
 

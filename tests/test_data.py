@@ -16,7 +16,7 @@ from mpp.randomness import FIXED
 
 
 def views(photographs, **settings) -> Views:
-    return Views(photographs, DataConfig(**settings), CorruptionConfig(), img_size=32, patches=16, seed=0)
+    return Views(photographs, DataConfig(**settings), 32, 0, CorruptionConfig(), patches=16)
 
 
 def rows(count=12, column="image", **more) -> datasets.Dataset:

@@ -12,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import mpp
 from mpp import loop
 from mpp.checkpoint import complete_checkpoints
-from mpp.config import Config, parse
+from mpp.config import Config
+from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor
 
 
@@ -52,7 +53,11 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert set(held_out[0]) >= {"heldout/accuracy", "heldout/nearest", "knn/depth_01", "knn/depth_02"}
     assert list(read_metrics(folder)) == [1, 2, 3, 4]
     said = capsys.readouterr().out
-    assert f"wrote {folder}" in said and "next: tensorboard" in said and "held-out accuracy" in said
+    assert (
+        f"wrote {folder}" in said
+        and f"next: python evaluation/fewshot.py --encoder {folder}" in said
+        and "held-out accuracy" in said
+    )
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
 
 

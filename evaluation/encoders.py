@@ -1,0 +1,128 @@
+"""The contract through which evaluation sees an encoder: pixels in, features out, and what input it takes.
+
+Vision Transformers, ResNets and hybrids of timm's satisfy it; nothing else here knows how they are built.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from torch import Tensor, nn
+
+from mpp.config import require
+from mpp.encoder import encoder_folder, set_attention
+
+Representation = Literal["class", "mean", "both"]
+
+
+class FrozenEncoder(nn.Module):
+    """An encoder that is only looked at.
+
+    Args:
+        model: timm's, without a head.
+        img_size: side of the images it is shown; None: its own.
+    """
+
+    def __init__(self, model: nn.Module, img_size: int | None = None):
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        takes = resolve_model_data_config(model)
+        self.channels, self.img_size = takes["input_size"][0], img_size or takes["input_size"][-1]
+        self.crop_pct = takes["crop_pct"]
+        self.register_buffer("mean", 255 * torch.tensor(takes["mean"]).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", 255 * torch.tensor(takes["std"]).view(-1, 1, 1), persistent=False)
+
+    @property
+    def stages(self) -> Sequence[nn.Module]:
+        """What depth counts: the blocks of a ViT, the stages of a ResNet."""
+        return next(getattr(self.model, name) for name in ("blocks", "stages", "layers") if hasattr(self.model, name))
+
+    def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
+        """Features after each depth.
+
+        Args:
+            images: (B, 3, S, S) uint8.
+            representation: `class` token, `mean` over patches (or places of a feature map), or `both` side by side.
+            depths: from 1; the last one is the encoder's output, after its final norm.
+        Returns:
+            (B, D) float32 for each depth.
+        """
+        seen: dict[int, Tensor] = {}
+        hooks = [
+            self.stages[depth - 1].register_forward_hook(lambda _, args, out, depth=depth: seen.update({depth: out}))
+            for depth in depths
+        ]
+        try:
+            output = self.model.forward_features((images - self.mean) / self.std)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        seen = {depth: output if depth == len(self.stages) else tokens for depth, tokens in seen.items()}
+        return [self.pool(seen[depth], representation, depth) for depth in depths]
+
+    def pool(self, tokens: Tensor, representation: Representation, depth: int) -> Tensor:
+        """Tokens (B, prefix + N, D) or a feature map (B, D, H, W) to (B, D)."""
+        prefix = getattr(self.model, "num_prefix_tokens", 0)
+        parts = []
+        if representation in ("class", "both"):
+            if not getattr(self.model, "has_class_token", False):
+                raise ValueError(f"representation is {representation}, but this encoder has no [class] token; use mean")
+            parts.append(tokens[:, 0])
+        if representation in ("mean", "both"):
+            parts.append(tokens.mean((-2, -1)) if tokens.ndim == 4 else tokens[:, prefix:].mean(1))
+        if depth == len(self.stages) and hasattr(self.model, "fc_norm"):
+            parts = [self.model.fc_norm(part) for part in parts]
+        return torch.cat(parts, dim=-1).float()
+
+
+def load_frozen(
+    encoder: str, checkpoint: str | None = None, random: bool = False, img_size: int | None = None, seed: int = 0
+) -> FrozenEncoder:
+    """The encoder of a run folder, an encoder folder, or a timm model name.
+
+    Args:
+        encoder: a folder, or a timm name, which is randomly initialised unless `checkpoint` is given.
+        checkpoint: local .safetensors file with the weights of a timm name.
+        random: the folder's architecture with random weights.
+        img_size: another input size (ViTs resample their position embeddings).
+        seed: of random weights.
+    Raises:
+        ValueError: nothing of that name, or an encoder of another sort of input.
+    """
+    torch.manual_seed(seed)
+    if Path(encoder).exists():
+        if checkpoint:
+            raise ValueError("checkpoint goes with the name of a timm model; a folder has its own weights")
+        name, options = f"local-dir:{encoder_folder(Path(encoder))}", {"pretrained": not random}
+    else:
+        if not timm.is_model(encoder):
+            raise ValueError(f"encoder is {encoder}: no folder of that name, and no model of timm's")
+        if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
+            raise ValueError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
+        name, options = encoder, {"pretrained": False}
+        if checkpoint:
+            options = {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
+    model = create(name, img_size, **options)
+    if not torch.cuda.is_available():
+        set_attention(model, fused=False)
+    frozen = FrozenEncoder(model, img_size)
+    require(frozen.channels == 3, "encoder's input channels", frozen.channels, "3: images are RGB here")
+    return frozen
+
+
+def create(name: str, img_size: int | None, **options: Any) -> nn.Module:
+    """A timm model without a head; ViTs are built for `img_size`, convolutions take any."""
+    try:
+        if img_size is not None:
+            options = options | {"img_size": img_size}
+        return timm.create_model(name, num_classes=0, **options)
+    except TypeError:
+        if "img_size" not in options:
+            raise
+        options.pop("img_size")  # timm's convolutional networks know none
+        return timm.create_model(name, num_classes=0, **options)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"encoder is {name}, which cannot be loaded: {' '.join(str(error).split())}") from error

@@ -1,0 +1,218 @@
+"""Frozen features of an encoder: extract them once, save them, load them.
+
+    python evaluation/features.py --encoder runs/birds --out features.npz
+    accelerate launch --multi_gpu --num_processes 8 evaluation/features.py ...      # several processes
+
+The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D), `test_labels` (M,).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from evaluation.encoders import FrozenEncoder, Representation, load_frozen
+from evaluation.reports import report_path
+from mpp.config import RunConfig, SourceConfig, require
+from mpp.data import Photographs, Views, held_out_loader, load_photographs
+from mpp.launch import command, start
+from mpp.parsing import parse
+from mpp.randomness import Stream, permutation
+
+DEV_SEED = 0
+
+
+@dataclass(frozen=True)
+class ProbeDataConfig(SourceConfig):
+    """The labelled images: the training split is learned from, the held-out split is tested on."""
+
+    eval_crop: float | None = None
+    """Share of the shorter side that the centre crop keeps; 1 suits small images. null: the encoder's own."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.eval_crop is None or 0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "in (0, 1], or null"
+        )
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Frozen features: of which encoder, on which images."""
+
+    encoder: str = "runs/birds"
+    """Run folder, encoder folder, or timm model name (randomly initialised, or with --checkpoint)."""
+    checkpoint: str | None = None
+    """Local .safetensors file with the weights of a timm model name."""
+    random: bool = False
+    """Take a folder's architecture with random weights: the floor that pre-training has to beat."""
+    seed: int = 0
+    """Seed of random weights."""
+    img_size: int | None = None
+    """Another input size; position embeddings are resampled. null: the encoder's own."""
+    representation: Representation = "mean"
+    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    depth: int | Literal["last", "all", "dev"] = "last"
+    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
+    out: str | None = None
+    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
+
+
+class Features(NamedTuple):
+    """Frozen features of one depth and their labels."""
+
+    train: NDArray[np.float32]  # (N, D)
+    train_labels: NDArray[np.int64]  # (N,)
+    test: NDArray[np.float32]  # (M, D)
+    test_labels: NDArray[np.int64]  # (M,)
+
+    def check(self, source: str) -> "Features":
+        """Raises ValueError where a probe would give nonsense."""
+        for part, labels in (("train", self.train_labels), ("test", self.test_labels)):
+            features = getattr(self, part)
+            if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels):
+                raise ValueError(
+                    f"{source}: {part}_features {features.shape} and {part}_labels {labels.shape} disagree"
+                )
+            if len(labels) == 0:
+                raise ValueError(f"{source}: no labelled images in {part}")
+            if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+                raise ValueError(f"{source}: {part}_labels must be integers from 0")
+            if not np.isfinite(features).all():
+                raise ValueError(f"{source}: {part}_features have values that are not finite")
+        if self.train.shape[1] != self.test.shape[1]:
+            widths = f"{self.train.shape[1]} and {self.test.shape[1]}"
+            raise ValueError(f"{source}: train_features and test_features are {widths} wide")
+        if len(np.unique(self.train_labels)) < 2:
+            raise ValueError(f"{source}: all training images are of one class")
+        return self
+
+    def dev(self) -> "Features":
+        """A tenth of train, drawn once, in the place of test: what choices are made on."""
+        order = permutation(Stream.CUT, DEV_SEED, 1, len(self.train))
+        cut = max(1, len(order) // 10)
+        held_out, kept = np.sort(order[:cut]), np.sort(order[cut:])
+        return Features(self.train[kept], self.train_labels[kept], self.train[held_out], self.train_labels[held_out])
+
+
+NAMES = ("train_features", "train_labels", "test_features", "test_labels")
+
+
+def save_features(path: Path, features: Features) -> None:
+    """Write one depth's features as .npz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:  # a file: numpy would add .npz to a name without
+        np.savez(file, **dict(zip(NAMES, features, strict=True)))
+
+
+def load_features(path: Path) -> Features:
+    """Read features; nothing in the file is run.
+
+    Raises:
+        ValueError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            missing = [name for name in NAMES if name not in arrays]
+            if missing:
+                raise ValueError(f"features is {path}, which lacks {', '.join(missing)}")
+            features = Features(*(arrays[name] for name in NAMES))
+    except OSError as error:
+        raise ValueError(f"features is {path}, which cannot be read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"features is {path}: {error}" if "features is" not in str(error) else str(error)) from None
+    return features.check(str(path))
+
+
+def extract(
+    encoder: FrozenEncoder,
+    photographs: Photographs,
+    config: FeaturesConfig,
+    depths: list[int],
+    accelerator: Accelerator,
+) -> list[NDArray[np.float32]]:
+    """Features of all photographs after each depth, (N, D) each, on every process.
+
+    Raises:
+        ValueError: the images cannot be decoded.
+    """
+    data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or encoder.crop_pct)
+    views = Views(photographs, data, encoder.img_size)
+    batch = config.data.batch_size or 64
+    loader = held_out_loader(views, batch, accelerator.num_processes, accelerator.process_index)
+    rows: list[list[torch.Tensor]] = [[] for _ in depths]
+    unreadable = 0
+    for images, *_, failures in tqdm(loader, desc="features", disable=not accelerator.is_main_process):
+        unreadable += len(failures)
+        with torch.inference_mode(), accelerator.autocast():
+            pooled = encoder(images.to(accelerator.device, non_blocking=True), config.representation, depths)
+        for of_depth, part in zip(rows, pooled, strict=True):
+            of_depth.append(part.cpu())
+    if unreadable:
+        raise ValueError(f"{unreadable} images of {photographs.split} cannot be decoded; a probe needs all of them")
+    mine = [torch.cat(of_depth).numpy() if of_depth else None for of_depth in rows]
+    parts = gather_object([mine])  # process r has images r, r + processes, ...
+    return [interleave([part[depth] for part in parts if part[depth] is not None]) for depth in range(len(depths))]
+
+
+def interleave(parts: list[NDArray]) -> NDArray:
+    """Arrays that hold every len(parts)-th row, from the first on, to one."""
+    whole = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    for number, part in enumerate(parts):
+        whole[number :: len(parts)] = part
+    return whole
+
+
+def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[int, Features]:
+    """Depth -> features of the labelled images.
+
+    Raises:
+        ValueError: no labels, or an encoder, images or depth that there is not.
+    """
+    encoder = load_frozen(config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
+    deepest = len(encoder.stages)
+    if isinstance(config.depth, int):
+        require(1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}, last, all or dev")
+        depths = [config.depth]
+    else:
+        depths = [deepest] if config.depth == "last" else list(range(1, deepest + 1))
+    with accelerator.main_process_first():
+        photographs = [part.labelled(len(part)) for part in load_photographs(config.data)]
+    if None in photographs:
+        raise ValueError("the images have no labels; name their column by data.label_column")
+    encoder.to(accelerator.device)
+    train, test = (extract(encoder, part, config, depths, accelerator) for part in photographs)
+    labels = [part.labels for part in photographs]
+    return {
+        depth: Features(train[i], labels[0], test[i], labels[1]).check(config.encoder) for i, depth in enumerate(depths)
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Extract features as the command line, or `arguments`, say, and write them."""
+    config = parse(FeaturesConfig, arguments, prog="python evaluation/features.py")
+    accelerator = start(RunConfig(precision=config.precision, trackers=()))
+    by_depth = extract_features(config, accelerator)
+    if accelerator.is_main_process:
+        for depth, features in by_depth.items():
+            name = f"features_depth_{depth:02d}.npz" if len(by_depth) > 1 else "features.npz"
+            path = Path(config.out) if config.out and len(by_depth) == 1 else report_path(None, config.encoder, name)
+            save_features(path, features)
+            print(f"wrote {path}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,55 @@
+"""Weighted kNN accuracy of frozen features (Wu et al., 2018; as DINO reports it).
+
+python evaluation/knn.py --encoder runs/birds
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evaluation.features import Features
+from evaluation.probing import ProbeConfig, probe
+from mpp.config import as_lists, require
+from mpp.launch import command
+from mpp.parsing import parse
+from mpp.probe import knn_predict
+
+
+@dataclass(frozen=True)
+class KnnConfig(ProbeConfig):
+    """Weighted kNN accuracy of frozen features."""
+
+    neighbours: int | tuple[int, ...] = (10, 20, 100, 200)
+    """How many of the nearest training images vote."""
+    temperature: float = 0.07
+    """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
+
+    def __post_init__(self):
+        as_lists(self, "neighbours")
+        require(
+            len(self.neighbours) > 0 and min(self.neighbours) >= 1,
+            "neighbours",
+            list(self.neighbours),
+            "numbers from 1",
+        )
+        require(self.temperature > 0, "temperature", self.temperature, "above 0")
+
+
+def evaluate(features: Features, config: KnnConfig) -> list[dict]:
+    """Accuracy for every number of neighbours."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train, labels, test = (torch.from_numpy(part).to(device) for part in features[:3])
+    predicted = knn_predict(train.float(), labels, test.float(), config.neighbours, config.temperature)
+    truth = torch.from_numpy(features.test_labels).to(device)
+    return [{"neighbours": k, "accuracy": float((of_k == truth).double().mean())} for k, of_k in predicted.items()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Probe as the command line, or `arguments`, say."""
+    config = parse(KnnConfig, arguments, prog="python evaluation/knn.py")
+    probe(config, "knn", lambda features: evaluate(features, config), "neighbours")
+
+
+if __name__ == "__main__":
+    command(main)

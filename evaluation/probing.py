@@ -1,0 +1,70 @@
+"""What all probes share: settings, the choice of a depth, the report."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evaluation.features import Features, FeaturesConfig, extract_features, load_features
+from evaluation.reports import report_path, summarize, write_report
+from mpp.config import RunConfig, plumbing
+from mpp.launch import start
+
+
+@dataclass(frozen=True)
+class ProbeConfig(FeaturesConfig):
+    """A probe of frozen features."""
+
+    features: str | None = None
+    """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
+    threads: int = plumbing(0)
+    """CPU threads. 0: all cores."""
+
+
+def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list[dict]], key: str) -> dict[str, Any]:
+    """Run a probe and report it: the body of every probe's command.
+
+    Args:
+        command: its name, which the report gets.
+        evaluate: features to results, each a dict with `accuracy`, `key` and what else there is to say.
+        key: what the summary groups results by, such as `shots`.
+    Returns:
+        What was written: results, summary, protocol.
+    """
+    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    saved = config.features and load_features(Path(config.features))
+    by_depth = {0: saved} if saved else extract_features(config, accelerator)
+    report: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        report = judge(config, by_depth, evaluate, key)
+        path = report_path(config.out, config.encoder, f"{command}.json", config.features)
+        write_report(path, report, key)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return report
+
+
+def judge(
+    config: ProbeConfig, by_depth: dict[int, Features], evaluate: Callable[[Features], list[dict]], key: str
+) -> dict[str, Any]:
+    """Results of all depths, and the summary of the one that counts: the last, or the best on the dev split."""
+    protocol: dict[str, Any] = dataclasses.asdict(config)
+    chosen = max(by_depth)
+    if config.depth == "dev" and len(by_depth) > 1:
+        on_dev = {depth: summarize(evaluate(features.dev()), key) for depth, features in by_depth.items()}
+        means = {depth: float(np.mean([row["mean"] for row in rows.values()])) for depth, rows in on_dev.items()}
+        chosen = max(means, key=means.get)
+        protocol |= {"dev_accuracy_by_depth": means}
+        by_depth = {chosen: by_depth[chosen]}
+    results = {depth: evaluate(features) for depth, features in by_depth.items()}
+    report = {
+        "results": [result | ({"depth": depth} if depth else {}) for depth, rows in results.items() for result in rows],
+        "summary": summarize(results[chosen], key),
+        "protocol": protocol | ({"chosen_depth": chosen} if chosen else {}),
+    }
+    if len(results) > 1:
+        report["summary_by_depth"] = {depth: summarize(rows, key) for depth, rows in results.items()}
+    return report

@@ -1,0 +1,90 @@
+"""How results are written: JSON, a table a person can paste, TensorBoard, a plot of accuracy by depth."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
+
+matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
+
+
+def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
+    """Where a report goes: `out`, or beside what was judged: the features, the run folder, or runs/ENCODER."""
+    if out:
+        return Path(out)
+    if features:
+        return Path(features).with_name(f"{Path(features).stem}_{name}")
+    folder = Path(encoder)
+    if not folder.exists():
+        folder = Path("runs") / encoder.replace("/", "_")
+    return (folder.parent if folder.name == "encoder" else folder) / "evaluation" / name
+
+
+def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:
+    """Mean and (population) standard deviation of the accuracies that share a value of `key`, or of `case`."""
+    groups: dict[str, list[float]] = {}
+    for result in results:
+        groups.setdefault(str(result.get("case", result[key])), []).append(result["accuracy"])
+    return {name: {"mean": float(np.mean(each)), "std": float(np.std(each))} for name, each in groups.items()}
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table with aligned columns."""
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    lines = [headings, ["-" * width for width in widths], *rows]
+    return "\n".join(f"| {' | '.join(c.rjust(w) for c, w in zip(line, widths, strict=True))} |" for line in lines)
+
+
+def percent(summary: dict[str, float]) -> str:
+    """A mean and its spread."""
+    return f"{100 * summary['mean']:.1f} ± {100 * summary['std']:.1f}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(json.dumps(value, indent=1))
+    aside.replace(path)
+
+
+def write_report(path: Path, report: dict[str, Any], key: str) -> None:
+    """Write a probe's JSON, TensorBoard scalars and, where there are several depths, the plot; print the table."""
+    write_json(path, report)
+    by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
+    names = list(report["summary"])
+    rows = [
+        [str(depth) if depth else "-", *(percent(of_depth[n]) for n in names)] for depth, of_depth in by_depth.items()
+    ]
+    print(table(["depth", *(f"{key} {name}" for name in names)], rows))
+    with SummaryWriter(str(path.parent)) as writer:
+        for depth, of_depth in by_depth.items():
+            for name, summary in of_depth.items():
+                writer.add_scalar(f"{path.stem}/{key}_{name}_by_depth", 100 * summary["mean"], int(depth))
+        if len(by_depth) > 1:
+            figure = plot_by_depth(by_depth, key)
+            figure.savefig(path.with_suffix(".png"), dpi=110)
+            writer.add_figure(f"{path.stem}/accuracy by depth", figure)
+            print(f"wrote {path.with_suffix('.png')}")
+    print(f"wrote {path}")
+
+
+def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) -> Figure:
+    """Accuracy against depth, a line and a band of one standard deviation for each value of `key`."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    depths = list(by_depth)
+    for number, name in enumerate(next(iter(by_depth.values()))):
+        means = np.array([100 * by_depth[depth][name]["mean"] for depth in depths])
+        spread = np.array([100 * by_depth[depth][name]["std"] for depth in depths])
+        color = matplotlib.colormaps["cividis"](number / max(len(by_depth[depths[0]]) - 1, 1) * 0.9)
+        axes.plot(depths, means, marker="o", color=color, label=f"{key} {name}")
+        axes.fill_between(depths, means - spread, means + spread, color=color, alpha=0.2, linewidth=0)
+    axes.set(xlabel="depth (blocks)", ylabel="test accuracy (%)", xticks=depths)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure

@@ -1,0 +1,176 @@
+"""The few-shot protocol against independent solvers, to the last prediction."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from sklearn.linear_model import Ridge
+
+from evaluation import fewshot
+from evaluation.features import NAMES, Features, load_features, save_features
+from evaluation.fewshot import FewshotConfig, evaluate, orders, predict
+
+
+def features(classes=7, per_class=30, width=20, test=200, seed=0) -> Features:
+    """Overlapping clouds, one a class, of very different scales by feature."""
+    rng = np.random.default_rng(seed)
+    centres, scale = rng.normal(size=(classes, width)), 10.0 ** rng.uniform(-2, 2, width)
+    parts = []
+    for count in (classes * per_class, test):
+        labels = rng.permutation(np.arange(count) % classes)
+        parts += [((centres[labels] + 1.5 * rng.normal(size=(count, width))) * scale).astype(np.float32), labels]
+    return Features(*parts)
+
+
+def reference(data: Features, shots: int, seed: int, l2: float) -> np.ndarray:
+    """Scores by the protocol's words: whiten, add a column of 100, minimise |X w - Y|^2 + l2 |w|^2 by least squares."""
+    rng = np.random.default_rng(seed)
+    chosen = []
+    for c in range(int(data.train_labels.max()) + 1):
+        chosen += list(rng.permutation(np.where(data.train_labels == c)[0])[:shots])
+    x, y = data.train[chosen].astype(np.float64), data.train_labels[chosen]
+    mean, std = x.mean(0), np.sqrt(((x - x.mean(0)) ** 2).mean(0)) + 1e-5
+    x = np.c_[(x - mean) / std, np.full(len(x), 100.0)]
+    targets = np.where(y[:, None] == np.arange(data.train_labels.max() + 1), 1.0, -1.0)
+    width = x.shape[1]
+    weights = np.linalg.lstsq(
+        np.r_[x, np.sqrt(l2) * np.eye(width)], np.r_[targets, np.zeros((width, targets.shape[1]))], rcond=None
+    )[0]
+    return np.c_[(data.test - mean) / std, np.full(len(data.test), 100.0)] @ weights
+
+
+@pytest.mark.parametrize("l2", [2.0**10, 1.0])
+@pytest.mark.parametrize(("shots", "width"), [(25, 20), (5, 20), (1, 20), (3, 20), (5, 300)])
+def test_predictions_equal_least_squares_in_both_regimes(shots, width, l2):
+    data = features(width=width)
+    config = FewshotConfig(shots=(shots,), seeds=(0, 1), l2=(l2,))
+    for result, seed in zip(evaluate(data, config), (0, 1), strict=True):
+        expected = reference(data, shots, seed, l2).argmax(1)
+        assert result["accuracy"] == (expected == data.test_labels).mean()
+        chosen = np.concatenate([order[:shots] for order in orders(data.train_labels, seed)])
+        got = predict(data.train[chosen], data.train_labels[chosen], data.test, 7, [l2])[0]
+        assert (got == expected).all()
+
+
+def test_predictions_equal_scikit_learns_ridge():
+    data = features(seed=3)
+    x = data.train.astype(np.float64)
+    mean, std = x.mean(0), x.std(0) + 1e-5
+    whitened, test = (np.c_[(part - mean) / std, np.full(len(part), 100.0)] for part in (x, data.test))
+    ridge = Ridge(alpha=1024.0, fit_intercept=False, solver="cholesky")
+    expected = ridge.fit(whitened, 2.0 * np.eye(7)[data.train_labels] - 1).predict(test).argmax(1)
+    assert (predict(data.train, data.train_labels, data.test, 7, [1024.0])[0] == expected).all()
+
+
+def test_golden_accuracies():
+    """Computed once by `reference` (least squares), to notice if data, draws and solver should drift together."""
+    results = evaluate(features(), FewshotConfig(shots=(1, 5, 25)))
+    golden = {
+        "1-0": 0.46,
+        "5-0": 0.775,
+        "25-0": 0.86,
+        "1-1": 0.515,
+        "5-1": 0.82,
+        "25-1": 0.875,
+        "1-2": 0.475,
+        "5-2": 0.77,
+        "25-2": 0.865,
+    }
+    assert {f"{r['shots']}-{r['seed']}": round(r["accuracy"], 6) for r in results} == golden
+
+
+def test_supports_are_nested_and_drawn_as_the_protocol_says():
+    labels = np.array([2, 0, 2, 0, 1, 2, 0, 2])
+    rng = np.random.default_rng(5)
+    expected = [rng.permutation(np.where(labels == c)[0]) for c in range(3)]
+    assert all((a == b).all() for a, b in zip(orders(labels, 5), expected, strict=True))
+
+
+def test_a_class_with_too_few_gives_what_it_has(capsys):
+    data = features(per_class=4)
+    results = evaluate(data, FewshotConfig(shots=(4, 9), seeds=(0,)))
+    assert results[0]["accuracy"] == results[1]["accuracy"]
+    assert "7 of 7 classes have fewer than 9 training images" in capsys.readouterr().out
+
+
+def test_a_class_that_is_only_tested_is_never_right():
+    data = features(classes=3)
+    labels = np.where(data.test_labels == 2, 5, data.test_labels)
+    results = evaluate(data._replace(test_labels=labels), FewshotConfig(shots=(5,), seeds=(0,)))
+    assert results[0]["accuracy"] <= (labels != 5).mean()
+
+
+def test_several_penalties_share_one_decomposition(monkeypatch):
+    data, calls = features(), []
+    eigh = np.linalg.eigh
+    monkeypatch.setattr(np.linalg, "eigh", lambda matrix: calls.append(matrix.shape) or eigh(matrix))
+    several = evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=(1024.0, 1.0, 1e-3)))
+    assert calls == [(21, 21), (7, 7)]  # 35 images and 21 columns; 7 images
+    alone = [evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=(l2,))) for l2 in (1024.0, 1.0, 1e-3)]
+    assert [r["accuracy"] for r in several] == [one[i]["accuracy"] for i in range(2) for one in alone]
+
+
+def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
+    save_features(tmp_path / "f.npz", features())
+    fewshot.main(
+        [
+            f"--features={tmp_path / 'f.npz'}",
+            f"--out={tmp_path / 'r.json'}",
+            "--shots=[5,1]",
+            "--seeds=[0,3]",
+            "--l2=1024",
+        ]
+    )
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [(r["shots"], r["seed"]) for r in report["results"]] == [(5, 0), (1, 0), (5, 3), (1, 3)]
+    five = [r["accuracy"] for r in report["results"] if r["shots"] == 5]
+    assert report["summary"]["5"] == {"mean": np.mean(five), "std": np.std(five)}
+    assert report["protocol"]["l2"] == [1024.0]
+    assert "shots 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train_labels": None}, "lacks train_labels"),
+        ({"train_features": np.full((210, 20), np.nan)}, "train_features have values that are not finite"),
+        ({"train_labels": np.full(210, -1)}, "train_labels must be integers from 0"),
+        ({"train_labels": np.zeros(210, np.int64)}, "all training images are of one class"),
+        ({"train_labels": np.zeros(3, np.int64)}, "disagree"),
+        ({"test_features": np.zeros((200, 3), np.float32)}, "20 and 3 wide"),
+        ({"test_features": np.array([{}] * 200)}, "allow_pickle"),
+        ({"train_labels": np.zeros(210)}, "integers"),
+    ],
+)
+def test_bad_features_are_named(tmp_path, change, words):
+    arrays = dict(zip(NAMES, features(), strict=True)) | change
+    np.savez(tmp_path / "f.npz", **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(ValueError, match=words) as error:
+        load_features(tmp_path / "f.npz")
+    assert str(tmp_path / "f.npz") in str(error.value) and "\n" not in str(error.value)
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle ran')",)
+
+
+def test_files_that_are_no_features_are_refused_and_never_run(tmp_path):
+    path = tmp_path / "f.npz"
+    for content in (b"nonsense", pickle.dumps(Bomb())):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="features is"):
+            load_features(path)
+    np.savez(path, **{name: np.array([Bomb()], dtype=object) for name in NAMES})
+    with pytest.raises(ValueError, match="features is"):
+        load_features(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_features(tmp_path / "nowhere.npz")
+
+
+@pytest.mark.parametrize("argument", ["--shots=[0]", "--seeds=[]", "--l2=0", "--shots=many", "--depth=middle"])
+def test_bad_settings_are_named(argument):
+    with pytest.raises(ValueError, match=argument.split("=")[0].removeprefix("--")) as error:
+        fewshot.main([argument, "--features=nowhere.npz"])
+    assert "\n" not in str(error.value)

@@ -1,0 +1,210 @@
+"""Encoders seen through the contract, their features, and the probes on them."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import encoded, picture, run_command
+from safetensors.torch import save_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from test_fewshot import features
+
+from evaluation import fewshot, knn, linear
+from evaluation.encoders import load_frozen
+from evaluation.features import Features, interleave, load_features
+from evaluation.features import main as extract
+from evaluation.linear import LinearConfig, fit_lbfgs
+from mpp.config import DataConfig
+from mpp.data import load_photographs
+from mpp.encoder import export_encoder
+from mpp.images import centre_crop
+from mpp.probe import knn_predict
+
+FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """An exported ViT and its folder."""
+    torch.manual_seed(0)
+    small = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
+    model = timm.create_model("vit_base_patch16_224", **small).eval()
+    folder = tmp_path_factory.mktemp("run") / "encoder"
+    export_encoder(model, folder, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.0)
+    return model, folder
+
+
+def test_features_are_timms_own(vit):
+    model, folder = vit
+    frozen = load_frozen(str(folder.parent))
+    assert (frozen.img_size, frozen.crop_pct, len(frozen.stages)) == (32, 1.0, 3)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    pixels = (images / 255 - mean) / std
+    inner = model.forward_intermediates(pixels, norm=False, output_fmt="NLC", intermediates_only=True)
+    output = model.forward_features(pixels)
+    first, middle, last = frozen(images, "mean", [1, 2, 3])
+    torch.testing.assert_close(first, inner[0].mean(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(middle, inner[1].mean(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, output[:, 1:].mean(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(frozen(images, "class", [3])[0], output[:, 0], rtol=1e-4, atol=1e-5)
+    both = frozen(images, "both", [3])[0]
+    torch.testing.assert_close(both, torch.cat([output[:, 0], output[:, 1:].mean(1)], 1), rtol=1e-4, atol=1e-5)
+
+
+def test_resnets_and_hybrids_satisfy_the_contract():
+    images = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
+    resnet = load_frozen("resnetv2_50x1_bit", img_size=64)
+    assert [part.shape[1] for part in resnet(images, "mean", [1, 2, 3, 4])] == [256, 512, 1024, 2048]
+    with pytest.raises(ValueError, match=r"no \[class\] token; use mean"):
+        resnet(images, "class", [4])
+    hybrid = load_frozen("vit_tiny_r_s16_p8_224", img_size=64)
+    assert hybrid(images, "both", [1, 12])[1].shape == (1, 2 * 192)
+
+
+def test_random_weights_are_random_by_their_seed(vit):
+    _, folder = vit
+    weights = [
+        next(load_frozen(str(folder), **options).model.parameters())
+        for options in ({}, {"random": True, "seed": 2}, {"random": True, "seed": 2}, {"random": True, "seed": 1})
+    ]
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[3])
+
+
+def test_a_local_checkpoint_goes_with_a_name(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224")
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    loaded = load_frozen("vit_tiny_patch16_224", checkpoint=str(tmp_path / "weights.safetensors"))
+    assert all(torch.equal(p, loaded.model.state_dict()[n]) for n, p in model.state_dict().items() if "head" not in n)
+    for bad in ("weights.bin", "nowhere.safetensors"):
+        with pytest.raises(ValueError, match=r"must be a \.safetensors file"):
+            load_frozen("vit_tiny_patch16_224", checkpoint=str(tmp_path / bad))
+
+
+@pytest.mark.parametrize("name", ["no_such_model", "vit_base_patch16_2244"])
+def test_an_encoder_that_is_not_there_is_named(name):
+    with pytest.raises(ValueError, match=f"encoder is {name}: no folder"):
+        load_frozen(name)
+
+
+def test_interleave_is_the_inverse_of_sharing_out():
+    whole = np.arange(22).reshape(11, 2)
+    assert (interleave([whole[rank::3] for rank in range(3)]) == whole).all()
+
+
+def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit, tmp_path):
+    _, folder = vit
+    extract([f"--encoder={folder}", f"--out={tmp_path / 'f.npz'}", "--data.eval_crop=0.5", *FAST[:2]])
+    saved = load_features(tmp_path / "f.npz")
+    assert (len(saved.train), len(saved.test)) == (430, 286)
+    train, _ = load_photographs(DataConfig())
+    index = int(np.flatnonzero(train.labels >= 0)[17])
+    crop = centre_crop(train.decode(index, 10**6), 32, 0.5)
+    expected = load_frozen(str(folder))(crop[None], "mean", [3])[0][0]
+    torch.testing.assert_close(torch.from_numpy(saved.train[17]), expected, rtol=1e-4, atol=1e-5)
+    assert saved.train_labels[17] == train.labels[index]
+
+
+def test_two_processes_extract_the_same(vit, tmp_path):
+    _, folder = vit
+    arguments = ["evaluation/features.py", f"--encoder={folder}", *FAST[:2]]
+    assert run_command("python", *arguments, f"--out={tmp_path / 'one.npz'}").returncode == 0
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29618"]
+    two = run_command(*launch, *arguments, f"--out={tmp_path / 'two.npz'}")
+    assert two.returncode == 0, two.stderr
+    for one, other in zip(*(load_features(tmp_path / f"{name}.npz") for name in ("one", "two")), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp_path, monkeypatch):
+    _, folder = vit
+    common = [f"--encoder={folder}", "--shots=5", "--seeds=[0,1]", *FAST]
+    fewshot.main([*common, "--depth=all", f"--out={tmp_path / 'all.json'}"])
+    report = json.loads((tmp_path / "all.json").read_text())
+    assert sorted(report["summary_by_depth"]) == ["1", "2", "3"]
+    assert report["summary"] == report["summary_by_depth"]["3"]
+    assert (tmp_path / "all.png").stat().st_size > 1000
+    seen = []
+    judge = fewshot.evaluate
+    monkeypatch.setattr(fewshot, "evaluate", lambda f, c: seen.append(len(f.test)) or judge(f, c))
+    fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'dev.json'}"])
+    assert seen == [43, 43, 43, 286]  # a tenth of train for each depth, then the test set, once
+    report = json.loads((tmp_path / "dev.json").read_text())
+    on_dev = report["protocol"]["dev_accuracy_by_depth"]
+    assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
+    with pytest.raises(ValueError, match="depth is 4; it must be from 1 to 3"):
+        fewshot.main([*common, "--depth=4"])
+
+
+def test_labels_and_readable_images_are_needed(vit, tmp_path):
+    (tmp_path / "images").mkdir()
+    for number in range(6):
+        (tmp_path / "images" / f"{number}.png").write_bytes(encoded(picture(number)))
+    with pytest.raises(ValueError, match=r"no labels; name their column by data\.label_column"):
+        fewshot.main([f"--encoder={vit[1]}", f"--data.path={tmp_path / 'images'}", *FAST])
+    for name in ("cat", "dog"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        for number in range(6):
+            data = encoded(picture(number)) if number else b"nothing"
+            (tmp_path / "classes" / name / f"{number}.png").write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be decoded; a probe needs all of them"):
+        fewshot.main([f"--encoder={vit[1]}", f"--data.path={tmp_path / 'classes'}", *FAST])
+
+
+def test_knn_equals_scikit_learns():
+    data = features(per_class=40, seed=1)
+    train, test = (torch.from_numpy(part) for part in (data.train, data.test))
+    predicted = knn_predict(train.double(), torch.from_numpy(data.train_labels), test.double(), [5, 30], 0.07)
+    unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in (data.train.astype(float), data.test)]
+    for k, ours in predicted.items():
+        # on the unit sphere |a - b|^2 = 2 - 2 cos
+        theirs = KNeighborsClassifier(k, weights=lambda d: np.exp((1 - d**2 / 2 - 1) / 0.07))
+        assert (theirs.fit(unit[0], data.train_labels).predict(unit[1]) == ours.numpy()).all()
+
+
+def test_blocks_do_not_change_predictions(monkeypatch):
+    train, labels = torch.randn(500, 4), torch.arange(500) % 3
+    whole = knn_predict(train, labels, train[:100], [1, 9], 0.07)
+    assert torch.equal(whole[1], labels[:100])  # the nearest is the image itself
+    monkeypatch.setattr("mpp.probe.BLOCK", 7)
+    assert all(torch.equal(whole[k], of_k) for k, of_k in knn_predict(train, labels, train[:100], [1, 9], 0.07).items())
+
+
+def test_lbfgs_equals_scikit_learns_logistic_regression():
+    data = features(seed=2)
+    x = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0)).double()
+    classifier = fit_lbfgs(x.float(), torch.from_numpy(data.train_labels), 7, 0.01, 500)
+    theirs = LogisticRegression(C=1 / (0.01 * len(x)), max_iter=2000, tol=1e-8).fit(x.numpy(), data.train_labels)
+    ours = classifier(x.float()).log_softmax(1).detach().numpy()
+    np.testing.assert_allclose(ours, theirs.predict_log_proba(x.numpy()), atol=2e-2)
+
+
+@pytest.mark.parametrize("solver", ["lbfgs", "sgd"])
+def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
+    rng = np.random.default_rng(0)
+    labels = np.arange(600) % 3
+    clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
+    data = Features(clouds[:400], labels[:400], clouds[400:], labels[400:])
+    results = linear.evaluate(data, LinearConfig(solver=solver, epochs=20, seeds=(0, 1)))
+    assert len(results) == (1 if solver == "lbfgs" else 2)
+    assert all(result["accuracy"] > 0.95 for result in results)
+
+
+@pytest.mark.parametrize("module", [knn, linear])
+def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
+    module.main([f"--encoder={vit[1]}", f"--out={tmp_path / 'r.json'}", *FAST])
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert set(report) == {"results", "summary", "protocol"}
+    assert all(0 <= result["accuracy"] <= 1 for result in report["results"])
+
+
+def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path):
+    ended = run_command("python", "evaluation/fewshot.py", "--encoder", str(vit[1]), "--out", str(tmp_path / "r.json"))
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["summary"]["5"]["mean"] > 0
+    wrong = run_command("python", "evaluation/fewshot.py", "--encoder", "nowhere")
+    assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].startswith("error: encoder is nowhere")
