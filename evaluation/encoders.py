@@ -13,7 +13,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from mpp.config import require
-from mpp.encoder import encoder_folder, set_attention
+from mpp.encoder import Normalize, encoder_folder, set_attention
 
 Representation = Literal["class", "mean", "both"]
 
@@ -32,8 +32,7 @@ class FrozenEncoder(nn.Module):
         takes = resolve_model_data_config(model)
         self.channels, self.img_size = takes["input_size"][0], img_size or takes["input_size"][-1]
         self.crop_pct = takes["crop_pct"]
-        self.register_buffer("mean", 255 * torch.tensor(takes["mean"]).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", 255 * torch.tensor(takes["std"]).view(-1, 1, 1), persistent=False)
+        self.normalize = Normalize(takes["mean"], takes["std"])
 
     @property
     def stages(self) -> Sequence[nn.Module]:
@@ -56,26 +55,38 @@ class FrozenEncoder(nn.Module):
             for depth in depths
         ]
         try:
-            output = self.model.forward_features((images - self.mean) / self.std)
+            output = self.model.forward_features(self.normalize(images))
         finally:
             for hook in hooks:
                 hook.remove()
         seen = {depth: output if depth == len(self.stages) else tokens for depth, tokens in seen.items()}
-        return [self.pool(seen[depth], representation, depth) for depth in depths]
+        last = len(self.stages)
+        return [pool(self.model, seen[depth], representation, depth == last).float() for depth in depths]
 
-    def pool(self, tokens: Tensor, representation: Representation, depth: int) -> Tensor:
-        """Tokens (B, prefix + N, D) or a feature map (B, D, H, W) to (B, D)."""
-        prefix = getattr(self.model, "num_prefix_tokens", 0)
-        parts = []
-        if representation in ("class", "both"):
-            if not getattr(self.model, "has_class_token", False):
-                raise ValueError(f"representation is {representation}, but this encoder has no [class] token; use mean")
-            parts.append(tokens[:, 0])
-        if representation in ("mean", "both"):
-            parts.append(tokens.mean((-2, -1)) if tokens.ndim == 4 else tokens[:, prefix:].mean(1))
-        if depth == len(self.stages) and hasattr(self.model, "fc_norm"):
-            parts = [self.model.fc_norm(part) for part in parts]
-        return torch.cat(parts, dim=-1).float()
+
+def pool(model: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:
+    """Tokens to a feature of the image.
+
+    Args:
+        model: timm's, that they come from.
+        tokens: (B, prefix + N, D), or a feature map (B, D, H, W).
+        normed: whether they are the model's output: some models norm after pooling.
+    Returns:
+        (B, D), or (B, 2 D) for `both`.
+    Raises:
+        ValueError: a [class] token is asked for and there is none.
+    """
+    parts = []
+    if representation in ("class", "both"):
+        if not getattr(model, "has_class_token", False):
+            raise ValueError(f"representation is {representation}, but this encoder has no [class] token; use mean")
+        parts.append(tokens[:, 0])
+    if representation in ("mean", "both"):
+        is_map = tokens.ndim == 4
+        parts.append(tokens.mean((-2, -1)) if is_map else tokens[:, getattr(model, "num_prefix_tokens", 0) :].mean(1))
+    if normed and hasattr(model, "fc_norm"):
+        parts = [model.fc_norm(part) for part in parts]
+    return torch.cat(parts, dim=-1)
 
 
 def load_frozen(

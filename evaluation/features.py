@@ -188,7 +188,7 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
     else:
         depths = [deepest] if config.depth == "last" else list(range(1, deepest + 1))
     with accelerator.main_process_first():
-        photographs = [part.labelled(len(part)) for part in load_photographs(config.data)]
+        photographs = [part.labelled() for part in load_photographs(config.data)]
     if None in photographs:
         raise ValueError("the images have no labels; name their column by data.label_column")
     encoder.to(accelerator.device)

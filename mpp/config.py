@@ -215,8 +215,10 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Adam with decoupled weight decay, warm-up, decay, clipping."""
+    """The optimiser: warm-up, decay, clipping, averaging."""
 
+    name: Literal["adam", "sgd"] = "adam"
+    """adam: with decoupled weight decay, for pre-training; sgd: with momentum, for fine-tuning."""
     lr: float = 3e-3
     """Base learning rate, reached after the warm-up. It never depends on the number of processes."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -226,11 +228,15 @@ class OptimConfig:
     global_batch_size: int = 32
     """Images per update over all processes; accumulation follows from data.batch_size and the processes."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
+    """Weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's decay rates."""
+    momentum: float = 0.9
+    """SGD's momentum."""
     clip: float | None = 1.0
     """Largest global norm of the gradient. null: no clipping."""
+    average: float | None = None
+    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. null: none."""
 
     def __post_init__(self):
         require(self.lr > 0, "optim.lr", self.lr, "above 0")
@@ -238,7 +244,9 @@ class OptimConfig:
         require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
         require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
         require(all(0 <= b < 1 for b in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
+        require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "at least 0 and below 1")
         require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "above 0, or null")
+        require(self.average is None or 0 < self.average < 1, "optim.average", self.average, "in (0, 1), or null")
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,20 @@ class Photographs:
         """The first `limit` images, or all where there are fewer."""
         return self.select(np.arange(min(limit, len(self))))
 
-    def labelled(self, limit: int) -> "Photographs | None":
-        """The first `limit` images that have a label; None where there are none."""
+    def labelled(self, limit: int | None = None) -> "Photographs | None":
+        """The first `limit` images that have a label (None: all of them); None where there are none."""
         if self.labels is None or not (self.labels >= 0).any():
             return None
         return self.select(np.flatnonzero(self.labels >= 0)[:limit])
+
+    def cut(self, fraction: float, seed: int, name: str) -> tuple["Photographs", "Photographs"]:
+        """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
+        order, count = permutation(Stream.CUT, seed, 0, len(self)), max(1, round(fraction * len(self)))
+        if count >= len(self):
+            raise ValueError(f"{self.split} has {len(self)} images: too few to hold {count} out")
+        kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
+        held_out.split = name
+        return kept, held_out
 
 
 def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
@@ -82,23 +91,17 @@ def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
     splits = load_splits(config)
     if config.split not in splits:
         raise ValueError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
-    train = splits[config.split]
-    held_out = held_out_name(config, list(splits))
+    train, held_out = splits[config.split], held_out_name(config, list(splits))
     column = find_image_column(config, train.features)
-    if held_out is not None:
-        parts = {config.split: train, held_out: splits[held_out]}
-    else:
-        order = permutation(Stream.CUT, config.eval_seed, 0, len(train))
-        count = max(1, round(config.eval_fraction * len(train)))
-        if count >= len(train):
-            raise ValueError(f"{describe(config)} has {len(train)} images: too few to hold {count} out")
-        parts = {config.split: train.select(np.sort(order[count:])), "held out": train.select(np.sort(order[:count]))}
-    labels = read_labels(config, list(parts.values()))
-    undecoded = datasets.Image(decode=False)
-    return tuple(
+    parts = {config.split: train} | ({} if held_out is None else {held_out: splits[held_out]})
+    labels, undecoded = read_labels(config, list(parts.values())), datasets.Image(decode=False)
+    photographs = [
         Photographs(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
         for (name, rows), of_split in zip(parts.items(), labels, strict=True)
-    )
+    ]
+    if held_out is None:
+        return photographs[0].cut(config.eval_fraction, config.eval_seed, "held out")
+    return photographs[0], photographs[1]
 
 
 def describe(config: SourceConfig) -> str:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
-from torch import nn
+from torch import Tensor, nn
 
 from mpp.config import ModelConfig, check_grid
 
@@ -61,6 +61,23 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
     return encoder
+
+
+class Normalize(nn.Module):
+    """Pixels (B, 3, H, W) uint8 to an encoder's float32 input.
+
+    Args:
+        mean, std: of the channels, for pixels scaled to [0, 1].
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.mean, self.std = tuple(mean), tuple(std)
+        self.register_buffer("shift", 255 * torch.tensor(self.mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("scale", 255 * torch.tensor(self.std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images - self.shift) / self.scale
 
 
 def set_attention(encoder: nn.Module, fused: bool) -> None:

@@ -22,7 +22,7 @@ from mpp.checkpoint import restore, save_checkpoint
 from mpp.config import OptimConfig, RunConfig
 from mpp.data import Batch, Share
 from mpp.metrics import Sums, add
-from mpp.optim import build_optimizer, learning_rate
+from mpp.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.randomness import Stream, words
 from mpp.tracking import Speed, Tracker
 
@@ -44,6 +44,9 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         """Scalars on held-out images, the same on every process; may log pictures. `model` is in eval mode."""
 
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the trained encoder, from the main process. `model` is without wrappers."""
+
 
 def due(step: int, every: int, last: int) -> bool:
     """Whether something done `every` so many updates is done after update `step`; the last one counts."""
@@ -59,14 +62,12 @@ def fit(
     folder: Path,
     config: Any,
     flops: float | None,
-) -> nn.Module:
-    """Train from the newest checkpoint of `folder` to `run.steps`.
+) -> None:
+    """Train from the newest checkpoint of `folder` to `run.steps`, then export.
 
     Args:
         config: the whole config, for the trackers alone.
         flops: executed per image.
-    Returns:
-        The trained model, unwrapped.
     Raises:
         FloatingPointError: a loss or gradient that is not finite; nothing was updated by it.
         ValueError: most images cannot be decoded.
@@ -99,7 +100,8 @@ def fit(
         if due(done, run.eval_every, run.steps):
             paused = time.perf_counter()
             model.eval()
-            tracker.log(done, task.evaluate(bare, done, tracker))
+            with averaged_weights(optimizer.optimizer, average=optim.average is not None):
+                tracker.log(done, task.evaluate(bare, done, tracker))
             speed.begin += time.perf_counter() - paused
         if due(done, run.checkpoint_every, run.steps):
             update.check_finite()
@@ -107,7 +109,10 @@ def fit(
                 save_checkpoint(folder, done, bare, optimizer.optimizer, run.keep_checkpoints)
             accelerator.wait_for_everyone()
     bar.close()
-    return bare
+    tracker.close()
+    with averaged_weights(optimizer.optimizer, average=optim.average is not None):
+        if accelerator.is_main_process:
+            task.export(bare, folder)
 
 
 def progress(accelerator: Accelerator, steps: int, start: int) -> tqdm:

@@ -1,6 +1,8 @@
-"""Parameter groups, optimiser and learning-rate schedule."""
+"""Parameter groups, optimiser, learning-rate schedule, Polyak averaging."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -21,9 +23,54 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay, in torch's fused implementation."""
+    """Adam with decoupled weight decay, or SGD with momentum, in torch's fused implementations."""
     groups = parameter_groups(model, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    if config.name == "adam":
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    if config.average is not None:
+        optimizer.register_step_post_hook(lambda *_: update_average(optimizer, config.average))
+    return optimizer
+
+
+@torch.no_grad()
+def update_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Polyak averaging (the paper's Table 2), kept in the optimiser's state, so that checkpoints have it.
+
+    Early on the decay is (1 + t) / (10 + t) after t updates, so that the initial weights are soon forgotten.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "average" not in state:
+                state["average"], state["averaged_steps"] = parameter.clone(), torch.zeros(())
+            steps = state["averaged_steps"].add_(1).item()
+            state["average"].lerp_(parameter, 1 - min(decay, (1 + steps) / (10 + steps)))
+
+
+@contextmanager
+def averaged_weights(optimizer: torch.optim.Optimizer, average: bool) -> Iterator[None]:
+    """While open, the averages (if `average`) are the model's weights."""
+    swapped = [
+        (parameter, optimizer.state[parameter]["average"])
+        for group in optimizer.param_groups * average
+        for parameter in group["params"]
+    ]
+    swap(swapped)
+    try:
+        yield
+    finally:
+        swap(swapped)
+
+
+@torch.no_grad()
+def swap(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Exchange the values of tensors, pair by pair."""
+    for one, other in pairs:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.corruption import Corruption, corrupt
+from mpp.encoder import Normalize
 
 
 class MaskedPatchPredictor(nn.Module):
@@ -28,14 +29,13 @@ class MaskedPatchPredictor(nn.Module):
 
     def __init__(self, encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
+        self.normalize = Normalize(mean, std)
         self.encoder = encoder
         self.mask_token = nn.Parameter(torch.empty(encoder.embed_dim))
         self.head = nn.Linear(encoder.embed_dim, outputs)
         nn.init.trunc_normal_(self.mask_token, std=0.02)  # the paper is silent: as the other embeddings
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
-        self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Predict what each corrupted patch looked like.
@@ -54,10 +54,6 @@ class MaskedPatchPredictor(nn.Module):
             tokens = block(tokens)
         corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + corruption.positions)
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """Pixels (B, 3, H, W) uint8 to the encoder's float32 input."""
-        return (images - self.mean) / self.std
 
 
 def take(tokens: Tensor, index: Tensor) -> Tensor:

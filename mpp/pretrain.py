@@ -5,40 +5,39 @@
 Hide half of an image's patches, and predict the mean colour of each from what is left.
 """
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mpp.checkpoint import newest_step, open_run, write_config
 from mpp.config import Config
 from mpp.corruption import Corruption, corrupted_count
-from mpp.data import Batch, Photographs, Share, Views, collate, held_out_loader, load_photographs, training_loader
-from mpp.encoder import build_encoder, export_encoder
-from mpp.launch import command, start
-from mpp.loop import due, fit
+from mpp.data import Batch, Photographs, Share, collate, load_photographs
+from mpp.encoder import build_encoder
+from mpp.launch import command
+from mpp.loop import due
 from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize
 from mpp.objectives import build_objective
 from mpp.panels import prediction_panel
-from mpp.parsing import parse, to_yaml
+from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import knn_accuracy, patch_means
 from mpp.randomness import FIXED
 from mpp.tracking import Tracker
+from mpp.training import ImageTask, last_evaluation, train
 
 PANEL_IMAGES = 8
 
 
-class Pretraining:
+class Pretraining(ImageTask):
     """The task that `fit` trains: predict what the corrupted patches looked like."""
 
     def __init__(self, config: Config, accelerator: Accelerator, share: Share):
-        self.config, self.accelerator, self.share = config, accelerator, share
-        torch.manual_seed(config.run.seed)
+        super().__init__(accelerator, share, config.run, config.data)
+        self.config, self.corruption = config, config.corruption
         encoder = build_encoder(config.model)
         self.patch_size = encoder.patch_embed.patch_size[0]
         self.img_size = encoder.patch_embed.img_size[0]
@@ -48,18 +47,6 @@ class Pretraining:
         self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
         with accelerator.main_process_first():
             self.train, self.held_out = load_photographs(config.data)
-
-    def views(self, photographs: Photographs) -> Views:
-        """Crops and corruptions of these photographs."""
-        config = self.config
-        return Views(photographs, config.data, self.img_size, config.run.seed, config.corruption, self.patches)
-
-    def batches(self, start: int) -> Iterable[Batch]:
-        return training_loader(self.views(self.train), self.share, start, self.config.run.steps)
-
-    def fixed_batches(self, photographs: Photographs) -> Iterable[Batch]:
-        """This process's share of photographs, in their fixed view."""
-        return held_out_loader(self.views(photographs), self.share.batch, self.share.processes, self.share.rank)
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
@@ -129,53 +116,35 @@ class Pretraining:
         parts = gather_object(parts)
         return torch.cat([means for means, _ in parts], 1), torch.cat([labels for _, labels in parts])
 
+    def flops(self) -> float:
+        sample = collate([self.views(self.train)[FIXED, 0]])
+        return executed_flops(self.model, sample.images, sample.corruption)
+
     def describe_model(self) -> str:
-        """The model in a line."""
         encoder = self.model.encoder
         return (
             f"{self.config.model.name or 'ViT'}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
             f"{self.patches} patches of {self.patch_size} x {self.patch_size}, {self.corrupted} corrupted, "
-            f"{sum(p.numel() for p in encoder.parameters()) / 1e6:.1f} M parameters"
+            f"{super().describe_model()}"
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pre-train as the command line, or `arguments`, say."""
-    config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
-    folder = open_run(config)
-    accelerator = start(config.run)
-    if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
-        accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
-        return
-    share = Share.of(
-        config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
-    )
-    accelerator.print(to_yaml(config))
-    task = Pretraining(config, accelerator, share)
-    accelerator.print(f"{task.describe_model()}; {len(task.train)} images, {len(task.held_out)} held out")
-    if accelerator.is_main_process:
-        write_config(config, folder)
-    accelerator.wait_for_everyone()
-    sample = collate([task.views(task.train)[FIXED, 0]])
-    flops = executed_flops(task.model, sample.images, sample.corruption)
-    model = fit(task, accelerator, config.run, config.optim, share, folder, config, flops)
-    if accelerator.is_main_process:
-        view = dict(mean=config.model.mean, std=config.model.std, crop_pct=config.data.eval_crop)
-        export_encoder(model.encoder, folder / "encoder", **view)
+    folder = train(parse(Config, arguments, prog="accelerate launch mpp/pretrain.py"), Pretraining)
+    if PartialState().is_main_process:
         report(folder)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    PartialState().destroy_process_group()
 
 
 def report(folder: Path) -> None:
-    """Say what came out, what was written and what to do next."""
-    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    """Say what came out and what to do next."""
+    last = last_evaluation(folder)
     if "heldout/accuracy" in last:
         print(
             f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; copying the nearest visible patch "
             f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
         )
-    print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
     print(f"next: python evaluation/fewshot.py --encoder {folder}    and    tensorboard --logdir {folder.parent}")
 
 

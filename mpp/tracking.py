@@ -69,6 +69,11 @@ class Tracker:
             with (self.folder / "unreadable.txt").open("a") as file:
                 file.writelines(f"{failure}\n" for failure in failures)
 
+    def close(self) -> None:
+        """Finish what is being written; the process group stays, for what comes after training."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
 
 def keep_until(metrics: Path, step: int) -> None:
     """Cut a metrics file after `step`; a torn last line goes with what it would have said."""

@@ -14,6 +14,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from PIL import Image
 
+from mpp.loop import Update
 from mpp.pretrain import main
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,22 @@ def pretrain(tmp_path):
         return dir
 
     return run
+
+
+class Killed(BaseException):
+    """What a test stops a run with."""
+
+
+def kill_at(monkeypatch, step: int) -> None:
+    """Stop a run in this process just before update `step` (from 0) is done."""
+    update = Update.__call__
+
+    def dies(self, number, *args, **kwargs):
+        if number == step:
+            raise Killed("killed")
+        return update(self, number, *args, **kwargs)
+
+    monkeypatch.setattr(Update, "__call__", dies)
 
 
 def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:

@@ -5,12 +5,11 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import encoded, picture, read_metrics
+from conftest import Killed, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mpp
-from mpp import loop
 from mpp.checkpoint import complete_checkpoints
 from mpp.config import Config
 from mpp.parsing import parse
@@ -19,22 +18,6 @@ from mpp.predictor import MaskedPatchPredictor
 
 def weights(folder):
     return (folder / "encoder" / "model.safetensors").read_bytes()
-
-
-class Killed(BaseException):
-    """What a test stops a run with."""
-
-
-def kill_after(monkeypatch, step):
-    """Stop the run just before update `step` (from 0) is done."""
-    update = loop.Update.__call__
-
-    def dies(self, number, *args, **kwargs):
-        if number == step:
-            raise Killed
-        return update(self, number, *args, **kwargs)
-
-    monkeypatch.setattr(loop.Update, "__call__", dies)
 
 
 def test_a_run_writes_what_it_promises(pretrain, capsys):
@@ -107,7 +90,7 @@ HARD = (
 def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step):
     whole = pretrain(*HARD, dir=tmp_path / "whole")
     with monkeypatch.context() as context:
-        kill_after(context, step)
+        kill_at(context, step)
         with pytest.raises(Killed):
             pretrain(*HARD)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -219,7 +202,7 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
         result = forward(self, images, corruption)
         return Poison.apply(result) if sum(calls) == 4 else result
 
-    monkeypatch.setattr("mpp.pretrain.executed_flops", lambda *_: 1)
+    monkeypatch.setattr("mpp.pretrain.executed_flops", lambda *_: 1)  # it runs the model too
     monkeypatch.setattr(MaskedPatchPredictor, "forward", poisoned)
     with pytest.raises(FloatingPointError, match=r"of update 3 is not finite .*images \d+, .*last checkpoint is good"):
         pretrain("--run.steps=6")

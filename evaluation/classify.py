@@ -1,0 +1,120 @@
+"""Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from evaluation.encoders import pool
+from mpp.config import DataConfig, RunConfig
+from mpp.data import Batch, Photographs, Share, load_photographs
+from mpp.encoder import Normalize
+from mpp.metrics import Sums, add
+from mpp.tracking import Tracker
+from mpp.training import ImageTask
+
+Pooling = Literal["auto", "class", "mean"]
+
+
+class Classifier(nn.Module):
+    """An encoder and a head on its [class] token or on the mean over its patches.
+
+    Args:
+        encoder: timm's, without a head.
+        head: (B, D) to (B, C).
+        pooling: auto: the [class] token where there is one.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, head: nn.Module, pooling: Pooling, mean: Sequence[float], std: Sequence[float]
+    ):
+        super().__init__()
+        self.normalize, self.encoder, self.head = Normalize(mean, std), encoder, head
+        self.pooling = resolve_pooling(encoder, pooling)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 to logits (B, C)."""
+        tokens = self.encoder.forward_features(self.normalize(images))
+        return self.head(pool(self.encoder, tokens, self.pooling))
+
+
+def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "mean"]:
+    """What `auto` means for this encoder."""
+    if pooling != "auto":
+        return pooling
+    return "class" if getattr(encoder, "has_class_token", False) else "mean"
+
+
+class Classification(ImageTask):
+    """Softmax cross-entropy on labelled images; top-1 accuracy."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        share: Share,
+        run: RunConfig,
+        data: DataConfig,
+        photographs: Sequence[Photographs],
+    ):
+        super().__init__(accelerator, share, run, data)
+        self.train, self.held_out = photographs
+        self.classes = count_classes(photographs)
+
+    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        device = self.accelerator.device
+        labels = batch.labels.to(device, non_blocking=True)
+        logits = model(batch.images.to(device, non_blocking=True))
+        loss = F.cross_entropy(logits, labels)
+        if not measure:
+            return loss, {}
+        right = (logits.argmax(-1) == labels).double().sum()
+        return loss, {"right": right, "images": torch.tensor(len(labels), dtype=torch.double, device=device)}
+
+    def describe(self, sums: Sums) -> dict[str, float]:
+        return {"accuracy": float(sums["right"] / sums["images"])}
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        zero = torch.zeros((), dtype=torch.double, device=self.accelerator.device)
+        sums: Sums = {"loss": zero, "right": zero, "images": zero}  # a process may have no image of few
+        for batch in self.fixed_batches(self.held_out):
+            tracker.warn_unreadable(batch.unreadable)
+            loss, measured = self.loss(model, batch, True)
+            sums = add(sums, measured | {"loss": loss.double() * len(batch.images)})
+        sums = self.accelerator.reduce(sums, "sum")
+        return {
+            "heldout/loss": float(sums["loss"] / sums["images"]),
+            "heldout/accuracy": self.describe(sums)["accuracy"],
+        }
+
+
+def load_labelled(data: DataConfig, accelerator: Accelerator) -> list[Photographs]:
+    """The labelled images of the training and the held-out split.
+
+    Raises:
+        ValueError: there are none.
+    """
+    with accelerator.main_process_first():
+        photographs = [part.labelled() for part in load_photographs(data)]
+    if None in photographs:
+        raise ValueError("the images have no labels; name their column by data.label_column")
+    return photographs
+
+
+def count_classes(photographs: Sequence[Photographs]) -> int:
+    """C: the largest label of any split, and one."""
+    classes = 1 + max(int(part.labels.max()) for part in photographs)
+    if classes < 2:
+        raise ValueError("all images are of one class")
+    return classes
+
+
+def zero_head(width: int, classes: int) -> nn.Linear:
+    """One linear layer that starts by knowing nothing: uniform predictions (paper, section 3.2)."""
+    head: Any = nn.Linear(width, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,115 @@
+"""Fine-tuning (paper, sections 3.2 and 4.1, Table 4): the head removed, one zero-initialised linear layer, SGD.
+
+    accelerate launch evaluation/finetune.py --encoder runs/birds
+    accelerate launch evaluation/finetune.py --encoder runs/birds --init random --run.dir runs/scratch
+
+Learning rates are compared on a dev split held out of train; the best one is then used on all of train, and the
+held-out split is looked at once, at the end. Each of these is a run of its own below `run.dir`, and resumes like any
+other.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from accelerate import Accelerator, PartialState
+
+from evaluation.classify import Classification, Classifier, Pooling, load_labelled, zero_head
+from evaluation.encoders import load_frozen
+from evaluation.reports import table, write_json
+from mpp.config import DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
+from mpp.data import Share
+from mpp.launch import command
+from mpp.parsing import parse
+from mpp.training import last_evaluation, train
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """Fine-tune an encoder on labelled images."""
+
+    encoder: str = "runs/birds"
+    """Run folder, encoder folder, or timm model name (randomly initialised, or with --checkpoint)."""
+    checkpoint: str | None = None
+    """Local .safetensors file with the weights of a timm model name."""
+    init: Literal["encoder", "random"] = "encoder"
+    """random: the same architecture and recipe from random weights."""
+    img_size: int | None = None
+    """Side of the images; position embeddings are interpolated in 2-D. The paper: 384. null: the encoder's own."""
+    pooling: Pooling = "auto"
+    """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
+    lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
+    """Learning rates compared on the dev split; one alone is not compared (the paper's Table 4)."""
+    dev_fraction: float = 0.1
+    """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
+    test: bool = True
+    """Train on all of train at the best rate and test. False: stop after the comparison."""
+    out: str | None = plumbing(None)
+    """JSON file of the result. null: finetune.json in run.dir."""
+    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_finetuned", steps=500))
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64)
+    )
+
+    def __post_init__(self):
+        as_lists(self, "lrs")
+        require(len(self.lrs) > 0 and min(self.lrs) > 0, "lrs", list(self.lrs), "a list of positive numbers")
+        require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
+
+
+@dataclass(frozen=True)
+class OneRunConfig(FinetuneConfig):
+    """One of the runs that fine-tuning consists of: `optim.lr` is its rate."""
+
+    on_dev: bool = False
+    """Train without the dev split and evaluate on it, in place of all of train and the held-out split."""
+
+
+class Finetuning(Classification):
+    """The task: classify, from an encoder's weights."""
+
+    def __init__(self, config: OneRunConfig, accelerator: Accelerator, share: Share):
+        train, test = load_labelled(config.data, accelerator)
+        photographs = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
+        super().__init__(accelerator, share, config.run, config.data, photographs)
+        random = config.init == "random"
+        loaded = load_frozen(config.encoder, config.checkpoint, random, config.img_size, config.run.seed)
+        encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
+        head, takes = zero_head(encoder.num_features, self.classes), loaded.normalize
+        self.model = Classifier(encoder, head, config.pooling, takes.mean, takes.std)
+
+
+def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float:
+    """Carry out one run below `run.dir`; its accuracy at the end. It is evaluated then alone."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    run = dataclasses.replace(config.run, dir=str(Path(config.run.dir) / name), eval_every=config.run.steps)
+    optim = dataclasses.replace(config.optim, lr=lr)
+    folder = train(OneRunConfig(**(values | {"run": run, "optim": optim, "on_dev": on_dev})), Finetuning)
+    return last_evaluation(folder)["heldout/accuracy"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fine-tune as the command line, or `arguments`, say."""
+    config = parse(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py")
+    on_dev = {}
+    if len(config.lrs) > 1:
+        on_dev = {lr: one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True) for lr in config.lrs}
+    best = max(on_dev, key=on_dev.get) if on_dev else config.lrs[0]
+    accuracy = one_run(config, f"lr_{best:g}", best, on_dev=False) if config.test else None
+    if PartialState().is_main_process:
+        rows = [[f"{lr:g}", f"{100 * value:.1f}", "-"] for lr, value in on_dev.items()]
+        rows += [[f"{best:g}", "-", f"{100 * accuracy:.1f}"]] if config.test else []
+        print(table(["learning rate", "dev accuracy (%)", "test accuracy (%)"], rows))
+        path = Path(config.out or Path(config.run.dir) / "finetune.json")
+        result = {"seed": config.run.seed, "lr": best, "accuracy": accuracy, "init": config.init}
+        report = {"results": [result], "dev": [{"lr": lr, "accuracy": value} for lr, value in on_dev.items()]}
+        write_json(path, report | {"protocol": dataclasses.asdict(config)})
+        print(f"wrote {path}")
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,90 @@
+"""Supervised pre-training baselines, from scratch (paper, section 3.1 and Table 3).
+
+    accelerate launch evaluation/supervised.py
+    accelerate launch evaluation/supervised.py --config configs/supervised/imagenet_vit_b16.yaml
+
+ViTs, BiT's ResNets (`--model.name resnetv2_50x1_bit`) and hybrids (`--model.name vit_base_r50_s16_224`). The run folder
+and its encoder/ are as pre-training's, so that every probe takes it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import timm
+from accelerate import Accelerator, PartialState
+from timm.models import is_model_in_modules
+from torch import nn
+
+from evaluation.classify import Classification, Classifier, Pooling, load_labelled, zero_head
+from mpp.config import DataConfig, ModelConfig, OptimConfig, RunConfig, require
+from mpp.data import Share
+from mpp.encoder import build_encoder
+from mpp.launch import command
+from mpp.parsing import parse
+from mpp.training import last_evaluation, train
+
+VITS = ("vision_transformer", "vision_transformer_hybrid")
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The classifier on top of the encoder."""
+
+    name: Literal["mlp", "linear"] = "mlp"
+    """mlp: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
+    pooling: Pooling = "auto"
+    """`class` token, `mean` over patches or places; auto: [class] where there is one."""
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """Supervised pre-training from scratch."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_supervised"))
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
+
+
+class Supervised(Classification):
+    """The task: classify, from random weights."""
+
+    def __init__(self, config: SupervisedConfig, accelerator: Accelerator, share: Share):
+        super().__init__(accelerator, share, config.run, config.data, load_labelled(config.data, accelerator))
+        encoder, self.img_size = build_backbone(config.model)
+        head = build_head(config.head, encoder.num_features, self.classes)
+        self.model = Classifier(encoder, head, config.head.pooling, config.model.mean, config.model.std)
+
+
+def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
+    """A ViT or hybrid as in pre-training, or another model of timm's; and the side of the images it takes."""
+    if config.name is None or not timm.is_model(config.name) or is_model_in_modules(config.name, VITS):
+        encoder = build_encoder(config)
+        return encoder, encoder.patch_embed.img_size[0]
+    for name in ("width", "depth", "heads", "patch_size", "init_from"):
+        require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
+    encoder = timm.create_model(config.name, num_classes=0, drop_path_rate=config.drop_path)
+    return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
+
+
+def build_head(config: HeadConfig, width: int, classes: int) -> nn.Module:
+    """The head; its last layer starts at zero."""
+    if config.name == "linear":
+        return zero_head(width, classes)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), zero_head(width, classes))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line, or `arguments`, say."""
+    config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
+    folder = train(config, Supervised)
+    if PartialState().is_main_process:
+        print(f"held-out accuracy {last_evaluation(folder)['heldout/accuracy']:.1%}")
+        print(f"next: accelerate launch evaluation/finetune.py --encoder {folder} --run.dir {folder}_finetuned")
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    command(main)

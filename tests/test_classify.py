@@ -1,0 +1,173 @@
+"""Supervised pre-training and fine-tuning: the same loop, other tasks."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import TINY, kill_at, read_metrics
+from safetensors.torch import load_file
+
+import mpp
+from evaluation import finetune, supervised
+from mpp.checkpoint import complete_checkpoints
+from mpp.config import DataConfig, ModelConfig, OptimConfig
+from mpp.data import load_photographs
+from mpp.encoder import export_encoder
+from mpp.optim import averaged_weights, build_optimizer
+
+BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
+SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    torch.manual_seed(0)
+    small = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
+    folder = tmp_path_factory.mktemp("run") / "encoder"
+    export_encoder(timm.create_model("vit_base_patch16_224", **small), folder, (0.5,) * 3, (0.5,) * 3, 0.875)
+    return folder
+
+
+def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
+    supervised.main([*BASE, *SMALL, f"--run.dir={tmp_path / 'run'}"])
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
+        *("config.yaml", "metrics.jsonl", "checkpoints", "encoder")
+    }
+    assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
+    assert 0 <= read_metrics(folder, "heldout/accuracy")[4] <= 1
+    assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
+    assert "held-out accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("--head.name=linear", "--head.pooling=mean"), ("--optim.average=0.9",)])
+def test_supervised_goes_on_with_the_same_bits(tmp_path, monkeypatch, arguments):
+    def run(name):
+        supervised.main([*BASE, *SMALL, *arguments, "--model.dropout=0.1", f"--run.dir={tmp_path / name}"])
+        return (tmp_path / name / "encoder" / "model.safetensors").read_bytes()
+
+    whole = run("whole")
+    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
+        kill_at(context, 3)
+        run("killed")
+    assert run("killed") == whole
+    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["resnetv2_50x1_bit", "vit_tiny_r_s16_p8_224"])
+def test_resnets_and_hybrids_train(tmp_path, name):
+    arguments = [f"--model.name={name}", "--model.img_size=32", "--run.steps=1", "--optim.global_batch_size=2"]
+    supervised.main([*BASE, *arguments, "--data.eval_images=2", f"--run.dir={tmp_path / 'run'}"])
+    assert read_metrics(tmp_path / "run")[1] == pytest.approx(np.log(9), rel=1e-5)
+    assert mpp.load_encoder(tmp_path / "run").num_features > 0
+
+
+def test_a_resnet_has_no_depth_to_set(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.depth is 3; it must be null with resnetv2_50x1_bit"):
+        supervised.main([*BASE, "--model.name=resnetv2_50x1_bit", "--model.depth=3", f"--run.dir={tmp_path / 'run'}"])
+
+
+def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, capsys):
+    arguments = [*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path / 'run'}", "--lrs=[0.01,0.1]"]
+    arguments = [a for a in arguments if "global_batch" not in a and "warmup" not in a]
+    finetune.main([*arguments, "--optim.global_batch_size=8"])
+    runs = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    report = json.loads((tmp_path / "run" / "finetune.json").read_text())
+    best = report["results"][0]["lr"]
+    assert runs == ["dev_lr_0.01", "dev_lr_0.1", f"lr_{best:g}"]
+    on_dev = {row["lr"]: row["accuracy"] for row in report["dev"]}
+    assert best == max(on_dev, key=on_dev.get)
+    for name in runs:
+        losses = read_metrics(tmp_path / "run" / name)
+        assert losses[1] == pytest.approx(np.log(9), rel=1e-5)  # the zero-initialised layer
+        assert list(read_metrics(tmp_path / "run" / name, "heldout/accuracy")) == [4]  # looked at once
+    assert report["results"][0]["accuracy"] == read_metrics(tmp_path / "run" / runs[-1], "heldout/accuracy")[4]
+    assert "test accuracy (%)" in capsys.readouterr().out
+    before = (tmp_path / "run" / "finetune.json").read_bytes()
+    finetune.main([*arguments, "--optim.global_batch_size=8"])  # finished: nothing is trained again
+    assert (tmp_path / "run" / "finetune.json").read_bytes() == before
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, monkeypatch):
+    kill_at(monkeypatch, 0)
+    seen = []
+    build = finetune.Finetuning.__init__
+    monkeypatch.setattr(finetune.Finetuning, "__init__", lambda self, *a: (build(self, *a), seen.append(self))[0])
+    arguments = [*BASE, f"--encoder={encoder}", "--img_size=48", "--lrs=0.01"]
+    for init in ("encoder", "random"):
+        with pytest.raises(BaseException, match="killed"):
+            finetune.main([*arguments, f"--init={init}", f"--run.dir={tmp_path / init}"])
+    source = load_file(encoder / "model.safetensors")
+    expected = timm.layers.resample_abs_pos_embed(source["pos_embed"], (6, 6), num_prefix_tokens=1)
+    weights = seen[0].model.encoder.state_dict()
+    torch.testing.assert_close(weights["pos_embed"], expected)
+    assert torch.equal(weights["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
+    random = seen[1].model.encoder.state_dict()
+    assert not torch.equal(random["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
+    assert all(parameter.requires_grad for parameter in seen[0].model.parameters())
+
+
+def test_finetunings_defaults_are_the_papers():
+    config = finetune.FinetuneConfig()
+    optim = config.optim
+    assert (optim.name, optim.momentum, optim.schedule, optim.clip) == ("sgd", 0.9, "cosine", 1.0)
+    assert optim.weight_decay == 0 and config.lrs == (0.001, 0.003, 0.01, 0.03)
+
+
+def test_dev_split_is_cut_from_train():
+    train, test = (part.labelled() for part in load_photographs(DataConfig()))
+    kept, dev = train.cut(0.1, 0, "dev")
+    names = [{part.rows[i]["image"]["bytes"] for i in range(len(part))} for part in (kept, dev, test)]
+    assert len(kept) == 387 and len(dev) == 43
+    assert not names[0] & names[1] and not names[1] & names[2]
+
+
+def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, monkeypatch):
+    def run(name):
+        finetune.main([*BASE, f"--encoder={encoder}", "--lrs=0.1", f"--run.dir={tmp_path / name}"])
+        return (tmp_path / name / "lr_0.1" / "encoder" / "model.safetensors").read_bytes()
+
+    whole = run("whole")
+    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
+        kill_at(context, 3)
+        run("killed")
+    assert len(complete_checkpoints(tmp_path / "killed" / "lr_0.1")) == 1
+    assert run("killed") == whole
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_polyak_average_by_hand(optimizer):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    config = OptimConfig(name=optimizer, lr=0.1, average=0.8)
+    built, average = build_optimizer(model, config), None
+    for step in range(1, 60):
+        model(torch.randn(4, 3)).square().sum().backward()
+        built.step()
+        built.zero_grad()
+        decay = min(0.8, (1 + step) / (10 + step))
+        weight = model.weight.detach().clone()
+        average = weight if average is None else decay * average + (1 - decay) * weight
+    with averaged_weights(built, average=True):
+        torch.testing.assert_close(model.weight.detach(), average)
+    assert torch.equal(model.weight.detach(), weight)
+    with averaged_weights(built, average=False):
+        assert torch.equal(model.weight.detach(), weight)
+
+
+def test_labels_are_needed(tmp_path, image_folder):
+    for number, file in enumerate(image_folder.rglob("*.png")):
+        file.rename(image_folder / f"{number}.png")
+    with pytest.raises(ValueError, match=r"no labels; name their column by data\.label_column"):
+        supervised.main([*BASE, *SMALL, f"--data.path={image_folder}", f"--run.dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_vits_are_built_as_in_pre_training():
+    encoder, size = supervised.build_backbone(ModelConfig(depth=1, img_size=32))
+    assert size == 32 and encoder.embed_dim == 128
+    with pytest.raises(ValueError, match="vit_bose_patch16_224"):
+        supervised.build_backbone(ModelConfig(name="vit_bose_patch16_224"))
