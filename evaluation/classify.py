@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from evaluation.encoders import pool
 from mpp.config import DataConfig, RunConfig
-from mpp.data import Batch, Photographs, Share, load_photographs
+from mpp.data import Batch, Photographs, Share
 from mpp.encoder import Normalize
-from mpp.metrics import Sums, add
+from mpp.metrics import Sums, add, is_right
 from mpp.tracking import Tracker
 from mpp.training import ImageTask
 
@@ -67,10 +67,10 @@ class Classification(ImageTask):
         device = self.accelerator.device
         labels = batch.labels.to(device, non_blocking=True)
         logits = model(batch.images.to(device, non_blocking=True))
-        loss = F.cross_entropy(logits, labels)
+        loss = F.cross_entropy(logits, labels if labels.ndim == 1 else labels[:, 0])
         if not measure:
             return loss, {}
-        right = (logits.argmax(-1) == labels).double().sum()
+        right = is_right(logits.argmax(-1), labels).double().sum()
         return loss, {"right": right, "images": torch.tensor(len(labels), dtype=torch.double, device=device)}
 
     def describe(self, sums: Sums) -> dict[str, float]:
@@ -89,19 +89,6 @@ class Classification(ImageTask):
             "heldout/loss": float(sums["loss"] / sums["images"]),
             "heldout/accuracy": self.describe(sums)["accuracy"],
         }
-
-
-def load_labelled(data: DataConfig, accelerator: Accelerator) -> list[Photographs]:
-    """The labelled images of the training and the held-out split.
-
-    Raises:
-        ValueError: there are none.
-    """
-    with accelerator.main_process_first():
-        photographs = [part.labelled() for part in load_photographs(data)]
-    if None in photographs:
-        raise ValueError("the images have no labels; name their column by data.label_column")
-    return photographs
 
 
 def count_classes(photographs: Sequence[Photographs]) -> int:

@@ -9,12 +9,16 @@ from typing import Any, Literal
 
 import timm
 import torch
+import torch.nn.functional as F
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from mpp.config import require
 from mpp.encoder import Normalize, encoder_folder, set_attention
+from mpp.metrics import patchify
+from mpp.objectives import quantize
 
+GRID = 8  # cells per side of the colour floors
 Representation = Literal["class", "mean", "both"]
 
 
@@ -89,13 +93,41 @@ def pool(model: nn.Module, tokens: Tensor, representation: Representation, norme
     return torch.cat(parts, dim=-1)
 
 
-def load_frozen(
-    encoder: str, checkpoint: str | None = None, random: bool = False, img_size: int | None = None, seed: int = 0
-) -> FrozenEncoder:
-    """The encoder of a run folder, an encoder folder, or a timm model name.
+class ColorFloor(nn.Module):
+    """Features without a model, which pre-training has to beat: colour statistics of an 8 x 8 grid over the image.
 
     Args:
-        encoder: a folder, or a timm name, which is randomly initialised unless `checkpoint` is given.
+        kind: pixels: the mean colour of each cell (192 numbers); colors: how many cells have each of the 512 colours.
+        img_size: side of the images, a multiple of 8.
+    """
+
+    stages = (None,)
+
+    def __init__(self, kind: str, img_size: int | None):
+        super().__init__()
+        if kind not in ("pixels", "colors"):
+            raise ValueError(f"encoder is floor:{kind}; it must be floor:pixels or floor:colors")
+        self.kind, self.img_size, self.crop_pct = kind, img_size or 64, 0.875
+        require(self.img_size % GRID == 0, "img_size", self.img_size, f"a multiple of {GRID}")
+
+    def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
+        """As FrozenEncoder's; there is one depth and one representation."""
+        cell = self.img_size // GRID
+        sums = patchify(images, cell).sum((-2, -1), dtype=torch.int32)  # (B, 64, 3)
+        if self.kind == "pixels":
+            return [sums.flatten(1).float() / (255 * cell**2)]
+        classes = quantize(sums, 255 * cell**2, bits=3)
+        return [F.one_hot(classes, 512).sum(1).float()]
+
+
+def load_frozen(
+    encoder: str, checkpoint: str | None = None, random: bool = False, img_size: int | None = None, seed: int = 0
+) -> FrozenEncoder | ColorFloor:
+    """The encoder of a run folder, an encoder folder, or a timm model name; or a floor.
+
+    Args:
+        encoder: a folder, or a timm name, which is randomly initialised unless `checkpoint` is given; or
+            `floor:pixels` or `floor:colors`.
         checkpoint: local .safetensors file with the weights of a timm name.
         random: the folder's architecture with random weights.
         img_size: another input size (ViTs resample their position embeddings).
@@ -104,6 +136,8 @@ def load_frozen(
         ValueError: nothing of that name, or an encoder of another sort of input.
     """
     torch.manual_seed(seed)
+    if encoder.startswith("floor:"):
+        return ColorFloor(encoder.removeprefix("floor:"), img_size)
     if Path(encoder).exists():
         if checkpoint:
             raise ValueError("checkpoint goes with the name of a timm model; a folder has its own weights")

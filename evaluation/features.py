@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.encoders import FrozenEncoder, Representation, load_frozen
+from evaluation.labelled import load_labelled
 from evaluation.reports import report_path
 from mpp.config import RunConfig, SourceConfig, require
-from mpp.data import Photographs, Views, held_out_loader, load_photographs
+from mpp.data import Photographs, Views, held_out_loader
 from mpp.launch import command, start
 from mpp.parsing import parse
 from mpp.randomness import Stream, permutation
@@ -49,7 +50,7 @@ class FeaturesConfig:
     """Frozen features: of which encoder, on which images."""
 
     encoder: str = "runs/birds"
-    """Run folder, encoder folder, or timm model name (randomly initialised, or with --checkpoint)."""
+    """Run folder, encoder folder, timm model name (random, or with --checkpoint), floor:pixels or floor:colors."""
     checkpoint: str | None = None
     """Local .safetensors file with the weights of a timm model name."""
     random: bool = False
@@ -75,19 +76,20 @@ class Features(NamedTuple):
     train: NDArray[np.float32]  # (N, D)
     train_labels: NDArray[np.int64]  # (N,)
     test: NDArray[np.float32]  # (M, D)
-    test_labels: NDArray[np.int64]  # (M,)
+    test_labels: NDArray[np.int64]  # (M,); or (M, L) of which any is right, padded with -1
 
     def check(self, source: str) -> "Features":
         """Raises ValueError where a probe would give nonsense."""
         for part, labels in (("train", self.train_labels), ("test", self.test_labels)):
             features = getattr(self, part)
-            if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels):
+            several = part == "test" and labels.ndim == 2
+            if features.ndim != 2 or not (labels.ndim == 1 or several) or len(features) != len(labels):
                 raise ValueError(
                     f"{source}: {part}_features {features.shape} and {part}_labels {labels.shape} disagree"
                 )
             if len(labels) == 0:
                 raise ValueError(f"{source}: no labelled images in {part}")
-            if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+            if not np.issubdtype(labels.dtype, np.integer) or (labels.max(1) if several else labels).min() < 0:
                 raise ValueError(f"{source}: {part}_labels must be integers from 0")
             if not np.isfinite(features).all():
                 raise ValueError(f"{source}: {part}_features have values that are not finite")
@@ -187,10 +189,7 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
         depths = [config.depth]
     else:
         depths = [deepest] if config.depth == "last" else list(range(1, deepest + 1))
-    with accelerator.main_process_first():
-        photographs = [part.labelled() for part in load_photographs(config.data)]
-    if None in photographs:
-        raise ValueError("the images have no labels; name their column by data.label_column")
+    photographs = load_labelled(config.data, accelerator)
     encoder.to(accelerator.device)
     train, test = (extract(encoder, part, config, depths, accelerator) for part in photographs)
     labels = [part.labels for part in photographs]
@@ -211,7 +210,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             save_features(path, features)
             print(f"wrote {path}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")
     accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

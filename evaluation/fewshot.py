@@ -9,14 +9,17 @@ class, features whitened by the support set, a penalised bias of 100, targets -1
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from evaluation.features import Features
 from evaluation.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.launch import command
+from mpp.metrics import is_right
 from mpp.parsing import parse
 
 BIAS = 100.0
@@ -96,6 +99,7 @@ def predict(
 def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
     """Accuracy for every number of shots, seed and l2."""
     classes = int(max(features.train_labels.max(), features.test_labels.max())) + 1
+    truth = torch.from_numpy(features.test_labels)
     counts = np.bincount(features.train_labels, minlength=classes)
     for shots in config.shots:
         short = int((counts < shots).sum())
@@ -111,16 +115,20 @@ def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
             support, labels = features.train[chosen], features.train_labels[chosen]
             predicted = predict(support, labels, features.test, classes, config.l2)
             for l2, of_l2 in zip(config.l2, predicted, strict=True):
-                accuracy = float((of_l2 == features.test_labels).mean())
+                accuracy = float(is_right(torch.from_numpy(of_l2), truth).double().mean())
                 case = {"case": f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)}
                 results.append({"shots": shots, "seed": seed, "l2": l2, "accuracy": accuracy} | case)
     return results
 
 
+def run(config: FewshotConfig) -> dict[str, Any]:
+    """Probe and report; the report."""
+    return probe(config, "fewshot", lambda features: evaluate(features, config), "shots")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    config = parse(FewshotConfig, arguments, prog="python evaluation/fewshot.py")
-    probe(config, "fewshot", lambda features: evaluate(features, config), "shots")
+    run(parse(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from accelerate import Accelerator, PartialState
 
-from evaluation.classify import Classification, Classifier, Pooling, load_labelled, zero_head
+from evaluation.classify import Classification, Classifier, Pooling, zero_head
 from evaluation.encoders import load_frozen
+from evaluation.labelled import load_labelled
 from evaluation.reports import table, write_json
 from mpp.config import DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
 from mpp.data import Share
@@ -75,6 +76,7 @@ class Finetuning(Classification):
         train, test = load_labelled(config.data, accelerator)
         photographs = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, share, config.run, config.data, photographs)
+        require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
         random = config.init == "random"
         loaded = load_frozen(config.encoder, config.checkpoint, random, config.img_size, config.run.seed)
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
@@ -91,24 +93,32 @@ def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float
     return last_evaluation(folder)["heldout/accuracy"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Fine-tune as the command line, or `arguments`, say."""
-    config = parse(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py")
+def run(config: FinetuneConfig) -> dict[str, Any]:
+    """Compare rates, fine-tune, test, report; the report."""
     on_dev = {}
     if len(config.lrs) > 1:
         on_dev = {lr: one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True) for lr in config.lrs}
     best = max(on_dev, key=on_dev.get) if on_dev else config.lrs[0]
     accuracy = one_run(config, f"lr_{best:g}", best, on_dev=False) if config.test else None
+    result = {"seed": config.run.seed, "init": config.init, "lr": best, "accuracy": accuracy}
+    report = {
+        "results": [result] if config.test else [],
+        "dev": [{"lr": lr, "accuracy": value} for lr, value in on_dev.items()],
+        "protocol": dataclasses.asdict(config),
+    }
     if PartialState().is_main_process:
         rows = [[f"{lr:g}", f"{100 * value:.1f}", "-"] for lr, value in on_dev.items()]
         rows += [[f"{best:g}", "-", f"{100 * accuracy:.1f}"]] if config.test else []
         print(table(["learning rate", "dev accuracy (%)", "test accuracy (%)"], rows))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
-        result = {"seed": config.run.seed, "lr": best, "accuracy": accuracy, "init": config.init}
-        report = {"results": [result], "dev": [{"lr": lr, "accuracy": value} for lr, value in on_dev.items()]}
-        write_json(path, report | {"protocol": dataclasses.asdict(config)})
+        write_json(path, report)
         print(f"wrote {path}")
-    PartialState().destroy_process_group()
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fine-tune as the command line, or `arguments`, say."""
+    run(parse(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
 
 
 if __name__ == "__main__":

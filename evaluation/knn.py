@@ -5,6 +5,7 @@ python evaluation/knn.py --encoder runs/birds
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from evaluation.features import Features
 from evaluation.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.launch import command
+from mpp.metrics import is_right
 from mpp.parsing import parse
 from mpp.probe import knn_predict
 
@@ -42,13 +44,19 @@ def evaluate(features: Features, config: KnnConfig) -> list[dict]:
     train, labels, test = (torch.from_numpy(part).to(device) for part in features[:3])
     predicted = knn_predict(train.float(), labels, test.float(), config.neighbours, config.temperature)
     truth = torch.from_numpy(features.test_labels).to(device)
-    return [{"neighbours": k, "accuracy": float((of_k == truth).double().mean())} for k, of_k in predicted.items()]
+    return [
+        {"neighbours": k, "accuracy": float(is_right(of_k, truth).double().mean())} for k, of_k in predicted.items()
+    ]
+
+
+def run(config: KnnConfig) -> dict[str, Any]:
+    """Probe and report; the report."""
+    return probe(config, "knn", lambda features: evaluate(features, config), "neighbours")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    config = parse(KnnConfig, arguments, prog="python evaluation/knn.py")
-    probe(config, "knn", lambda features: evaluate(features, config), "neighbours")
+    run(parse(KnnConfig, arguments, prog="python evaluation/knn.py"))
 
 
 if __name__ == "__main__":

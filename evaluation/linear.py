@@ -10,7 +10,7 @@ training set; the classifier is then fitted to all of it, and tested once.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from evaluation.features import Features
 from evaluation.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.launch import command
+from mpp.metrics import is_right
 from mpp.parsing import parse
 
 
@@ -110,7 +111,7 @@ def fitted_accuracy(features: Features, config: LinearConfig, classes: int, choi
     else:
         classifier = fit_sgd(train, labels, classes, choice, config.epochs, config.sgd_batch_size, seed)
     with torch.no_grad():
-        return float((classifier(test).argmax(1) == truth).double().mean())
+        return float(is_right(classifier(test).argmax(1), truth).double().mean())
 
 
 def evaluate(features: Features, config: LinearConfig) -> list[dict]:
@@ -128,10 +129,14 @@ def evaluate(features: Features, config: LinearConfig) -> list[dict]:
     ]
 
 
+def run(config: LinearConfig) -> dict[str, Any]:
+    """Probe and report; the report."""
+    return probe(config, "linear", lambda features: evaluate(features, config), "solver")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    config = parse(LinearConfig, arguments, prog="python evaluation/linear.py")
-    probe(config, "linear", lambda features: evaluate(features, config), "solver")
+    run(parse(LinearConfig, arguments, prog="python evaluation/linear.py"))
 
 
 if __name__ == "__main__":

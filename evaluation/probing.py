@@ -43,7 +43,6 @@ def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list
         path = report_path(config.out, config.encoder, f"{command}.json", config.features)
         write_report(path, report, key)
     accelerator.wait_for_everyone()
-    accelerator.end_training()
     return report
 
 

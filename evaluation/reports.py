@@ -33,10 +33,16 @@ def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with aligned columns."""
+    """A Markdown table, the first column to the left and the others to the right."""
     widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    lines = [headings, ["-" * width for width in widths], *rows]
-    return "\n".join(f"| {' | '.join(c.rjust(w) for c, w in zip(line, widths, strict=True))} |" for line in lines)
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [headings, rule, *rows]
+    return "\n".join(
+        f"| {line[0].ljust(widths[0])}"
+        + "".join(f" | {cell.rjust(width)}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        + " |"
+        for line in lines
+    )
 
 
 def percent(summary: dict[str, float]) -> str:

@@ -16,7 +16,8 @@ from accelerate import Accelerator, PartialState
 from timm.models import is_model_in_modules
 from torch import nn
 
-from evaluation.classify import Classification, Classifier, Pooling, load_labelled, zero_head
+from evaluation.classify import Classification, Classifier, Pooling, zero_head
+from evaluation.labelled import load_labelled
 from mpp.config import DataConfig, ModelConfig, OptimConfig, RunConfig, require
 from mpp.data import Share
 from mpp.encoder import build_encoder
@@ -83,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if PartialState().is_main_process:
         print(f"held-out accuracy {last_evaluation(folder)['heldout/accuracy']:.1%}")
         print(f"next: accelerate launch evaluation/finetune.py --encoder {folder} --run.dir {folder}_finetuned")
-    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -33,7 +33,8 @@ class Photographs:
     Args:
         rows: with the two columns.
         image_column: holds {"bytes", "path"}, undecoded.
-        labels: (n,) int64 class of each image, -1 where there is none; None where nothing is labelled.
+        labels: (n,) int64 class of each image, -1 where there is none; (n, L) where several are right, padded with
+            -1; None where nothing is labelled.
         split: its name, for messages.
     """
 
@@ -70,7 +71,7 @@ class Photographs:
         """The first `limit` images that have a label (None: all of them); None where there are none."""
         if self.labels is None or not (self.labels >= 0).any():
             return None
-        return self.select(np.flatnonzero(self.labels >= 0)[:limit])
+        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0)[:limit])
 
     def cut(self, fraction: float, seed: int, name: str) -> tuple["Photographs", "Photographs"]:
         """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
@@ -94,14 +95,20 @@ def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
     train, held_out = splits[config.split], held_out_name(config, list(splits))
     column = find_image_column(config, train.features)
     parts = {config.split: train} | ({} if held_out is None else {held_out: splits[held_out]})
-    labels, undecoded = read_labels(config, list(parts.values())), datasets.Image(decode=False)
+    label_columns = [config.label_column, config.eval_label_column or config.label_column]
+    labels = read_labels(config, [(rows, column) for rows, column in zip(parts.values(), label_columns, strict=False)])
+    undecoded = datasets.Image(decode=False)
     photographs = [
         Photographs(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
         for (name, rows), of_split in zip(parts.items(), labels, strict=True)
     ]
     if held_out is None:
-        return photographs[0].cut(config.eval_fraction, config.eval_seed, "held out")
-    return photographs[0], photographs[1]
+        photographs = photographs[0].cut(config.eval_fraction, config.eval_seed, "held out")
+    train, test = photographs
+    if config.train_images is not None:
+        order = permutation(Stream.CUT, config.eval_seed, 1, len(train))
+        train = train.select(np.sort(order[: config.train_images]))
+    return train, test
 
 
 def describe(config: SourceConfig) -> str:
@@ -160,23 +167,49 @@ def find_image_column(config: SourceConfig, features: datasets.Features) -> str:
     return config.image_column
 
 
-def read_labels(config: SourceConfig, parts: list[datasets.Dataset]) -> list[NDArray[np.int64] | None]:
-    """(n,) class numbers of each part, -1 where an image has none; classes named by text are numbered in order."""
-    column = config.label_column or "label"
-    if any(column not in part.features for part in parts):
-        if config.label_column is not None:
-            known = ", ".join(parts[0].features)
-            raise ValueError(f"data.label_column is {config.label_column}; {describe(config)} has {known}")
-        return [None] * len(parts)
-    values = [part[column][:] for part in parts]
-    present = {value for part in values for value in part if value is not None}
+def read_labels(
+    config: SourceConfig, parts: list[tuple[datasets.Dataset, str | None]]
+) -> list[NDArray[np.int64] | None]:
+    """Class numbers of each part, -1 where an image has none; classes named by text are numbered in order.
+
+    Args:
+        parts: rows and their label column; None: `label` where it exists.
+    Returns:
+        (n,) for each part; (n, L) where the column holds lists, padded with -1; None where there is no such column.
+    """
+    values: list[list | None] = []
+    for rows, column in parts:
+        if column is not None and column not in rows.features:
+            known = ", ".join(rows.features)
+            raise ValueError(f"data.label_column is {column}; {describe(config)} has {known}")
+        values.append(rows[column or "label"][:] if (column or "label") in rows.features else None)
+    lists = [None if part is None else [as_list(value) for value in part] for part in values]
+    present = {value for part in lists if part is not None for labels in part for value in labels}
     if all(isinstance(value, str) for value in present):
         number = {name: i for i, name in enumerate(sorted(present))}
     elif all(isinstance(value, int) for value in present):
         number = {value: max(value, -1) for value in present}
     else:
-        raise ValueError(f"{describe(config)}: column {column} holds no classes")
-    return [np.array([number.get(value, -1) for value in part], dtype=np.int64) for part in values]
+        raise ValueError(f"{describe(config)}: the label column holds no classes")
+    return [
+        None if part is None else label_array([[number[v] for v in labels] for labels in part], isinstance(first, list))
+        for part, first in zip(
+            lists, [next((v for v in part or () if v is not None), None) for part in values], strict=True
+        )
+    ]
+
+
+def as_list(value: Any) -> list:
+    """A label, a list of labels, or none, as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def label_array(labels: list[list[int]], several: bool) -> NDArray[np.int64]:
+    """Lists of labels as (n, L), or as (n,) where there is one each; padded with -1."""
+    result = np.full((len(labels), max(1, *map(len, labels)) if labels else 1), -1, dtype=np.int64)
+    for row, of_image in zip(result, labels, strict=True):
+        row[: len(of_image)] = of_image
+    return result if several else result[:, 0]
 
 
 class Batch(NamedTuple):
@@ -184,7 +217,7 @@ class Batch(NamedTuple):
 
     images: Tensor  # (B, 3, S, S) uint8: the clean crop, the network's input and the source of the targets
     corruption: Corruption | None  # (B, K); None where the images are only looked at
-    labels: Tensor  # (B,) int64, -1: none
+    labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import TensorBoardTracker, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
@@ -29,6 +30,8 @@ def command(main: Callable[[], None]) -> None:
         rank = os.environ.get("RANK")
         print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def start(run: RunConfig) -> Accelerator:
@@ -41,6 +44,7 @@ def start(run: RunConfig) -> Accelerator:
     check_promise()
     check_trackers(run)
     precision, reason = choose_precision(run)
+    AcceleratorState._reset_state()  # one process may do several runs, one after the other, each in its own precision
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == "bf16" else "no",

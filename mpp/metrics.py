@@ -84,3 +84,8 @@ def summarize(sums: Sums) -> dict[str, float]:
         result["most_frequent"] = float(sums["colors"].max() / sums["colors"].sum())
         result["nearest"] = float(sums["right_nearest"] / sums["count_mask"])
     return result
+
+
+def is_right(predicted: Tensor, labels: Tensor) -> Tensor:
+    """Whether predicted classes (B,) are right: labels (B,), or (B, L) of which any counts (ImageNet ReaL)."""
+    return (predicted[:, None] == labels.reshape(len(labels), -1)).any(1)

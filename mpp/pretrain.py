@@ -134,7 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = train(parse(Config, arguments, prog="accelerate launch mpp/pretrain.py"), Pretraining)
     if PartialState().is_main_process:
         report(folder)
-    PartialState().destroy_process_group()
 
 
 def report(folder: Path) -> None:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from mpp.metrics import is_right
+
 BLOCK = 1024  # test images compared at a time: what bounds the memory
 
 
@@ -54,4 +56,4 @@ def knn_accuracy(
 ) -> float:
     """Share of test images (M, D) that a kNN classifies rightly: see `knn_predict`."""
     predicted = knn_predict(train, train_labels, test, [neighbours], temperature)[neighbours]
-    return float((predicted == test_labels).double().mean())
+    return float(is_right(predicted, test_labels).double().mean())

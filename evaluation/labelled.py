@@ -1,0 +1,21 @@
+"""The labelled images that evaluation learns from and tests on."""
+
+from accelerate import Accelerator
+
+from mpp.config import SourceConfig
+from mpp.data import Photographs, load_photographs
+
+
+def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[Photographs]:
+    """The labelled images of the training and the held-out split.
+
+    Raises:
+        ValueError: there are none.
+    """
+    with accelerator.main_process_first():
+        photographs = [part.labelled() for part in load_photographs(data)]
+    if None in photographs:
+        raise ValueError("the images have no labels; name their column by data.label_column")
+    if photographs[0].labels.ndim > 1:
+        raise ValueError("training images have several labels each; only held-out ones may")
+    return photographs

@@ -1,0 +1,153 @@
+"""One comparison: what is trained, what is judged, what is done again."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from conftest import ROOT, encoded, picture
+
+from evaluation import compare
+from evaluation.encoders import load_frozen
+from evaluation.finetune import FinetuneConfig
+from evaluation.supervised import SupervisedConfig
+from mpp.parsing import parse
+
+COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
+FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        *((path, compare.CompareConfig) for path in COMPARISONS),
+        *((path, SupervisedConfig) for path in sorted((ROOT / "configs" / "supervised").glob("*.yaml"))),
+        *((path, FinetuneConfig) for path in sorted((ROOT / "configs" / "finetune").glob("*.yaml"))),
+    ],
+    ids=lambda value: getattr(value, "stem", ""),
+)
+def test_config_files_parse_and_say_command_time_and_result(path, kind):
+    parse(kind, ["--config", str(path)])
+    header = path.read_text().split("\n\n")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert all(word in header for word in ("Command:", "Time:", "Result:", path.name))
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_every_case_of_a_comparison_file_parses(path):
+    config = yaml.safe_load(path.read_text())
+    assert any(entry.get("random") for entry in config["encoders"])  # always beside random weights and a floor
+    assert any(entry["encoder"].startswith("floor:") for entry in config["encoders"])
+    for evaluation in config["evaluations"]:
+        kind, _ = compare.EVALUATIONS[evaluation["command"]]
+        for dataset in config["datasets"]:
+            parse(kind, compare.words(dataset.get("options", {}) | evaluation.get("options", {}), 0))
+
+
+def test_vtab_has_its_19_tasks_in_three_groups():
+    tasks = yaml.safe_load((ROOT / "configs/compare/vtab.yaml").read_text())["datasets"]
+    groups = [task["group"] for task in tasks]
+    assert [groups.count(group) for group in ("natural", "specialised", "structured")] == [7, 4, 8]
+    assert all(task["options"]["data.train_images"] == 1000 for task in tasks)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A comparison on two small data sets, as a config file."""
+    for name in ("one", "two"):
+        for number in range(24):
+            file = tmp_path / name / ("cat" if number % 2 else "dog") / f"{number:02d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image = picture(number)
+            image[..., 0] = np.where(number % 2, image[..., 0] // 2, 255 - image[..., 0] // 2)  # dogs are red
+            file.write_bytes(encoded(image))
+    tiny = {"model.width": 16, "model.depth": 2, "model.heads": 2, "model.img_size": 32, "run.threads": 1}
+    tiny |= {"run.steps": 2, "optim.global_batch_size": 8, "data.workers": 0, "data.eval_images": 8}
+    trained = {"encoder": str(tmp_path / "encoders/{seed}"), "seeds": [0, 1]}
+    finetuned = {"run.steps": 2, "lrs": 0.1, "data.workers": 0, "run.threads": 1, "optim.global_batch_size": 8}
+    config = {
+        "dir": str(tmp_path / "out"),
+        "encoders": [
+            {"name": "pre-trained", **trained, "train": "pretrain", "train_options": tiny},
+            {"name": "random", **trained, "random": True},
+            {"name": "floor", "encoder": "floor:pixels", "options": {"img_size": 32}},
+        ],
+        "evaluations": [
+            {"name": "few-shot", "command": "fewshot", "options": FAST | {"shots": [1, 5], "depth": "dev"}},
+            {"name": "fine-tuned", "command": "finetune", "options": finetuned},
+        ],
+        "datasets": [
+            {"name": name, "group": "all", "options": {"data.path": str(tmp_path / name), "data.eval_fraction": 0.25}}
+            for name in ("one", "two")
+        ],
+    }
+    file = tmp_path / "compare.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, capsys, monkeypatch):
+    compare.main(["--config", str(small)])
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    summary = report["summary"]
+    assert list(summary) == ["pre-trained", "random", "floor"]
+    shots = [f"{place} few-shot {shots}" for place in ("one", "two", "mean all") for shots in (1, 5)]
+    assert set(summary["floor"]) == set(shots)  # a floor cannot be fine-tuned
+    assert set(summary["random"]) == {*shots, "one fine-tuned", "two fine-tuned", "mean all fine-tuned"}
+    assert summary["pre-trained"]["one few-shot 5"]["count"] == 2 * 3  # encoders' seeds x draws
+    for name, column in (("random", "one few-shot 5"), ("pre-trained", "mean all fine-tuned")):
+        place, evaluation, *shots = column.removeprefix("mean ").split()
+        rows = [
+            row["accuracy"]
+            for row in report["results"]
+            if row["encoder"] == name
+            and row["evaluation"] == evaluation
+            and row["case"] == "".join(shots)
+            and place in (row["dataset"], row["group"])
+        ]
+        assert summary[name][column]["mean"] == pytest.approx(np.mean(rows))
+        assert summary[name][column]["std"] == pytest.approx(np.std(rows))
+    assert summary["floor"]["mean all few-shot 5"]["mean"] == 1.0  # dogs are red
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
+    assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
+    for commands in (compare.EVALUATIONS, compare.TRAININGS):
+        for name, (kind, run) in list(commands.items()):
+            finished = {"pretrain": run}.get(name)  # a finished run says so by itself
+            monkeypatch.setitem(commands, name, (kind, finished or (lambda config: pytest.fail("done twice"))))
+    compare.main(["--config", str(small)])
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
+
+
+def test_floors_are_colour_statistics():
+    import torch
+
+    images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
+    images[0, 0] = 255  # red
+    images[1, 2, :, 32:] = 255  # right half blue
+    (pixels,) = load_frozen("floor:pixels")(images, "mean", [1])
+    assert pixels.shape == (2, 192) and pixels[0].view(64, 3).tolist() == [[1, 0, 0]] * 64
+    (colors,) = load_frozen("floor:colors")(images, "mean", [1])
+    assert colors.shape == (2, 512)
+    assert colors[0].nonzero().tolist() == [[7 * 64]] and colors[0, 7 * 64] == 64
+    assert (colors[1, 0], colors[1, 7]) == (32, 32)
+    with pytest.raises(ValueError, match="must be floor:pixels or floor:colors"):
+        load_frozen("floor:size")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoders": []}, "encoders is empty"),
+        ({"encoders": [{"name": "a"}]}, "encoders: {'name': 'a'} is not {name, encoder"),
+        ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
+        ({"evaluations": [{"name": "a", "command": "fewshot", "options": {"shotz": 1}}]}, "unknown setting shotz"),
+    ],
+)
+def test_bad_comparisons_are_named(small, tmp_path, change, message):
+    config = yaml.safe_load(small.read_text()) | change
+    config["encoders"] = config["encoders"][-1:]
+    small.write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match=message) as error:
+        compare.main(["--config", str(small)])
+    assert "\n" not in str(error.value)
