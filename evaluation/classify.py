@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from evaluation.encoders import pool
 from mpp.config import DataConfig, RunConfig
-from mpp.data import Batch, Photographs, Share
+from mpp.data import Batch, Share
 from mpp.encoder import Normalize
 from mpp.metrics import Sums, add, is_right
+from mpp.sources import Photographs
 from mpp.tracking import Tracker
 from mpp.training import ImageTask
 

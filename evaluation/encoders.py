@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from mpp.config import require
+from mpp.config import check_grid, require
 from mpp.encoder import Normalize, encoder_folder, set_attention
 from mpp.metrics import patchify
 from mpp.objectives import quantize
@@ -153,6 +153,8 @@ def load_frozen(
     model = create(name, img_size, **options)
     if not torch.cuda.is_available():
         set_attention(model, fused=False)
+    if hasattr(model, "patch_embed") and img_size is not None:
+        check_grid(img_size, model.patch_embed.patch_size[0], "img_size")
     frozen = FrozenEncoder(model, img_size)
     require(frozen.channels == 3, "encoder's input channels", frozen.channels, "3: images are RGB here")
     return frozen

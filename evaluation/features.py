@@ -23,10 +23,11 @@ from evaluation.encoders import FrozenEncoder, Representation, load_frozen
 from evaluation.labelled import load_labelled
 from evaluation.reports import report_path
 from mpp.config import RunConfig, SourceConfig, require
-from mpp.data import Photographs, Views, held_out_loader
+from mpp.data import Views, held_out_loader
 from mpp.launch import command, start
 from mpp.parsing import parse
 from mpp.randomness import Stream, permutation
+from mpp.sources import Photographs
 
 DEV_SEED = 0
 

@@ -3,7 +3,7 @@
 from accelerate import Accelerator
 
 from mpp.config import SourceConfig
-from mpp.data import Photographs, load_photographs
+from mpp.sources import Photographs, load_photographs
 
 
 def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[Photographs]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from evaluation.classify import Classification, Classifier, Pooling, zero_head
 from evaluation.labelled import load_labelled
+from evaluation.reports import table, write_json
 from mpp.config import DataConfig, ModelConfig, OptimConfig, RunConfig, require
 from mpp.data import Share
 from mpp.encoder import build_encoder
@@ -82,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
     folder = train(config, Supervised)
     if PartialState().is_main_process:
-        print(f"held-out accuracy {last_evaluation(folder)['heldout/accuracy']:.1%}")
+        accuracy = last_evaluation(folder)["heldout/accuracy"]
+        write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})
+        print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
+        print(f"wrote {folder / 'supervised.json'}")
         print(f"next: accelerate launch evaluation/finetune.py --encoder {folder} --run.dir {folder}_finetuned")
 
 

@@ -176,9 +176,9 @@ class ModelConfig:
         require(min(self.std) > 0, "model.std", list(self.std), "three positive numbers")
 
 
-def check_grid(img_size: int, patch_size: int) -> None:
+def check_grid(img_size: int, patch_size: int, key: str = "model.img_size") -> None:
     """An image is a whole number of patches."""
-    require(img_size % patch_size == 0, "model.img_size", img_size, f"a multiple of model.patch_size ({patch_size})")
+    require(img_size % patch_size == 0, key, img_size, f"a multiple of the patch size ({patch_size})")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Images in, batches out: `datasets` -> decoded crops and their corruption, as uint8 and integers.
+"""Photographs in, batches out: decoded crops and their corruption, as uint8 and integers.
 
 Training is one endless sequence of positions. Position p is image p % n of epoch p // n in that epoch's order, so the
 step alone says which images come next; there is no partial batch and no padding. What a sample looks like is a pure
@@ -8,13 +8,10 @@ function of (seed, epoch, index): see mpp/randomness.py.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import datasets
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -22,194 +19,9 @@ from mpp import corruption, images
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption
 from mpp.randomness import FIXED, Stream, permutation, words
+from mpp.sources import Photographs
 
-BIRDS = Path(__file__).parent / "birds"
 REPLACEMENTS = 64  # so many unreadable images in a row do not happen where fewer than half are
-
-
-class Photographs:
-    """Images of one split, still encoded, and their labels.
-
-    Args:
-        rows: with the two columns.
-        image_column: holds {"bytes", "path"}, undecoded.
-        labels: (n,) int64 class of each image, -1 where there is none; (n, L) where several are right, padded with
-            -1; None where nothing is labelled.
-        split: its name, for messages.
-    """
-
-    def __init__(self, rows: datasets.Dataset, image_column: str, labels: NDArray[np.int64] | None, split: str):
-        self.rows, self.image_column, self.labels, self.split = rows, image_column, labels, split
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def decode(self, index: int, max_pixels: int) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage."""
-        cell = self.rows[index][self.image_column]
-        try:
-            data = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
-        except (OSError, TypeError) as error:
-            raise images.UnreadableImage(f"no bytes: {error}") from error
-        return images.decode(data, max_pixels)
-
-    def name(self, index: int) -> str:
-        """What a person finds the image by."""
-        cell = self.rows[index][self.image_column] or {}
-        return cell.get("path") or f"{self.split}[{index}]"
-
-    def select(self, indices: NDArray[np.int64]) -> "Photographs":
-        """The images at `indices`, in that order."""
-        labels = None if self.labels is None else self.labels[indices]
-        return Photographs(self.rows.select(indices), self.image_column, labels, self.split)
-
-    def first(self, limit: int) -> "Photographs":
-        """The first `limit` images, or all where there are fewer."""
-        return self.select(np.arange(min(limit, len(self))))
-
-    def labelled(self, limit: int | None = None) -> "Photographs | None":
-        """The first `limit` images that have a label (None: all of them); None where there are none."""
-        if self.labels is None or not (self.labels >= 0).any():
-            return None
-        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0)[:limit])
-
-    def cut(self, fraction: float, seed: int, name: str) -> tuple["Photographs", "Photographs"]:
-        """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
-        order, count = permutation(Stream.CUT, seed, 0, len(self)), max(1, round(fraction * len(self)))
-        if count >= len(self):
-            raise ValueError(f"{self.split} has {len(self)} images: too few to hold {count} out")
-        kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
-        held_out.split = name
-        return kept, held_out
-
-
-def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
-    """The images to train on and the held-out ones.
-
-    Raises:
-        ValueError: nothing there, no such split, no image column, too few images.
-    """
-    splits = load_splits(config)
-    if config.split not in splits:
-        raise ValueError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
-    train, held_out = splits[config.split], held_out_name(config, list(splits))
-    column = find_image_column(config, train.features)
-    parts = {config.split: train} | ({} if held_out is None else {held_out: splits[held_out]})
-    label_columns = [config.label_column, config.eval_label_column or config.label_column]
-    labels = read_labels(config, [(rows, column) for rows, column in zip(parts.values(), label_columns, strict=False)])
-    undecoded = datasets.Image(decode=False)
-    photographs = [
-        Photographs(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
-        for (name, rows), of_split in zip(parts.items(), labels, strict=True)
-    ]
-    if held_out is None:
-        photographs = photographs[0].cut(config.eval_fraction, config.eval_seed, "held out")
-    train, test = photographs
-    if config.train_images is not None:
-        order = permutation(Stream.CUT, config.eval_seed, 1, len(train))
-        train = train.select(np.sort(order[: config.train_images]))
-    return train, test
-
-
-def describe(config: SourceConfig) -> str:
-    """The data set, for messages."""
-    return f"data.path {config.path}" if config.path else "the package's birds"
-
-
-def load_splits(config: SourceConfig) -> datasets.DatasetDict:
-    """All splits of the data set that `data.path` names."""
-    if config.path is None:
-        files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
-        return datasets.load_dataset("parquet", data_files=files)
-    path = Path(config.path).expanduser()
-    looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
-    if looks_local and not path.exists():
-        raise ValueError(f"data.path is {config.path}, which does not exist")
-    try:
-        if path.is_file():
-            kind = path.suffix.removeprefix(".")
-            if kind not in ("parquet", "arrow"):
-                raise ValueError("a single file must be .parquet or .arrow")
-            return datasets.load_dataset(kind, data_files=str(path))
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            saved = datasets.load_from_disk(str(path))
-            return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict({config.split: saved})
-        return datasets.load_dataset(str(path) if path.is_dir() else config.path, config.name)
-    except Exception as error:  # the library raises many sorts for what a user sees as one: it cannot be loaded
-        reason = " ".join(str(error).split())
-        raise ValueError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
-
-
-def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
-    """The split that is held out; None: a cut of the training split."""
-    if config.eval_split == "auto":
-        return next((name for name in ("validation", "test") if name in names and name != config.split), None)
-    if config.eval_split is not None and config.eval_split not in names:
-        raise ValueError(f"data.eval_split is {config.eval_split}; {describe(config)} has {', '.join(names)}")
-    return config.eval_split
-
-
-def find_image_column(config: SourceConfig, features: datasets.Features) -> str:
-    """The column that holds the images: the named one, or the only one that can."""
-    columns = ", ".join(features)
-    found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if config.image_column is None:
-        if len(found) != 1:
-            raise ValueError(
-                f"{describe(config)} has {len(found)} image columns; name one by data.image_column: {columns}"
-            )
-        return found[0]
-    if config.image_column not in features:
-        raise ValueError(f"data.image_column is {config.image_column}; {describe(config)} has {columns}")
-    feature = features[config.image_column]
-    if not isinstance(feature, datasets.Image) and getattr(feature, "dtype", None) not in ("binary", "string"):
-        raise ValueError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
-    return config.image_column
-
-
-def read_labels(
-    config: SourceConfig, parts: list[tuple[datasets.Dataset, str | None]]
-) -> list[NDArray[np.int64] | None]:
-    """Class numbers of each part, -1 where an image has none; classes named by text are numbered in order.
-
-    Args:
-        parts: rows and their label column; None: `label` where it exists.
-    Returns:
-        (n,) for each part; (n, L) where the column holds lists, padded with -1; None where there is no such column.
-    """
-    values: list[list | None] = []
-    for rows, column in parts:
-        if column is not None and column not in rows.features:
-            known = ", ".join(rows.features)
-            raise ValueError(f"data.label_column is {column}; {describe(config)} has {known}")
-        values.append(rows[column or "label"][:] if (column or "label") in rows.features else None)
-    lists = [None if part is None else [as_list(value) for value in part] for part in values]
-    present = {value for part in lists if part is not None for labels in part for value in labels}
-    if all(isinstance(value, str) for value in present):
-        number = {name: i for i, name in enumerate(sorted(present))}
-    elif all(isinstance(value, int) for value in present):
-        number = {value: max(value, -1) for value in present}
-    else:
-        raise ValueError(f"{describe(config)}: the label column holds no classes")
-    return [
-        None if part is None else label_array([[number[v] for v in labels] for labels in part], isinstance(first, list))
-        for part, first in zip(
-            lists, [next((v for v in part or () if v is not None), None) for part in values], strict=True
-        )
-    ]
-
-
-def as_list(value: Any) -> list:
-    """A label, a list of labels, or none, as a list."""
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def label_array(labels: list[list[int]], several: bool) -> NDArray[np.int64]:
-    """Lists of labels as (n, L), or as (n,) where there is one each; padded with -1."""
-    result = np.full((len(labels), max(1, *map(len, labels)) if labels else 1), -1, dtype=np.int64)
-    for row, of_image in zip(result, labels, strict=True):
-        row[: len(of_image)] = of_image
-    return result if several else result[:, 0]
 
 
 class Batch(NamedTuple):

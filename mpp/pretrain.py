@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mpp.config import Config
 from mpp.corruption import Corruption, corrupted_count
-from mpp.data import Batch, Photographs, Share, collate, load_photographs
+from mpp.data import Batch, Share, collate
 from mpp.encoder import build_encoder
 from mpp.launch import command
 from mpp.loop import due
@@ -26,6 +26,7 @@ from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import knn_accuracy, patch_means
 from mpp.randomness import FIXED
+from mpp.sources import Photographs, load_photographs
 from mpp.tracking import Tracker
 from mpp.training import ImageTask, last_evaluation, train
 

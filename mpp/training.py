@@ -11,11 +11,12 @@ from torch import nn
 
 from mpp.checkpoint import newest_step, open_run, write_config
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
-from mpp.data import Batch, Photographs, Share, Views, held_out_loader, training_loader
+from mpp.data import Batch, Share, Views, held_out_loader, training_loader
 from mpp.encoder import export_encoder
 from mpp.launch import start
 from mpp.loop import fit
 from mpp.parsing import to_yaml
+from mpp.sources import Photographs
 
 
 class ImageTask:

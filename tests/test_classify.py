@@ -13,9 +13,9 @@ import mpp
 from evaluation import finetune, supervised
 from mpp.checkpoint import complete_checkpoints
 from mpp.config import DataConfig, ModelConfig, OptimConfig
-from mpp.data import load_photographs
 from mpp.encoder import export_encoder
 from mpp.optim import averaged_weights, build_optimizer
+from mpp.sources import load_photographs
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
@@ -34,12 +34,12 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     supervised.main([*BASE, *SMALL, f"--run.dir={tmp_path / 'run'}"])
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
-        *("config.yaml", "metrics.jsonl", "checkpoints", "encoder")
+        *("config.yaml", "metrics.jsonl", "checkpoints", "encoder", "supervised.json")
     }
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert 0 <= read_metrics(folder, "heldout/accuracy")[4] <= 1
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
-    assert "held-out accuracy" in capsys.readouterr().out
+    assert "held-out accuracy (%)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [("--head.name=linear", "--head.pooling=mean"), ("--optim.average=0.9",)])

@@ -83,7 +83,7 @@ def test_only_plumbing_may_change(tmp_path):
         (["--run.precision=fp17"], ["run.precision", "bf16", "fp32"]),
         (["--corruption.rate=1.5"], ["corruption.rate", "1.5", "below 1"]),
         (["--corruption.mask=0.5"], ["corruption.mask + random + keep", "must be 1"]),
-        (["--model.img_size=65"], ["model.img_size", "65", "multiple of model.patch_size (8)"]),
+        (["--model.img_size=65"], ["model.img_size", "65", "multiple of the patch size (8)"]),
         (["--model.heads=3"], ["model.width", "multiple of model.heads (3)"]),
         (["--data.crop_area=[0.5,0.1]"], ["data.crop_area"]),
         (["--config=nowhere.yaml"], ["nowhere.yaml"]),

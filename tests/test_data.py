@@ -11,8 +11,9 @@ from conftest import encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
-from mpp.data import Positions, Share, Views, held_out_loader, load_photographs, training_loader
+from mpp.data import Positions, Share, Views, held_out_loader, training_loader
 from mpp.randomness import FIXED
+from mpp.sources import load_photographs
 
 
 def views(photographs, **settings) -> Views:
@@ -77,6 +78,33 @@ def test_columns_of_other_names_and_text_labels(tmp_path):
     assert train.labels is None
     train, held_out = load_photographs(DataConfig(path=path, image_column="photo", label_column="species"))
     assert collections.Counter([*train.labels, *held_out.labels]) == {1: 6, 0: 3, -1: 3}
+
+
+def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
+    for split, labels in (("train", [[0], [1], [2]] * 4), ("test", [[0, 2], [], [1]] * 4)):
+        single = [label[0] for label in labels] if split == "train" else [-1] * 12
+        table = rows().add_column("label", single).add_column("real", labels)
+        table.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    train, test = load_photographs(DataConfig(path=str(tmp_path), eval_label_column="real"))
+    assert train.labels.tolist() == [0, 1, 2] * 4
+    assert test.labels.tolist() == [[0, 2], [-1, -1], [1, -1]] * 4
+    assert test.labelled().labels.tolist() == [[0, 2], [1, -1]] * 4
+    assert views(test)[FIXED, 0].labels.tolist() == [0, 2]
+
+
+def test_something_else_called_label_is_no_label_unless_asked_for(tmp_path):
+    rows().add_column("label", [0.5] * 12).to_parquet(tmp_path / "a.parquet")
+    assert load_photographs(DataConfig(path=str(tmp_path / "a.parquet")))[0].labels is None
+    with pytest.raises(ValueError, match=r"data\.label_column is label, which holds no classes"):
+        load_photographs(DataConfig(path=str(tmp_path / "a.parquet"), label_column="label"))
+
+
+def test_a_seeded_choice_of_training_images(image_folder):
+    config = DataConfig(path=str(image_folder), eval_fraction=0.25, train_images=4)
+    train, held_out = load_photographs(config)
+    names = {train.name(i) for i in range(4)}
+    assert (len(train), len(held_out)) == (4, 3)
+    assert names == {load_photographs(config)[0].name(i) for i in range(4)}
 
 
 @pytest.mark.parametrize(

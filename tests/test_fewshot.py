@@ -101,6 +101,16 @@ def test_a_class_that_is_only_tested_is_never_right():
     assert results[0]["accuracy"] <= (labels != 5).mean()
 
 
+def test_any_of_several_right_labels_counts():
+    data = features()
+    config = FewshotConfig(shots=5, seeds=0)
+    plain = evaluate(data, config)[0]["accuracy"]
+    padded = np.c_[data.test_labels, np.full(len(data.test_labels), -1)]
+    assert evaluate(data._replace(test_labels=padded).check("here"), config)[0]["accuracy"] == plain
+    everything = np.tile(np.arange(7), (len(data.test_labels), 1))
+    assert evaluate(data._replace(test_labels=everything), config)[0]["accuracy"] == 1.0
+
+
 def test_several_penalties_share_one_decomposition(monkeypatch):
     data, calls = features(), []
     eigh = np.linalg.eigh

@@ -18,10 +18,10 @@ from evaluation.features import Features, interleave, load_features
 from evaluation.features import main as extract
 from evaluation.linear import LinearConfig, fit_lbfgs
 from mpp.config import DataConfig
-from mpp.data import load_photographs
 from mpp.encoder import export_encoder
 from mpp.images import centre_crop
 from mpp.probe import knn_predict
+from mpp.sources import load_photographs
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 
@@ -89,6 +89,11 @@ def test_a_local_checkpoint_goes_with_a_name(tmp_path):
 def test_an_encoder_that_is_not_there_is_named(name):
     with pytest.raises(ValueError, match=f"encoder is {name}: no folder"):
         load_frozen(name)
+
+
+def test_an_image_size_that_does_not_fit_is_named(vit):
+    with pytest.raises(ValueError, match=r"img_size is 36; it must be a multiple of the patch size \(8\)"):
+        load_frozen(str(vit[1]), img_size=36)
 
 
 def test_interleave_is_the_inverse_of_sharing_out():
