@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from evaluation.encoders import pool
 from mpp.config import DataConfig, RunConfig
-from mpp.data import Batch, Share
+from mpp.data import Batch, Share, collate
 from mpp.encoder import Normalize
-from mpp.metrics import Sums, add, is_right
+from mpp.metrics import Sums, add, is_right, total
+from mpp.predictor import executed_flops
+from mpp.randomness import FIXED
 from mpp.sources import Photographs
 from mpp.tracking import Tracker
 from mpp.training import ImageTask
@@ -74,18 +76,20 @@ class Classification(ImageTask):
         right = is_right(logits.argmax(-1), labels).double().sum()
         return loss, {"right": right, "images": torch.tensor(len(labels), dtype=torch.double, device=device)}
 
+    def flops(self) -> int:
+        return executed_flops(self.model, collate([self.views(self.train)[FIXED, 0]]).images)
+
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"accuracy": float(sums["right"] / sums["images"])}
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        zero = torch.zeros((), dtype=torch.double, device=self.accelerator.device)
-        sums: Sums = {"loss": zero, "right": zero, "images": zero}  # a process may have no image of few
+        sums: Sums = {}
         for batch in self.fixed_batches(self.held_out):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             sums = add(sums, measured | {"loss": loss.double() * len(batch.images)})
-        sums = self.accelerator.reduce(sums, "sum")
+        sums = total(sums)
         return {
             "heldout/loss": float(sums["loss"] / sums["images"]),
             "heldout/accuracy": self.describe(sums)["accuracy"],

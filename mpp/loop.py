@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mpp.checkpoint import restore, save_checkpoint
 from mpp.config import OptimConfig, RunConfig
 from mpp.data import Batch, Share
-from mpp.metrics import Sums, add
+from mpp.metrics import Sums, add, total
 from mpp.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.randomness import Stream, words
 from mpp.tracking import Speed, Tracker
@@ -61,7 +61,7 @@ def fit(
     share: Share,
     folder: Path,
     config: Any,
-    flops: float | None,
+    flops: int,
 ) -> None:
     """Train from the newest checkpoint of `folder` to `run.steps`, then export.
 
@@ -93,7 +93,7 @@ def fit(
         tracker.warn_unreadable(update.new_failures)
         bar.update()
         if log:
-            scalars = {name: float(value) for name, value in values.items()} | task.describe(total(accelerator, sums))
+            scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
             scalars |= speed.read(accelerator.device) | {"unreadable": update.count_unreadable()}
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
@@ -131,11 +131,6 @@ def load(batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
     """The next `count` batches and the seconds that were spent waiting for them."""
     begin = time.perf_counter()
     return [next(batches) for _ in range(count)], time.perf_counter() - begin
-
-
-def total(accelerator: Accelerator, sums: Sums) -> Sums:
-    """Sums over all processes, on the CPU."""
-    return {name: value.cpu() for name, value in accelerator.reduce(sums, "sum").items()} if sums else {}
 
 
 class Update:

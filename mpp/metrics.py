@@ -4,7 +4,10 @@ Sums are collected batch by batch and process by process, and divided at the end
 should. B images, N patches, K corrupted patches.
 """
 
+from functools import reduce
+
 import torch
+from accelerate.utils import gather_object
 from einops import rearrange
 from torch import Tensor
 
@@ -64,9 +67,15 @@ def measure(objective: Objective, predictions: Tensor, patches: Tensor, corrupti
     return sums
 
 
-def add(total: Sums, sums: Sums) -> Sums:
-    """Both together."""
-    return {name: total[name] + value if name in total else value for name, value in sums.items()}
+def add(one: Sums, other: Sums) -> Sums:
+    """Both together; a name that only one of them has keeps its value."""
+    return one | {name: one[name] + value if name in one else value for name, value in other.items()}
+
+
+def total(sums: Sums) -> Sums:
+    """Sums over all processes, on the CPU. A process that saw no image of few may have none."""
+    parts = gather_object([{name: value.cpu() for name, value in sums.items()}])
+    return reduce(add, parts, {})
 
 
 def summarize(sums: Sums) -> dict[str, float]:

@@ -107,12 +107,12 @@ def attention_at(attention: Attention, tokens: Tensor, index: Tensor) -> Tensor:
     return attention.proj_drop(attention.proj(mixed.transpose(1, 2).flatten(2)))
 
 
-def executed_flops(model: nn.Module, images: Tensor, corruption: Corruption) -> int:
-    """Floating-point operations of one forward and backward pass over these images, counted without computing them.
+def executed_flops(model: nn.Module, *inputs: Tensor | Corruption) -> int:
+    """Floating-point operations of one forward and backward pass over these inputs, counted without computing them.
 
     What the last block skips does not count. Matrix products count two operations a multiply-add, the rest nothing.
     """
     model = copy.deepcopy(model).to("meta")
     with FlopCounterMode(display=False) as counter:
-        model(images.to("meta"), corruption.to("meta")).sum().backward()
+        model(*(part.to("meta") for part in inputs)).sum().backward()
     return counter.get_total_flops()

@@ -19,7 +19,7 @@ from mpp.data import Batch, Share, collate
 from mpp.encoder import build_encoder
 from mpp.launch import command
 from mpp.loop import due
-from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize
+from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize, total
 from mpp.objectives import build_objective
 from mpp.panels import prediction_panel
 from mpp.parsing import parse
@@ -74,7 +74,7 @@ class Pretraining(ImageTask):
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
             sums = add(sums, measured | {"loss": loss.double() * count, "images": count})
-        sums = self.accelerator.reduce(sums, "sum")
+        sums = total(sums)
         scalars = {"loss": float(sums["loss"] / sums["images"])} | summarize(sums)
         scalars = {f"heldout/{name}": value for name, value in scalars.items()}
         if self.accelerator.is_main_process:
@@ -117,7 +117,7 @@ class Pretraining(ImageTask):
         parts = gather_object(parts)
         return torch.cat([means for means, _ in parts], 1), torch.cat([labels for _, labels in parts])
 
-    def flops(self) -> float:
+    def flops(self) -> int:
         sample = collate([self.views(self.train)[FIXED, 0]])
         return executed_flops(self.model, sample.images, sample.corruption)
 

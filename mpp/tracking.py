@@ -100,10 +100,10 @@ class Speed:
     """What the time between two log lines went into.
 
     Args:
-        flops: executed per image, forward and backward; None: not reported.
+        flops: executed per image, forward and backward.
     """
 
-    def __init__(self, flops: float | None):
+    def __init__(self, flops: int):
         self.flops = flops
         self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
 
@@ -111,8 +111,7 @@ class Speed:
         """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
         seconds = time.perf_counter() - self.begin
         result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": self.waited / seconds}
-        if self.flops:
-            result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
+        result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
         cuda = device.type == "cuda"
         used = torch.cuda.max_memory_allocated(device) if cuda else psutil.Process().memory_info().rss
         result["speed/memory_gb"] = used / 1e9

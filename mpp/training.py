@@ -22,7 +22,8 @@ from mpp.sources import Photographs
 class ImageTask:
     """The part of a task (see `mpp.loop.Task`) that is the same whatever is learned from images.
 
-    Subclasses set `model`, which has an `encoder` and a `normalize`, the images, and say what is learned.
+    Subclasses set `model`, which has an `encoder` and a `normalize`, the images, and say what is
+    learned and what it costs.
     """
 
     model: nn.Module
@@ -46,10 +47,6 @@ class ImageTask:
     def fixed_batches(self, photographs: Photographs) -> Iterable[Batch]:
         """This process's share of photographs, in their fixed view."""
         return held_out_loader(self.views(photographs), self.share.batch, self.share.processes, self.share.rank)
-
-    def flops(self) -> float | None:
-        """Executed per image, forward and backward; None: not counted."""
-        return None
 
     def describe_model(self) -> str:
         """The model in a line."""

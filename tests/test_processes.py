@@ -23,6 +23,14 @@ def test_two_processes_are_one_run(tmp_path):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-4)
 
 
+def test_a_process_without_a_held_out_image_is_fine(tmp_path):
+    command = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29619"]
+    arguments = [*TINY, "--run.steps=1", "--data.eval_images=1", "--probe.every=1", f"--run.dir={tmp_path / 'run'}"]
+    ended = run_command(*command, "mpp/pretrain.py", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    assert read_metrics(tmp_path / "run", "heldout/loss")[1] > 0
+
+
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     """Workers, accumulation, dropout, and the end of an epoch (633 images, 79 updates of 8) on the way."""
     arguments = [*TINY, "--run.steps=110", "--run.checkpoint_every=20", "--data.workers=2", "--data.batch_size=4"]

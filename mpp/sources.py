@@ -1,0 +1,202 @@
+"""Where images come from: what `datasets` can load, as encoded images with their labels."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpp import images
+from mpp.config import SourceConfig
+from mpp.randomness import Stream, permutation
+
+BIRDS = Path(__file__).parent / "birds"
+
+
+class Photographs:
+    """Images of one split, still encoded, and their labels.
+
+    Args:
+        rows: with the two columns.
+        image_column: holds {"bytes", "path"}, undecoded.
+        labels: (n,) int64 class of each image, -1 where there is none; (n, L) where several are right, padded with
+            -1; None where nothing is labelled.
+        split: its name, for messages.
+    """
+
+    def __init__(self, rows: datasets.Dataset, image_column: str, labels: NDArray[np.int64] | None, split: str):
+        self.rows, self.image_column, self.labels, self.split = rows, image_column, labels, split
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def decode(self, index: int, max_pixels: int) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage."""
+        cell = self.rows[index][self.image_column]
+        try:
+            data = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+        except (OSError, TypeError) as error:
+            raise images.UnreadableImage(f"no bytes: {error}") from error
+        return images.decode(data, max_pixels)
+
+    def name(self, index: int) -> str:
+        """What a person finds the image by."""
+        cell = self.rows[index][self.image_column] or {}
+        return cell.get("path") or f"{self.split}[{index}]"
+
+    def select(self, indices: NDArray[np.int64]) -> "Photographs":
+        """The images at `indices`, in that order."""
+        labels = None if self.labels is None else self.labels[indices]
+        return Photographs(self.rows.select(indices), self.image_column, labels, self.split)
+
+    def first(self, limit: int) -> "Photographs":
+        """The first `limit` images, or all where there are fewer."""
+        return self.select(np.arange(min(limit, len(self))))
+
+    def labelled(self, limit: int | None = None) -> "Photographs | None":
+        """The first `limit` images that have a label (None: all of them); None where there are none."""
+        if self.labels is None or not (self.labels >= 0).any():
+            return None
+        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0)[:limit])
+
+    def cut(self, fraction: float, seed: int, name: str) -> tuple["Photographs", "Photographs"]:
+        """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
+        order, count = permutation(Stream.CUT, seed, 0, len(self)), max(1, round(fraction * len(self)))
+        if count >= len(self):
+            raise ValueError(f"{self.split} has {len(self)} images: too few to hold {count} out")
+        kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
+        held_out.split = name
+        return kept, held_out
+
+
+def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
+    """The images to train on and the held-out ones.
+
+    Raises:
+        ValueError: nothing there, no such split, no image column, too few images.
+    """
+    splits = load_splits(config)
+    if config.split not in splits:
+        raise ValueError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
+    train, held_out = splits[config.split], held_out_name(config, list(splits))
+    column = find_image_column(config, train.features)
+    parts = {config.split: (train, config.label_column)}
+    if held_out is not None:
+        parts[held_out] = (splits[held_out], config.eval_label_column or config.label_column)
+    labels = number_labels([read_labels(config, *part) for part in parts.values()])
+    undecoded = datasets.Image(decode=False)
+    photographs = [
+        Photographs(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
+        for (name, (rows, _)), of_split in zip(parts.items(), labels, strict=True)
+    ]
+    if held_out is None:
+        photographs = photographs[0].cut(config.eval_fraction, config.eval_seed, "held out")
+    train, test = photographs
+    if config.train_images is not None:
+        order = permutation(Stream.CUT, config.eval_seed, 1, len(train))
+        train = train.select(np.sort(order[: config.train_images]))
+    return train, test
+
+
+def describe(config: SourceConfig) -> str:
+    """The data set, for messages."""
+    return f"data.path {config.path}" if config.path else "the package's birds"
+
+
+def load_splits(config: SourceConfig) -> datasets.DatasetDict:
+    """All splits of the data set that `data.path` names."""
+    if config.path is None:
+        files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
+        return datasets.load_dataset("parquet", data_files=files)
+    path = Path(config.path).expanduser()
+    looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
+    if looks_local and not path.exists():
+        raise ValueError(f"data.path is {config.path}, which does not exist")
+    try:
+        if path.is_file():
+            kind = path.suffix.removeprefix(".")
+            if kind not in ("parquet", "arrow"):
+                raise ValueError("a single file must be .parquet or .arrow")
+            return datasets.load_dataset(kind, data_files=str(path))
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            saved = datasets.load_from_disk(str(path))
+            return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict({config.split: saved})
+        return datasets.load_dataset(str(path) if path.is_dir() else config.path, config.name)
+    except Exception as error:  # the library raises many sorts for what a user sees as one: it cannot be loaded
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
+
+
+def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
+    """The split that is held out; None: a cut of the training split."""
+    if config.eval_split == "auto":
+        return next((name for name in ("validation", "test") if name in names and name != config.split), None)
+    if config.eval_split is not None and config.eval_split not in names:
+        raise ValueError(f"data.eval_split is {config.eval_split}; {describe(config)} has {', '.join(names)}")
+    return config.eval_split
+
+
+def find_image_column(config: SourceConfig, features: datasets.Features) -> str:
+    """The column that holds the images: the named one, or the only one that can."""
+    columns = ", ".join(features)
+    found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    if config.image_column is None:
+        if len(found) != 1:
+            raise ValueError(
+                f"{describe(config)} has {len(found)} image columns; name one by data.image_column: {columns}"
+            )
+        return found[0]
+    if config.image_column not in features:
+        raise ValueError(f"data.image_column is {config.image_column}; {describe(config)} has {columns}")
+    feature = features[config.image_column]
+    if not isinstance(feature, datasets.Image) and getattr(feature, "dtype", None) not in ("binary", "string"):
+        raise ValueError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
+    return config.image_column
+
+
+def read_labels(config: SourceConfig, rows: datasets.Dataset, column: str | None) -> list[list] | None:
+    """The labels of each image: none, one, or (where the column holds lists) several.
+
+    Args:
+        column: named by the user; None: `label`, if it holds classes.
+    Returns:
+        None where there is no such column.
+    """
+    if column is not None and column not in rows.features:
+        known = ", ".join(rows.features)
+        raise ValueError(f"data.label_column is {column}; {describe(config)} has {known}")
+    if (column or "label") not in rows.features:
+        return None
+    labels = [as_list(value) for value in rows[column or "label"][:]]
+    if all(isinstance(value, int | str) for of_image in labels for value in of_image):
+        return labels
+    if column is None:
+        return None  # something else is called `label`, and nobody asked for it
+    raise ValueError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
+
+
+def as_list(value: Any) -> list:
+    """A label, a list of labels, or none, as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def number_labels(parts: list[list[list] | None]) -> list[NDArray[np.int64] | None]:
+    """Labels as class numbers: integers as they are, text numbered in its order over all parts.
+
+    Returns:
+        For each part (n,), or (n, L) where some image has several; padded with -1.
+    """
+    names = sorted({v for part in parts for of_image in part or () for v in of_image if isinstance(v, str)})
+    number = {name: i for i, name in enumerate(names)}
+    result: list[NDArray[np.int64] | None] = []
+    for part in parts:
+        if part is None:
+            result.append(None)
+            continue
+        array = np.full((len(part), max([1, *map(len, part)])), -1, dtype=np.int64)
+        for row, of_image in zip(array, part, strict=True):
+            row[: len(of_image)] = [number[v] if isinstance(v, str) else max(v, -1) for v in of_image]
+        result.append(array if array.shape[1] > 1 else array[:, 0])
+    return result
