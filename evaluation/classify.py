@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -63,7 +64,8 @@ class Classification(ImageTask):
         photographs: Sequence[Photographs],
     ):
         super().__init__(accelerator, share, run, data)
-        self.train, self.held_out = photographs
+        self.train = photographs[0]
+        self.held_out = photographs[1].choose(data.eval_images, data.eval_seed)
         self.classes = count_classes(photographs)
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
@@ -98,10 +100,9 @@ class Classification(ImageTask):
 
 def count_classes(photographs: Sequence[Photographs]) -> int:
     """C: the largest label of any split, and one."""
-    classes = 1 + max(int(part.labels.max()) for part in photographs)
-    if classes < 2:
-        raise ValueError("all images are of one class")
-    return classes
+    if len(np.unique(photographs[0].labels)) < 2:
+        raise ValueError("all training images are of one class")
+    return 1 + max(int(part.labels.max()) for part in photographs)
 
 
 def zero_head(width: int, classes: int) -> nn.Linear:

@@ -22,6 +22,7 @@ from evaluation import fewshot, finetune, knn, linear, supervised
 from evaluation.reports import percent, table, write_json
 from mpp import pretrain
 from mpp.config import Config, require
+from mpp.encoder import fingerprint
 from mpp.launch import command
 from mpp.parsing import parse
 from mpp.training import train
@@ -153,13 +154,14 @@ def evaluate(case: Case, folder: Path) -> dict[str, Any]:
     else:
         options |= {"random": entry.random, "seed": seed}
     arguments = words(options, seed)
+    place = Path(entry.encoder.replace("{seed}", str(seed)))
+    made_of = {"arguments": arguments, "encoder_sha256": fingerprint(place) if place.exists() else ""}
     done = path.with_suffix(".done.json")
-    if done.is_file() and json.loads(done.read_text()) == arguments:
+    if done.is_file() and json.loads(done.read_text()) == made_of:
         return json.loads(path.read_text())
     config_class, run = EVALUATIONS[evaluation.command]
     report = run(parse(config_class, arguments))
-    if PartialState().is_main_process:
-        write_json(done, arguments)
+    write_json(done, made_of)
     return report
 
 
@@ -168,17 +170,22 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
     chosen = report["protocol"].get("chosen_depth")
     about = {"encoder": case.encoder.name, "encoder_seed": case.seed, "evaluation": case.evaluation.name}
     about |= {"dataset": case.dataset.name, "group": case.dataset.group}
-    keys = {"fewshot": "shots", "knn": "neighbours"}
+    key = {"fewshot": "shots", "knn": "neighbours"}.get(case.evaluation.command)
     return [
-        about | {"case": str(result.get(keys.get(case.evaluation.command), "")), "accuracy": result["accuracy"]}
+        about
+        | {"case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
+        | {"accuracy": result["accuracy"]}
         for result in report["results"]
         if result.get("depth", chosen) == chosen
     ]
 
 
 def spread(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean and standard deviation of accuracies."""
-    values = [row["accuracy"] for row in rows]
+    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets only the mean is taken."""
+    of_seeds: dict[tuple, list[float]] = {}
+    for row in rows:
+        of_seeds.setdefault((row["encoder_seed"], row["seed"]), []).append(row["accuracy"])
+    values = [np.mean(each) for each in of_seeds.values()]
     return {"mean": float(np.mean(values)), "std": float(np.std(values)), "count": len(values)}
 
 
@@ -226,6 +233,8 @@ def plot(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
 
 def compare(config: CompareConfig) -> dict[str, Any]:
     """Train what is missing, evaluate everything, write the results."""
+    if PartialState().num_processes > 1:
+        raise ValueError("a comparison is one process; train its encoders with `accelerate launch` first")
     folder = Path(config.dir)
     plain = dict(random=False, options={}, seeds=(0,), train=None, train_options={})
     encoders = entries(EncoderEntry, config.encoders, "encoders", **plain)
@@ -241,11 +250,10 @@ def compare(config: CompareConfig) -> dict[str, Any]:
                 case = Case(entry, seed, evaluation, dataset)
                 results += rows_of(case, evaluate(case, folder))
     text, numbers = comparison_table(results)
-    if PartialState().is_main_process:
-        write_json(folder / "results.json", {"results": results, "summary": numbers})
-        (folder / "table.md").write_text(text + "\n")
-        plot(numbers).savefig(folder / "comparison.png", dpi=110)
-        print(f"\n{text}\nwrote {folder}: results.json, table.md, comparison.png, reports/")
+    write_json(folder / "results.json", {"results": results, "summary": numbers})
+    (folder / "table.md").write_text(text + "\n")
+    plot(numbers).savefig(folder / "comparison.png", dpi=110)
+    print(f"\n{text}\nwrote {folder}: results.json, table.md, comparison.png, reports/")
     return {"results": results, "summary": numbers}
 
 

@@ -22,6 +22,7 @@ from evaluation.labelled import load_labelled
 from evaluation.reports import table, write_json
 from mpp.config import DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
 from mpp.data import Share
+from mpp.encoder import fingerprint
 from mpp.launch import command
 from mpp.parsing import parse
 from mpp.training import last_evaluation, train
@@ -42,7 +43,7 @@ class FinetuneConfig:
     pooling: Pooling = "auto"
     """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
     lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
-    """Learning rates compared on the dev split; one alone is not compared (the paper's Table 4)."""
+    """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
     dev_fraction: float = 0.1
     """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
     test: bool = True
@@ -50,7 +51,7 @@ class FinetuneConfig:
     out: str | None = plumbing(None)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_finetuned", steps=500))
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64)
     )
@@ -67,6 +68,8 @@ class OneRunConfig(FinetuneConfig):
 
     on_dev: bool = False
     """Train without the dev split and evaluate on it, in place of all of train and the held-out split."""
+    encoder_sha256: str = ""
+    """Of the weights that it starts from: a run is not resumed, or taken for done, from others."""
 
 
 class Finetuning(Classification):
@@ -87,10 +90,19 @@ class Finetuning(Classification):
 def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float:
     """Carry out one run below `run.dir`; its accuracy at the end. It is evaluated then alone."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    run = dataclasses.replace(config.run, dir=str(Path(config.run.dir) / name), eval_every=config.run.steps)
-    optim = dataclasses.replace(config.optim, lr=lr)
-    folder = train(OneRunConfig(**(values | {"run": run, "optim": optim, "on_dev": on_dev})), Finetuning)
+    values |= {"lrs": (lr,), "test": True, "on_dev": on_dev, "encoder_sha256": weights_of(config)}
+    place = str(Path(config.run.dir) / name)
+    values["run"] = dataclasses.replace(config.run, dir=place, eval_every=config.run.steps)
+    values["optim"] = dataclasses.replace(config.optim, lr=lr)
+    folder = train(OneRunConfig(**values), Finetuning)
+    PartialState().wait_for_everyone()
     return last_evaluation(folder)["heldout/accuracy"]
+
+
+def weights_of(config: FinetuneConfig) -> str:
+    """SHA-256 of the weights that fine-tuning starts from; empty where they are random."""
+    path = Path(config.checkpoint or config.encoder)
+    return fingerprint(path) if path.exists() and config.init == "encoder" else ""
 
 
 def run(config: FinetuneConfig) -> dict[str, Any]:

@@ -18,4 +18,5 @@ def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[Photogra
         raise ValueError("the images have no labels; name their column by data.label_column")
     if photographs[0].labels.ndim > 1:
         raise ValueError("training images have several labels each; only held-out ones may")
-    return photographs
+    train, held_out = photographs
+    return [train.choose(data.train_images, data.eval_seed), held_out]

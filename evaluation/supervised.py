@@ -44,7 +44,7 @@ class SupervisedConfig:
     """Supervised pre-training from scratch."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_supervised"))
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))

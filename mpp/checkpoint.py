@@ -77,8 +77,9 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
     shutil.rmtree(final, ignore_errors=True)
     aside.replace(final)
     sync(checkpoints)
-    for old in complete_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+    ours = [path for path in complete_checkpoints(folder) if step_of(path) <= step]
+    for other in set(complete_checkpoints(folder)) - set(ours[-keep:]):
+        shutil.rmtree(other)  # old, or newer and damaged: else the run would not be here
     return final
 
 

@@ -83,7 +83,7 @@ class SourceConfig:
     eval_label_column: str | None = None
     """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
     train_images: int | None = None
-    """Train on a seeded choice of so many images (VTAB: 1000). null: all."""
+    """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
     max_pixels: int = 100_000_000
     """Images with more pixels are refused from their header, before they are decoded."""
     batch_size: int | None = plumbing(None)
@@ -115,7 +115,7 @@ class DataConfig(SourceConfig):
     eval_crop: float = 0.875
     """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
     eval_images: int = 2048
-    """At most so many held-out images are evaluated."""
+    """At most so many held-out images, a seeded choice, are evaluated."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -194,7 +194,7 @@ class CorruptionConfig:
     keep: float = 0.1
     """Share that stays as it is."""
     source: Literal["image", "batch"] = "image"
-    """Where the other patch is drawn: in the same image, or in another image of the batch on this process."""
+    """Where the other patch is: in the same image, or in another of the forward pass, which then must be the same."""
 
     def __post_init__(self):
         require(0 < self.rate < 1, "corruption.rate", self.rate, "above 0 and below 1")
@@ -261,9 +261,9 @@ class ProbeConfig:
     """kNN accuracy of the frozen features while training: the loss does not show representation quality."""
 
     every: int = plumbing(400)
-    """Updates between two probes. 0: never. Without labels there is none."""
+    """Updates between two probes: every so many, where run.eval_every is due too. 0: never, as without labels."""
     images: int = plumbing(2000)
-    """At most so many labelled training images are compared with."""
+    """At most so many labelled training images, a seeded choice, are compared with."""
     neighbours: int = plumbing(20)
     """Neighbours that vote."""
 

@@ -18,6 +18,7 @@ from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from mpp.checkpoint import digest
 from mpp.config import ModelConfig, check_grid
 
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
@@ -105,18 +106,20 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
 
 
 def export_encoder(
-    encoder: nn.Module, folder: Path, mean: Sequence[float], std: Sequence[float], crop_pct: float
+    encoder: nn.Module, folder: Path, img_size: int, mean: Sequence[float], std: Sequence[float], crop_pct: float
 ) -> None:
     """Write a timm model in timm's layout.
 
     Args:
         encoder: made by `timm.create_model`, which records the arguments that rebuild it.
         folder: complete or absent: written aside and renamed.
+        img_size: side of the images it was trained on.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         crop_pct: share of the shorter side that the evaluation's centre crop keeps.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
+    data_config["input_size"] = (3, img_size, img_size)
     ours = {"pretrained_cfg": {"tag": "mpp"}}  # not the tag of the weights that timm has under this name
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
     if folder.exists():
@@ -138,6 +141,12 @@ def load_encoder(path: str | Path, **changes: Any) -> nn.Module:
         ValueError: no encoder there.
     """
     return timm.create_model(f"local-dir:{encoder_folder(Path(path))}", pretrained=True, **changes).eval()
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of the weights that an encoder's folder or a weights file holds: what results are results of."""
+    file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
+    return digest(file)
 
 
 def encoder_folder(path: Path) -> Path:

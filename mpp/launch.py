@@ -50,7 +50,8 @@ def start(run: RunConfig) -> Accelerator:
         mixed_precision="bf16" if precision == "bf16" else "no",
         log_with=[*tensorboard(run), *(name for name in run.trackers if name != "tensorboard")] or None,
         project_dir=run.dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
+        # long enough for one process to download and prepare a data set while the others wait
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
     )
     threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
@@ -81,7 +82,7 @@ def check_promise() -> None:
     a meeting point and nobody to meet.
     """
     env = os.environ
-    launched = "ACCELERATE_MIXED_PRECISION" in env
+    launched = "ACCELERATE_MIXED_PRECISION" in env and "SLURM_JOB_ID" not in env  # jobs may bring an address along
     alone = not any(name in env for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"))
     if launched and alone and "MASTER_ADDR" in env:
         raise ValueError(

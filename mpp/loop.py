@@ -26,6 +26,8 @@ from mpp.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.randomness import Stream, words
 from mpp.tracking import Speed, Tracker
 
+FEW = 32  # images that have to be seen before "most are unreadable" means something
+
 
 class Task(Protocol):
     """What is trained: a loss on batches, and what is to be seen of it."""
@@ -77,6 +79,8 @@ def fit(
     model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
     bare = accelerator.unwrap_model(model)
     start = restore(folder, bare, optimizer.optimizer)
+    if len(set(gather_object([start]))) > 1:
+        raise ValueError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
     if start:
         accelerator.print(f"resuming {folder} after step {start}")
     tracker = Tracker(accelerator, folder, config, start)
@@ -197,7 +201,7 @@ class Update:
         self.new_failures = [failure for batch in micro for failure in batch.unreadable]
         self.unreadable += len(self.new_failures)
         self.seen += sum(len(batch.images) for batch in micro) + len(self.new_failures)
-        if self.unreadable > self.seen / 2:
+        if self.unreadable > self.seen / 2 and self.seen >= FEW:
             raise ValueError(
                 f"{self.unreadable} of the first {self.seen} images cannot be decoded, "
                 f"such as {self.new_failures[-1] if self.new_failures else 'those named above'}"

@@ -34,13 +34,13 @@ def nearest_visible(positions: Tensor, patches: int) -> Tensor:
     Nearest on a square grid of N patches, centre to centre; of equally near ones the first in reading order.
     """
     side = int(patches**0.5)
-    place = torch.arange(patches, device=positions.device)
+    place = torch.arange(patches, dtype=torch.int32, device=positions.device)
     rows, columns = place // side, place % side
     apart = (rows[:, None] - rows) ** 2 + (columns[:, None] - columns) ** 2  # (N, N)
     corrupted = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
     corrupted.scatter_(1, positions, True)
-    apart = apart[positions] + corrupted[:, None] * 2 * patches  # (B, K, N); no two patches are 2 N apart
-    return apart.argmin(-1)
+    hidden = corrupted.int() * 2 * patches  # (B, N); no two patches are 2 N apart
+    return torch.stack([(apart[at] + far).argmin(-1) for at, far in zip(positions, hidden, strict=True)])
 
 
 @torch.no_grad()

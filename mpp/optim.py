@@ -44,9 +44,9 @@ def update_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if "average" not in state:
-                state["average"], state["averaged_steps"] = parameter.clone(), torch.zeros(())
-            steps = state["averaged_steps"].add_(1).item()
-            state["average"].lerp_(parameter, 1 - min(decay, (1 + steps) / (10 + steps)))
+                state["average"], state["updates"] = parameter.clone(), parameter.new_zeros(())
+            updates = state["updates"].add_(1)  # stays on the device: nothing waits for it
+            state["average"].lerp_(parameter, 1 - ((1 + updates) / (10 + updates)).clamp(max=decay))
 
 
 @contextmanager

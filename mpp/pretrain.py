@@ -40,14 +40,15 @@ class Pretraining(ImageTask):
         super().__init__(accelerator, share, config.run, config.data)
         self.config, self.corruption = config, config.corruption
         encoder = build_encoder(config.model)
-        self.patch_size = encoder.patch_embed.patch_size[0]
         self.img_size = encoder.patch_embed.img_size[0]
+        self.patch_size = self.img_size // encoder.patch_embed.grid_size[0]  # in pixels, for hybrids too
         self.patches = encoder.patch_embed.num_patches
         self.corrupted = corrupted_count(config.corruption.rate, self.patches)
         self.objective = build_objective(config.objective, self.patch_size)
         self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
         with accelerator.main_process_first():
-            self.train, self.held_out = load_photographs(config.data)
+            train, self.held_out = load_photographs(config.data)
+        self.train = train.choose(config.data.train_images, config.data.eval_seed)
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
@@ -69,7 +70,7 @@ class Pretraining(ImageTask):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         sums: Sums = {}
-        for batch in self.fixed_batches(self.held_out.first(self.config.data.eval_images)):
+        for batch in self.fixed_batches(self.held_out.choose(self.data.eval_images, self.data.eval_seed)):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
@@ -95,12 +96,12 @@ class Pretraining(ImageTask):
 
     def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
         """kNN accuracy of the patches' mean after each block, where there are labels."""
-        train = self.train.labelled(self.config.probe.images)
-        test = self.held_out.labelled(self.config.data.eval_images)
-        if train is None or test is None:
+        train, test = self.train.labelled(), self.held_out.labelled()
+        if train is None or test is None or train.labels.ndim > 1:
             return {}
-        train_features, train_labels = self.features(model, train)
-        test_features, test_labels = self.features(model, test)
+        seed = self.data.eval_seed
+        train_features, train_labels = self.features(model, train.choose(self.config.probe.images, seed))
+        test_features, test_labels = self.features(model, test.choose(self.data.eval_images, seed))
         neighbours = self.config.probe.neighbours
         return {
             f"knn/depth_{depth + 1:02d}": knn_accuracy(before, train_labels, after, test_labels, neighbours)

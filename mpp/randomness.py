@@ -21,7 +21,7 @@ class Stream(IntEnum):
     CROP = 1
     CORRUPTION = 2
     REPLACEMENT = 3
-    CUT = 4
+    CUT = 4  # splits and choices of images
     MODEL = 5  # dropout and the like: seeds of torch's generator
 
 

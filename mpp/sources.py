@@ -51,15 +51,17 @@ class Photographs:
         labels = None if self.labels is None else self.labels[indices]
         return Photographs(self.rows.select(indices), self.image_column, labels, self.split)
 
-    def first(self, limit: int) -> "Photographs":
-        """The first `limit` images, or all where there are fewer."""
-        return self.select(np.arange(min(limit, len(self))))
+    def choose(self, limit: int | None, seed: int) -> "Photographs":
+        """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer."""
+        if limit is None or limit >= len(self):
+            return self
+        return self.select(np.sort(permutation(Stream.CUT, seed, 1, len(self))[:limit]))
 
-    def labelled(self, limit: int | None = None) -> "Photographs | None":
-        """The first `limit` images that have a label (None: all of them); None where there are none."""
+    def labelled(self) -> "Photographs | None":
+        """The images that have a label; None where there are none."""
         if self.labels is None or not (self.labels >= 0).any():
             return None
-        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0)[:limit])
+        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0))
 
     def cut(self, fraction: float, seed: int, name: str) -> tuple["Photographs", "Photographs"]:
         """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
@@ -72,7 +74,7 @@ class Photographs:
 
 
 def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
-    """The images to train on and the held-out ones.
+    """The images to train on (all of them: see `data.train_images` and `Photographs.choose`) and the held-out ones.
 
     Raises:
         ValueError: nothing there, no such split, no image column, too few images.
@@ -93,11 +95,7 @@ def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
     ]
     if held_out is None:
         photographs = photographs[0].cut(config.eval_fraction, config.eval_seed, "held out")
-    train, test = photographs
-    if config.train_images is not None:
-        order = permutation(Stream.CUT, config.eval_seed, 1, len(train))
-        train = train.select(np.sort(order[: config.train_images]))
-    return train, test
+    return photographs[0], photographs[1]
 
 
 def describe(config: SourceConfig) -> str:
@@ -133,6 +131,8 @@ def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
     """The split that is held out; None: a cut of the training split."""
     if config.eval_split == "auto":
         return next((name for name in ("validation", "test") if name in names and name != config.split), None)
+    if config.eval_split == config.split:
+        raise ValueError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
     if config.eval_split is not None and config.eval_split not in names:
         raise ValueError(f"data.eval_split is {config.eval_split}; {describe(config)} has {', '.join(names)}")
     return config.eval_split

@@ -34,7 +34,8 @@ class Tracker:
 
     def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
         self.accelerator, self.folder = accelerator, folder
-        self.metrics = folder / "metrics.jsonl"
+        self.metrics, unreadable = folder / "metrics.jsonl", folder / "unreadable.txt"
+        self.named = set(unreadable.read_text().splitlines()) if unreadable.exists() else set()
         if accelerator.is_main_process:
             keep_until(self.metrics, step)
         for tracker in accelerator.log_with:
@@ -58,16 +59,20 @@ class Tracker:
     def log_images(self, step: int, name: str, images: Tensor) -> None:
         """Pictures (B, 3, H, W) uint8."""
         for tracker in self.accelerator.trackers:
-            if hasattr(tracker, "log_images"):
+            if tracker.name == "tensorboard":
                 tracker.log_images({name: np.asarray(images.cpu())}, step)
+            elif hasattr(tracker, "log_images"):  # the others take lists of (H, W, 3)
+                tracker.log_images({name: list(np.asarray(images.permute(0, 2, 3, 1).cpu()))}, step)
 
     def warn_unreadable(self, failures: list[str]) -> None:
-        """Name images that could not be decoded, on stderr and in unreadable.txt."""
-        for failure in failures:
+        """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
+        new = [failure for failure in dict.fromkeys(failures) if failure not in self.named]
+        self.named.update(new)
+        for failure in new:
             tqdm.write(f"warning: unreadable image, another takes its place: {failure}", file=sys.stderr)
-        if failures:
+        if new:
             with (self.folder / "unreadable.txt").open("a") as file:
-                file.writelines(f"{failure}\n" for failure in failures)
+                file.writelines(f"{failure}\n" for failure in new)
 
     def close(self) -> None:
         """Finish what is being written; the process group stays, for what comes after training."""

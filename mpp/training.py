@@ -1,5 +1,7 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
+import dataclasses
+import gc
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +15,7 @@ from mpp.checkpoint import newest_step, open_run, write_config
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.data import Batch, Share, Views, held_out_loader, training_loader
 from mpp.encoder import export_encoder
-from mpp.launch import start
+from mpp.launch import choose_precision, start
 from mpp.loop import fit
 from mpp.parsing import to_yaml
 from mpp.sources import Photographs
@@ -56,7 +58,7 @@ class ImageTask:
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the encoder in timm's layout, with the input that it takes."""
         takes = model.normalize
-        export_encoder(model.encoder, folder / "encoder", takes.mean, takes.std, self.data.eval_crop)
+        export_encoder(model.encoder, folder / "encoder", self.img_size, takes.mean, takes.std, self.data.eval_crop)
 
 
 def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) -> Path:
@@ -68,8 +70,11 @@ def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) ->
     Returns:
         The run folder, finished.
     """
+    precision, reason = choose_precision(config.run)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, precision=precision))  # what is saved
     folder = open_run(config)
     accelerator = start(config.run)
+    accelerator.print(f"{precision}: {reason}")
     if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
         accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
@@ -84,6 +89,8 @@ def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) ->
     accelerator.wait_for_everyone()
     fit(task, accelerator, config.run, config.optim, share, folder, config, task.flops())
     accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    gc.collect()  # a prepared model refers to itself; a process may have other runs to do
     accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
     return folder
 

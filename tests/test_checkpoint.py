@@ -55,6 +55,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
     assert restore(tmp_path, model, optimizer) == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained(0, 1)[0].parameters(), strict=True))
     assert f"{newest} is damaged ({path.name})" in capsys.readouterr().err
+    save_checkpoint(tmp_path, 1, *trained(0), keep=1)  # what is damaged does not count as kept
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_00000001"]
 
 
 def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def encoder(tmp_path_factory):
     torch.manual_seed(0)
     small = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
     folder = tmp_path_factory.mktemp("run") / "encoder"
-    export_encoder(timm.create_model("vit_base_patch16_224", **small), folder, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(timm.create_model("vit_base_patch16_224", **small), folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
     return folder
 
 

@@ -98,15 +98,17 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     for name, column in (("random", "one few-shot 5"), ("pre-trained", "mean all fine-tuned")):
         place, evaluation, *shots = column.removeprefix("mean ").split()
         rows = [
-            row["accuracy"]
+            row
             for row in report["results"]
             if row["encoder"] == name
             and row["evaluation"] == evaluation
             and row["case"] == "".join(shots)
             and place in (row["dataset"], row["group"])
         ]
-        assert summary[name][column]["mean"] == pytest.approx(np.mean(rows))
-        assert summary[name][column]["std"] == pytest.approx(np.std(rows))
+        assert summary[name][column]["mean"] == pytest.approx(np.mean([row["accuracy"] for row in rows]))
+        seeds = {(row["encoder_seed"], row["seed"]) for row in rows}
+        each = [[r["accuracy"] for r in rows if (r["encoder_seed"], r["seed"]) == seed] for seed in seeds]
+        assert summary[name][column]["std"] == pytest.approx(np.std([np.mean(of_seed) for of_seed in each]))
     assert summary["floor"]["mean all few-shot 5"]["mean"] == 1.0  # dogs are red
     text = (tmp_path / "out" / "table.md").read_text()
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text

@@ -13,7 +13,7 @@ from mpp.encoder import build_encoder, export_encoder
 
 
 def export(encoder, folder):
-    export_encoder(encoder, folder, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.0)
+    export_encoder(encoder, folder, encoder.patch_embed.img_size[0], (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.0)
     return folder
 
 

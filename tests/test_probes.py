@@ -33,7 +33,7 @@ def vit(tmp_path_factory):
     small = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
     model = timm.create_model("vit_base_patch16_224", **small).eval()
     folder = tmp_path_factory.mktemp("run") / "encoder"
-    export_encoder(model, folder, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.0)
+    export_encoder(model, folder, 32, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 1.0)
     return model, folder
 
 
