@@ -10,6 +10,7 @@ from typing import Any, Literal
 import timm
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
@@ -40,8 +41,9 @@ class FrozenEncoder(nn.Module):
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """What depth counts: the blocks of a ViT, the stages of a ResNet."""
-        return next(getattr(self.model, name) for name in ("blocks", "stages", "layers") if hasattr(self.model, name))
+        """What depth counts: the blocks of a ViT, the stages of a BiT ResNet; of other models there is only the end."""
+        named = (getattr(self.model, name, None) for name in ("blocks", "stages"))
+        return next((stages for stages in named if isinstance(stages, nn.Sequential | nn.ModuleList)), (self.model,))
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
         """Features after each depth.
@@ -53,18 +55,19 @@ class FrozenEncoder(nn.Module):
         Returns:
             (B, D) float32 for each depth.
         """
+        last = len(self.stages)
         seen: dict[int, Tensor] = {}
         hooks = [
             self.stages[depth - 1].register_forward_hook(lambda _, args, out, depth=depth: seen.update({depth: out}))
             for depth in depths
+            if depth != last
         ]
         try:
             output = self.model.forward_features(self.normalize(images))
         finally:
             for hook in hooks:
                 hook.remove()
-        seen = {depth: output if depth == len(self.stages) else tokens for depth, tokens in seen.items()}
-        last = len(self.stages)
+        seen[last] = output
         return [pool(self.model, seen[depth], representation, depth == last).float() for depth in depths]
 
 
@@ -86,8 +89,11 @@ def pool(model: nn.Module, tokens: Tensor, representation: Representation, norme
             raise ValueError(f"representation is {representation}, but this encoder has no [class] token; use mean")
         parts.append(tokens[:, 0])
     if representation in ("mean", "both"):
-        is_map = tokens.ndim == 4
-        parts.append(tokens.mean((-2, -1)) if is_map else tokens[:, getattr(model, "num_prefix_tokens", 0) :].mean(1))
+        if tokens.ndim == 4:
+            places = (1, 2) if getattr(model, "output_fmt", "NCHW") == "NHWC" else (2, 3)
+            parts.append(tokens.mean(places))
+        else:
+            parts.append(tokens[:, getattr(model, "num_prefix_tokens", 0) :].mean(1))
     if normed and hasattr(model, "fc_norm"):
         parts = [model.fc_norm(part) for part in parts]
     return torch.cat(parts, dim=-1)
@@ -162,14 +168,13 @@ def load_frozen(
 
 def create(name: str, img_size: int | None, **options: Any) -> nn.Module:
     """A timm model without a head; ViTs are built for `img_size`, convolutions take any."""
-    try:
-        if img_size is not None:
-            options = options | {"img_size": img_size}
-        return timm.create_model(name, num_classes=0, **options)
-    except TypeError:
-        if "img_size" not in options:
-            raise
-        options.pop("img_size")  # timm's convolutional networks know none
-        return timm.create_model(name, num_classes=0, **options)
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"encoder is {name}, which cannot be loaded: {' '.join(str(error).split())}") from error
+    sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
+    for size in sizes:
+        try:
+            return timm.create_model(name, num_classes=0, **options, **size)
+        except TypeError as error:
+            reason: Exception = error
+        except (AssertionError, RuntimeError, OSError, KeyError, ValueError, SafetensorError) as error:
+            reason = error
+            break
+    raise ValueError(f"encoder is {name}, which cannot be loaded: {' '.join(str(reason).split())}") from reason

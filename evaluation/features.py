@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class Features(NamedTuple):
     test_labels: NDArray[np.int64]  # (M,); or (M, L) of which any is right, padded with -1
 
     def check(self, source: str) -> "Features":
-        """Raises ValueError where a probe would give nonsense."""
+        """The same, labels as int64. Raises ValueError where a probe would give nonsense."""
         for part, labels in (("train", self.train_labels), ("test", self.test_labels)):
             features = getattr(self, part)
             several = part == "test" and labels.ndim == 2
@@ -92,6 +93,8 @@ class Features(NamedTuple):
                 raise ValueError(f"{source}: no labelled images in {part}")
             if not np.issubdtype(labels.dtype, np.integer) or (labels.max(1) if several else labels).min() < 0:
                 raise ValueError(f"{source}: {part}_labels must be integers from 0")
+            if not np.issubdtype(features.dtype, np.floating):
+                raise ValueError(f"{source}: {part}_features are {features.dtype}, not floating-point numbers")
             if not np.isfinite(features).all():
                 raise ValueError(f"{source}: {part}_features have values that are not finite")
         if self.train.shape[1] != self.test.shape[1]:
@@ -99,7 +102,8 @@ class Features(NamedTuple):
             raise ValueError(f"{source}: train_features and test_features are {widths} wide")
         if len(np.unique(self.train_labels)) < 2:
             raise ValueError(f"{source}: all training images are of one class")
-        return self
+        labels = {"train_labels": self.train_labels.astype(np.int64), "test_labels": self.test_labels.astype(np.int64)}
+        return self._replace(**labels)
 
     def dev(self) -> "Features":
         """A tenth of train, drawn once, in the place of test: what choices are made on."""
@@ -126,15 +130,16 @@ def load_features(path: Path) -> Features:
         ValueError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        arrays = np.load(path, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array, not several by name")
+        with arrays:
             missing = [name for name in NAMES if name not in arrays]
             if missing:
-                raise ValueError(f"features is {path}, which lacks {', '.join(missing)}")
+                raise ValueError(f"it lacks {', '.join(missing)}")
             features = Features(*(arrays[name] for name in NAMES))
-    except OSError as error:
+    except (OSError, EOFError, ValueError, BadZipFile) as error:
         raise ValueError(f"features is {path}, which cannot be read: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"features is {path}: {error}" if "features is" not in str(error) else str(error)) from None
     return features.check(str(path))
 
 
@@ -148,22 +153,20 @@ def extract(
     """Features of all photographs after each depth, (N, D) each, on every process.
 
     Raises:
-        ValueError: the images cannot be decoded.
+        ValueError: an image cannot be decoded: features of another in its place would be no measurement.
     """
     data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or encoder.crop_pct)
     views = Views(photographs, data, encoder.img_size)
     batch = config.data.batch_size or 64
     loader = held_out_loader(views, batch, accelerator.num_processes, accelerator.process_index)
     rows: list[list[torch.Tensor]] = [[] for _ in depths]
-    unreadable = 0
     for images, *_, failures in tqdm(loader, desc="features", disable=not accelerator.is_main_process):
-        unreadable += len(failures)
+        if failures:
+            raise ValueError(f"{failures[0]} ({photographs.split}); a probe needs all images: take this one out")
         with torch.inference_mode(), accelerator.autocast():
             pooled = encoder(images.to(accelerator.device, non_blocking=True), config.representation, depths)
         for of_depth, part in zip(rows, pooled, strict=True):
             of_depth.append(part.cpu())
-    if unreadable:
-        raise ValueError(f"{unreadable} images of {photographs.split} cannot be decoded; a probe needs all of them")
     mine = [torch.cat(of_depth).numpy() if of_depth else None for of_depth in rows]
     parts = gather_object([mine])  # process r has images r, r + processes, ...
     return [interleave([part[depth] for part in parts if part[depth] is not None]) for depth in range(len(depths))]
@@ -202,12 +205,13 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
 def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features as the command line, or `arguments`, say, and write them."""
     config = parse(FeaturesConfig, arguments, prog="python evaluation/features.py")
+    require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=()))
     by_depth = extract_features(config, accelerator)
     if accelerator.is_main_process:
         for depth, features in by_depth.items():
-            name = f"features_depth_{depth:02d}.npz" if len(by_depth) > 1 else "features.npz"
-            path = Path(config.out) if config.out and len(by_depth) == 1 else report_path(None, config.encoder, name)
+            path = report_path(config.out, config.encoder, "features.npz")
+            path = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path
             save_features(path, features)
             print(f"wrote {path}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")
     accelerator.wait_for_everyone()

@@ -86,7 +86,8 @@ def predict(
     support = support.astype(np.float64)
     mean, std = support.mean(0), support.std(0) + 1e-5
     whitened = np.hstack([(support - mean) / std, np.full((len(support), 1), BIAS)])
-    targets = 2.0 * np.eye(classes)[labels] - 1.0
+    targets = np.full((len(labels), classes), -1.0)
+    targets[np.arange(len(labels)), labels] = 1.0
     weights = least_squares(whitened, targets, l2)
     predictions: list[list[NDArray[np.int64]]] = [[] for _ in l2]
     for start in range(0, len(test), BLOCK):

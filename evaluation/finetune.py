@@ -82,6 +82,8 @@ class Finetuning(Classification):
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
         random = config.init == "random"
         loaded = load_frozen(config.encoder, config.checkpoint, random, config.img_size, config.run.seed)
+        if getattr(loaded.model, "attn_pool", None) is not None:
+            raise ValueError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
         head, takes = zero_head(encoder.num_features, self.classes), loaded.normalize
         self.model = Classifier(encoder, head, config.pooling, takes.mean, takes.std)

@@ -13,6 +13,8 @@ from evaluation.reports import report_path, summarize, write_report
 from mpp.config import RunConfig, plumbing
 from mpp.launch import start
 
+OF_AN_ENCODER = [field.name for field in dataclasses.fields(FeaturesConfig) if field.name != "out"]
+
 
 @dataclass(frozen=True)
 class ProbeConfig(FeaturesConfig):
@@ -21,7 +23,7 @@ class ProbeConfig(FeaturesConfig):
     features: str | None = None
     """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
     threads: int = plumbing(0)
-    """CPU threads. 0: all cores."""
+    """CPU threads of the encoder. 0: all cores."""
 
 
 def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list[dict]], key: str) -> dict[str, Any]:
@@ -42,8 +44,7 @@ def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list
         report = judge(config, by_depth, evaluate, key)
         path = report_path(config.out, config.encoder, f"{command}.json", config.features)
         write_report(path, report, key)
-    accelerator.wait_for_everyone()
-    return report
+    return report  # the others are done: they do not wait for a probe that may take hours
 
 
 def judge(
@@ -51,6 +52,8 @@ def judge(
 ) -> dict[str, Any]:
     """Results of all depths, and the summary of the one that counts: the last, or the best on the dev split."""
     protocol: dict[str, Any] = dataclasses.asdict(config)
+    if config.features:
+        protocol = {key: value for key, value in protocol.items() if key not in OF_AN_ENCODER}
     chosen = max(by_depth)
     if config.depth == "dev" and len(by_depth) > 1:
         on_dev = {depth: summarize(evaluate(features.dev()), key) for depth, features in by_depth.items()}

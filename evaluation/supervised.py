@@ -67,7 +67,9 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
         return encoder, encoder.patch_embed.img_size[0]
     for name in ("width", "depth", "heads", "patch_size", "init_from"):
         require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
-    encoder = timm.create_model(config.name, num_classes=0, drop_path_rate=config.drop_path)
+    for name in ("dropout", "drop_path"):
+        require(getattr(config, name) == 0, f"model.{name}", getattr(config, name), f"0 with {config.name}")
+    encoder = timm.create_model(config.name, num_classes=0)
     return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
 
 

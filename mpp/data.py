@@ -71,7 +71,8 @@ class Views(Dataset):
                 return candidate, self.photographs.decode(candidate, self.data.max_pixels), failures
             except images.UnreadableImage as error:
                 failures.append(f"{self.photographs.name(candidate)}: {error}")
-                others = words(Stream.REPLACEMENT, self.seed, epoch, index, len(failures))
+                seed = self.data.eval_seed if epoch == FIXED else self.seed
+                others = words(Stream.REPLACEMENT, seed, epoch, index, len(failures))
                 candidate = int(others[-1] % np.uint64(len(self.photographs)))
         return index, torch.zeros(3, self.img_size, self.img_size, dtype=torch.uint8), failures
 

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
@@ -48,6 +48,8 @@ def decode(data: bytes, max_pixels: int) -> Tensor:
             return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
     except UnreadableImage:
         raise
+    except UnidentifiedImageError:
+        raise UnreadableImage("no image file of a known sort") from None
     except Exception as error:  # decoders raise whatever they like on broken files: no sort of it may end a run
         raise UnreadableImage(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mpp.config import Config
+from mpp.config import Config, require
 from mpp.corruption import Corruption, corrupted_count
 from mpp.data import Batch, Share, collate
 from mpp.encoder import build_encoder
@@ -39,6 +39,8 @@ class Pretraining(ImageTask):
     def __init__(self, config: Config, accelerator: Accelerator, share: Share):
         super().__init__(accelerator, share, config.run, config.data)
         self.config, self.corruption = config, config.corruption
+        if config.corruption.source == "batch":
+            require(share.batch > 1, "data.batch_size", share.batch, "above 1 with corruption.source=batch")
         encoder = build_encoder(config.model)
         self.img_size = encoder.patch_embed.img_size[0]
         self.patch_size = self.img_size // encoder.patch_embed.grid_size[0]  # in pixels, for hybrids too

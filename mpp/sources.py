@@ -12,6 +12,7 @@ from mpp import images
 from mpp.config import SourceConfig
 from mpp.randomness import Stream, permutation
 
+MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
 BIRDS = Path(__file__).parent / "birds"
 
 
@@ -198,5 +199,7 @@ def number_labels(parts: list[list[list] | None]) -> list[NDArray[np.int64] | No
         array = np.full((len(part), max([1, *map(len, part)])), -1, dtype=np.int64)
         for row, of_image in zip(array, part, strict=True):
             row[: len(of_image)] = [number[v] if isinstance(v, str) else max(v, -1) for v in of_image]
+        if array.max(initial=-1) >= MOST_CLASSES:
+            raise ValueError(f"a label is {array.max()}; labels are numbers of classes, below {MOST_CLASSES}")
         result.append(array if array.shape[1] > 1 else array[:, 0])
     return result

@@ -101,6 +101,12 @@ def test_a_class_that_is_only_tested_is_never_right():
     assert results[0]["accuracy"] <= (labels != 5).mean()
 
 
+def test_labels_of_any_integer_type_are_taken(tmp_path):
+    data = features()
+    save_features(tmp_path / "f.npz", data._replace(train_labels=data.train_labels.astype(np.uint8)))
+    assert load_features(tmp_path / "f.npz").train_labels.dtype == np.int64
+
+
 def test_any_of_several_right_labels_counts():
     data = features()
     config = FewshotConfig(shots=5, seeds=0)
@@ -151,6 +157,7 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
         ({"test_features": np.zeros((200, 3), np.float32)}, "20 and 3 wide"),
         ({"test_features": np.array([{}] * 200)}, "allow_pickle"),
         ({"train_labels": np.zeros(210)}, "integers"),
+        ({"test_features": np.full((200, 20), "a")}, "not floating-point numbers"),
     ],
 )
 def test_bad_features_are_named(tmp_path, change, words):
@@ -172,6 +179,13 @@ def test_files_that_are_no_features_are_refused_and_never_run(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="features is"):
             load_features(path)
+    np.save(tmp_path / "f.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="holds one array"):
+        load_features(tmp_path / "f.npy")
+    save_features(path, features())
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ValueError, match="features is"):
+        load_features(path)
     np.savez(path, **{name: np.array([Bomb()], dtype=object) for name in NAMES})
     with pytest.raises(ValueError, match="features is"):
         load_features(path)

@@ -1,6 +1,7 @@
 """Encoders seen through the contract, their features, and the probes on them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -63,6 +64,24 @@ def test_resnets_and_hybrids_satisfy_the_contract():
         resnet(images, "class", [4])
     hybrid = load_frozen("vit_tiny_r_s16_p8_224", img_size=64)
     assert hybrid(images, "both", [1, 12])[1].shape == (1, 2 * 192)
+
+
+def test_other_models_of_timms_have_their_output_alone():
+    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    for name, width in (("resnet18", 512), ("swin_tiny_patch4_window7_224", 768)):
+        frozen = load_frozen(name, img_size=64 if name == "resnet18" else None)
+        shown = images if name == "resnet18" else torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
+        assert len(frozen.stages) == 1 and frozen(shown, "mean", [1])[0].shape == (len(shown), width)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_damaged_encoder_is_named(vit, tmp_path, file):
+    shutil.copytree(vit[1], tmp_path / "encoder")
+    damaged = tmp_path / "encoder" / file
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"encoder is .* which cannot be loaded") as error:
+        load_frozen(str(tmp_path / "encoder"))
+    assert "\n" not in str(error.value)
 
 
 def test_random_weights_are_random_by_their_seed(vit):
@@ -156,7 +175,7 @@ def test_labels_and_readable_images_are_needed(vit, tmp_path):
         for number in range(6):
             data = encoded(picture(number)) if number else b"nothing"
             (tmp_path / "classes" / name / f"{number}.png").write_bytes(data)
-    with pytest.raises(ValueError, match="cannot be decoded; a probe needs all of them"):
+    with pytest.raises(ValueError, match=r"0\.png.*a probe needs all images"):
         fewshot.main([f"--encoder={vit[1]}", f"--data.path={tmp_path / 'classes'}", *FAST])
 
 
