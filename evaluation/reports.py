@@ -15,6 +15,8 @@ matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
     """Where a report goes: `out`, or beside what was judged: the features, the run folder, or runs/ENCODER."""
     if out:
+        if Path(out).is_dir():
+            raise ValueError(f"out is {out}, a folder; it must be a file")
         return Path(out)
     if features:
         return Path(features).with_name(f"{Path(features).stem}_{name}")
