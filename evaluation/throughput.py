@@ -10,7 +10,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,8 @@ from mpp.loop import Update
 from mpp.optim import build_optimizer
 from mpp.parsing import parse
 from mpp.pretrain import Pretraining
+
+SIDE = 2048  # of the square matrix product
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,12 @@ class ThroughputConfig:
         require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
 
 
-def framework_step(config: Config, accelerator: Accelerator) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The framework's whole update on a batch in memory, and its forward, backward and optimiser alone."""
+def framework_step(config: Config, accelerator: Accelerator) -> tuple[Callable[[], object], Callable[[], object], int]:
+    """The framework's whole update on a batch in memory; its forward, backward and optimiser alone; FLOPs an image."""
     share = Share.of(config.optim.global_batch_size, None, 1, 0)
     task = Pretraining(config, accelerator, share)
     batch: Batch = collate([task.views(task.train)[0, index] for index in range(share.batch)])
+    flops = task.flops()
     model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, config.optim))
     update = Update(task, accelerator, model, optimizer, config.optim, share, config.run)
     images, corruption = batch.images.to(accelerator.device), batch.corruption.to(accelerator.device)
@@ -68,7 +71,7 @@ def framework_step(config: Config, accelerator: Accelerator) -> tuple[Callable[[
         optimizer.step()
         optimizer.zero_grad()
 
-    return whole, bare
+    return whole, bare, flops
 
 
 def bare_timm(name: str, batch_size: int, accelerator: Accelerator, fused: bool) -> Callable[[], object]:
@@ -85,6 +88,13 @@ def bare_timm(name: str, batch_size: int, accelerator: Accelerator, fused: bool)
         F.cross_entropy(logits.float(), labels).backward()
 
     return step
+
+
+def matrix_product(accelerator: Accelerator) -> Callable[[], object]:
+    """A square product in the step's precision: what the machine reaches at best."""
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    left, right = (torch.randn(SIDE, SIDE, device=accelerator.device, dtype=dtype) for _ in range(2))
+    return lambda: left @ right
 
 
 def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
@@ -110,9 +120,9 @@ def ratios(seconds: dict[str, list[float]], slower: str, faster: str) -> dict[st
     return {"median": statistics.median(each), "min": min(each), "max": max(each)}
 
 
-def main() -> None:
-    """Measure and print."""
-    bench = parse(ThroughputConfig, prog="python evaluation/throughput.py")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, as the command line, or `arguments`, say."""
+    bench = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
     config = Config(
         run=RunConfig(dir="unused", precision=bench.precision, trackers=()),
         model=ModelConfig(name=bench.model),
@@ -120,20 +130,24 @@ def main() -> None:
         corruption=CorruptionConfig(),
     )
     accelerator = start(config.run)
-    whole, bare = framework_step(config, accelerator)
+    whole, bare, flops = framework_step(config, accelerator)
     seconds = time_in_turn(
         {
             "mpp update": whole,
             "mpp forward, backward, optimiser": bare,
             "timm as it comes": bare_timm(bench.model, bench.batch_size, accelerator, fused=True),
             "timm, attention unfused": bare_timm(bench.model, bench.batch_size, accelerator, fused=False),
+            "matrix product": matrix_product(accelerator),
         },
         bench.rounds,
     )
     print(f"\n{bench.model}, batch {bench.batch_size}, {accelerator.mixed_precision}, torch {torch.__version__}")
+    ceiling = 2 * SIDE**3 / statistics.median(seconds.pop("matrix product"))
     for name, times in seconds.items():
         median = statistics.median(times)
         print(f"{name:34s} {median * 1e3:8.1f} ms  {bench.batch_size / median:8.1f} images/s")
+    rate = flops * bench.batch_size / statistics.median(seconds["mpp update"])
+    print(f"executed by mpp: {rate / 1e9:.0f} GFLOP/s, {rate / ceiling:.0%} of a matrix product's {ceiling / 1e9:.0f}")
     timms = ["timm as it comes", "timm, attention unfused"]
     compared = {f"{name} / mpp update": ratios(seconds, name, "mpp update") for name in timms}
     compared["mpp update / its forward, backward, optimiser"] = ratios(
@@ -144,6 +158,7 @@ def main() -> None:
     if bench.out:
         machine = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
         result = {"config": vars(bench), "machine": machine, "seconds": seconds, "ratios": compared}
+        result |= {"executed_flops_per_second": rate, "matrix_product_flops_per_second": ceiling}
         Path(bench.out).write_text(json.dumps(result, indent=1))
         print(f"wrote {bench.out}")
 
