@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
+from evaluation.encoders import load_frozen
 from mpp.config import Config, CorruptionConfig, ModelConfig, OptimConfig, RunConfig, require
 from mpp.data import Batch, Share, collate
 from mpp.encoder import set_attention
@@ -34,7 +35,7 @@ SIDE = 2048  # of the square matrix product
 
 @dataclass(frozen=True)
 class ThroughputConfig:
-    """Throughput of the training step against a bare timm model."""
+    """Throughput of the training step and of feature extraction against a bare timm model."""
 
     model: str = "vit_tiny_patch16_224"
     """A timm VisionTransformer, at its own image size."""
@@ -90,6 +91,26 @@ def bare_timm(name: str, batch_size: int, accelerator: Accelerator, fused: bool)
     return step
 
 
+def forward_passes(
+    name: str, batch_size: int, accelerator: Accelerator
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Features as the probes extract them, from pixels; and the bare model's forward pass, from normalised input."""
+    frozen = load_frozen(name).to(accelerator.device)
+    images = torch.randint(0, 256, (batch_size, 3, frozen.img_size, frozen.img_size), dtype=torch.uint8)
+    images = images.to(accelerator.device)
+    normalized, last = frozen.normalize(images), len(frozen.stages)
+
+    def features():
+        with torch.inference_mode(), accelerator.autocast():
+            frozen(images, "mean", [last])
+
+    def bare():
+        with torch.inference_mode(), accelerator.autocast():
+            frozen.model.forward_features(normalized)
+
+    return features, bare
+
+
 def matrix_product(accelerator: Accelerator) -> Callable[[], object]:
     """A square product in the step's precision: what the machine reaches at best."""
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
@@ -131,12 +152,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     accelerator = start(config.run)
     whole, bare, flops = framework_step(config, accelerator)
+    features, forward = forward_passes(bench.model, bench.batch_size, accelerator)
     seconds = time_in_turn(
         {
             "mpp update": whole,
             "mpp forward, backward, optimiser": bare,
             "timm as it comes": bare_timm(bench.model, bench.batch_size, accelerator, fused=True),
             "timm, attention unfused": bare_timm(bench.model, bench.batch_size, accelerator, fused=False),
+            "features": features,
+            "timm forward": forward,
             "matrix product": matrix_product(accelerator),
         },
         bench.rounds,
@@ -153,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compared["mpp update / its forward, backward, optimiser"] = ratios(
         seconds, "mpp update", "mpp forward, backward, optimiser"
     )
+    compared["features / timm forward"] = ratios(seconds, "features", "timm forward")
     for name, ratio in compared.items():
         print(f"{name:46s} {ratio['median']:.3f}  ({ratio['min']:.3f} to {ratio['max']:.3f})")
     if bench.out:
