@@ -69,14 +69,14 @@ def write_report(path: Path, report: dict[str, Any], key: str) -> None:
         [str(depth) if depth else "-", *(percent(of_depth[n]) for n in names)] for depth, of_depth in by_depth.items()
     ]
     print(table(["depth", *(f"{key} {name}" for name in names)], rows))
-    with SummaryWriter(str(path.parent)) as writer:
+    with SummaryWriter(str(path.with_suffix(""))) as writer:
         for depth, of_depth in by_depth.items():
             for name, summary in of_depth.items():
-                writer.add_scalar(f"{path.stem}/{key}_{name}_by_depth", 100 * summary["mean"], int(depth))
+                writer.add_scalar(f"accuracy_by_depth/{key}_{name}", 100 * summary["mean"], int(depth))
         if len(by_depth) > 1:
             figure = plot_by_depth(by_depth, key)
             figure.savefig(path.with_suffix(".png"), dpi=110)
-            writer.add_figure(f"{path.stem}/accuracy by depth", figure)
+            writer.add_figure("accuracy_by_depth", figure)
             print(f"wrote {path.with_suffix('.png')}")
     print(f"wrote {path}")
 

@@ -1,6 +1,7 @@
 """Accuracy by kind and the two reference lines, against loops."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_measures_against_a_loop(name):
             if kind == Kind.MASK:
                 copied.append((truth[b, nearest[b, k]] == truth[b, position]).double().mean().item())
                 colors += truth[b, position].tolist()
-    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    mean = statistics.fmean
     assert result["accuracy"] == pytest.approx(mean(right[Kind.MASK]))
     assert result["accuracy_random"] == pytest.approx(mean(right[Kind.RANDOM]))
     assert result["accuracy_keep"] == pytest.approx(mean(right[Kind.KEEP]))

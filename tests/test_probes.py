@@ -11,6 +11,7 @@ from conftest import encoded, picture, run_command
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fewshot import features
 
 from evaluation import fewshot, knn, linear
@@ -152,6 +153,10 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     assert sorted(report["summary_by_depth"]) == ["1", "2", "3"]
     assert report["summary"] == report["summary_by_depth"]["3"]
     assert (tmp_path / "all.png").stat().st_size > 1000
+    events = EventAccumulator(str(tmp_path / "all")).Reload()
+    curve = {event.step: event.value for event in events.Scalars("accuracy_by_depth/shots_5")}
+    expected = {int(depth): 100 * of_depth["5"]["mean"] for depth, of_depth in report["summary_by_depth"].items()}
+    assert curve == pytest.approx(expected)
     seen = []
     judge = fewshot.evaluate
     monkeypatch.setattr(fewshot, "evaluate", lambda f, c: seen.append(len(f.test)) or judge(f, c))

@@ -3,6 +3,7 @@
 import pytest
 from conftest import TINY, kill_group, read_metrics, run_command, start_command, wait_until
 
+from evaluation import supervised
 from mpp.checkpoint import newest_step
 
 
@@ -20,6 +21,16 @@ def test_two_processes_are_one_run(tmp_path):
     assert len(losses) == 10
     assert read_metrics(tmp_path / "two") == pytest.approx(losses, abs=1e-4)
     for key in ("accuracy", "nearest", "most_frequent", "heldout/loss", "heldout/accuracy"):
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-4)
+
+
+def test_supervised_training_is_one_run_on_two_processes(tmp_path):
+    arguments = [a for a in TINY if not a.startswith("--probe")]
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29620"]
+    two = run_command(*launch, "evaluation/supervised.py", *arguments, f"--run.dir={tmp_path / 'two'}")
+    assert two.returncode == 0, two.stderr
+    supervised.main([*arguments, f"--run.dir={tmp_path / 'one'}"])
+    for key in ("loss", "accuracy", "heldout/loss", "heldout/accuracy"):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-4)
 
 
