@@ -154,8 +154,8 @@ def evaluate(case: Case, folder: Path) -> dict[str, Any]:
     else:
         options |= {"random": entry.random, "seed": seed}
     arguments = words(options, seed)
-    place = Path(entry.encoder.replace("{seed}", str(seed)))
-    made_of = {"arguments": arguments, "encoder_sha256": fingerprint(place) if place.exists() else ""}
+    weights = Path(str(options.get("checkpoint") or entry.encoder).replace("{seed}", str(seed)))
+    made_of = {"arguments": arguments, "encoder_sha256": fingerprint(weights)}
     done = path.with_suffix(".done.json")
     if done.is_file() and json.loads(done.read_text()) == made_of:
         return json.loads(path.read_text())
@@ -240,6 +240,10 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     encoders = entries(EncoderEntry, config.encoders, "encoders", **plain)
     evaluations = entries(EvaluationEntry, config.evaluations, "evaluations", options={})
     dataset_entries = entries(DatasetEntry, config.datasets, "datasets", options={})
+    for evaluation in evaluations:
+        require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, " or ".join(EVALUATIONS))
+    for entry in encoders:
+        require(entry.train in (None, *TRAININGS), "encoders: train", entry.train, " or ".join(TRAININGS))
     results: list[dict[str, Any]] = []
     for entry in encoders:
         for seed in entry.seeds:

@@ -103,8 +103,7 @@ def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float
 
 def weights_of(config: FinetuneConfig) -> str:
     """SHA-256 of the weights that fine-tuning starts from; empty where they are random."""
-    path = Path(config.checkpoint or config.encoder)
-    return fingerprint(path) if path.exists() and config.init == "encoder" else ""
+    return fingerprint(Path(config.checkpoint or config.encoder)) if config.init == "encoder" else ""
 
 
 def run(config: FinetuneConfig) -> dict[str, Any]:

@@ -144,7 +144,9 @@ def load_encoder(path: str | Path, **changes: Any) -> nn.Module:
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of the weights that an encoder's folder or a weights file holds: what results are results of."""
+    """SHA-256 of the weights in an encoder's folder or a weights file: what results are of. Empty: nothing is there."""
+    if not path.exists():
+        return ""
     file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
     return digest(file)
 

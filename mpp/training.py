@@ -15,7 +15,7 @@ from mpp.checkpoint import newest_step, open_run, write_config
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.data import Batch, Share, Views, held_out_loader, training_loader
 from mpp.encoder import export_encoder
-from mpp.launch import choose_precision, start
+from mpp.launch import start
 from mpp.loop import fit
 from mpp.parsing import to_yaml
 from mpp.sources import Photographs
@@ -24,8 +24,8 @@ from mpp.sources import Photographs
 class ImageTask:
     """The part of a task (see `mpp.loop.Task`) that is the same whatever is learned from images.
 
-    Subclasses set `model`, which has an `encoder` and a `normalize`, the images, and say what is
-    learned and what it costs.
+    Subclasses set `model`, which has an `encoder` and a `normalize`, and the images, and say what is learned and what
+    it costs.
     """
 
     model: nn.Module
@@ -70,11 +70,10 @@ def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) ->
     Returns:
         The run folder, finished.
     """
-    precision, reason = choose_precision(config.run)
+    accelerator = start(config.run)
+    precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, precision=precision))  # what is saved
     folder = open_run(config)
-    accelerator = start(config.run)
-    accelerator.print(f"{precision}: {reason}")
     if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
         accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder

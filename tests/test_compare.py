@@ -143,6 +143,7 @@ def test_floors_are_colour_statistics():
         ({"encoders": []}, "encoders is empty"),
         ({"encoders": [{"name": "a"}]}, "encoders: {'name': 'a'} is not {name, encoder"),
         ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
+        ({"evaluations": [{"name": "a", "command": "magic"}]}, "command is magic; it must be fewshot or knn"),
         ({"evaluations": [{"name": "a", "command": "fewshot", "options": {"shotz": 1}}]}, "unknown setting shotz"),
     ],
 )

@@ -105,6 +105,14 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatc
     assert [event.step for event in shown] == list(range(1, 11))
 
 
+def test_a_hybrids_patches_are_those_of_its_grid(pretrain, capsys):
+    """Its patch embedding calls a place of a feature map a patch; in pixels one is 32 wide."""
+    folder = pretrain("--model.name=vit_tiny_r_s16_p8_224", "--run.steps=1", "--model.img_size=64", without="--model")
+    assert "4 patches of 32 x 32, 2 corrupted" in capsys.readouterr().out
+    assert mpp.load_encoder(folder).forward_features(torch.zeros(1, 3, 64, 64)).shape[1] == 1 + 4
+    assert 0 <= read_metrics(folder, "heldout/nearest")[1] <= 1
+
+
 def test_dropout_and_seed_matter(pretrain, tmp_path):
     runs = [
         pretrain("--model.dropout=0.1", dir=tmp_path / "a"),
