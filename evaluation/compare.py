@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import matplotlib
 import numpy as np
 from accelerate import PartialState
-from matplotlib.figure import Figure
 
 from evaluation import fewshot, finetune, knn, linear, supervised
+from evaluation.figures import DPI, plot_bars
 from evaluation.reports import percent, table, write_json
 from mpp import pretrain
 from mpp.config import Config, require
@@ -216,21 +215,6 @@ def comparison_table(results: list[dict[str, Any]]) -> tuple[str, dict[str, dict
     return table(["accuracy (%)", *columns], body), numbers
 
 
-def plot(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
-    """A panel for each column, a bar for each encoder with its standard deviation."""
-    columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
-    figure = Figure(figsize=(2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(numbers)), layout="constrained")
-    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-    colors = matplotlib.colormaps["cividis"](np.linspace(0, 0.9, len(numbers)))
-    for panel, column in zip(panels, columns, strict=True):
-        cells = [of.get(column, {"mean": np.nan, "std": 0}) for of in numbers.values()]
-        means, spreads = ([100 * cell[key] for cell in cells] for key in ("mean", "std"))
-        panel.barh(list(numbers), means, xerr=spreads, color=colors)
-        panel.set(title=column, xlabel="accuracy (%)")
-    panels[0].invert_yaxis()
-    return figure
-
-
 def compare(config: CompareConfig) -> dict[str, Any]:
     """Train what is missing, evaluate everything, write the results."""
     if PartialState().num_processes > 1:
@@ -256,7 +240,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     text, numbers = comparison_table(results)
     write_json(folder / "results.json", {"results": results, "summary": numbers})
     (folder / "table.md").write_text(text + "\n")
-    plot(numbers).savefig(folder / "comparison.png", dpi=110)
+    plot_bars(numbers).savefig(folder / "comparison.png", dpi=DPI)
     print(f"\n{text}\nwrote {folder}: results.json, table.md, comparison.png, reports/")
     return {"results": results, "summary": numbers}
 

@@ -48,8 +48,8 @@ class ProbeDataConfig(SourceConfig):
 
 
 @dataclass(frozen=True)
-class FeaturesConfig:
-    """Frozen features: of which encoder, on which images."""
+class EncoderConfig:
+    """A frozen encoder: which, and the images that it is shown."""
 
     encoder: str = "runs/birds"
     """Run folder, encoder folder, timm model name (random, or with --checkpoint), floor:pixels or floor:colors."""
@@ -61,15 +61,21 @@ class FeaturesConfig:
     """Seed of random weights."""
     img_size: int | None = None
     """Another input size; position embeddings are resampled. null: the encoder's own."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
+    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
+
+
+@dataclass(frozen=True)
+class FeaturesConfig(EncoderConfig):
+    """Frozen features: of which encoder, on which images."""
+
     representation: Representation = "mean"
     """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
     depth: int | Literal["last", "all", "dev"] = "last"
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     out: str | None = None
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
-    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
 
 class Features(NamedTuple):
@@ -155,8 +161,7 @@ def extract(
     Raises:
         ValueError: an image cannot be decoded: features of another in its place would be no measurement.
     """
-    data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or encoder.crop_pct)
-    views = Views(photographs, data, encoder.img_size)
+    views = views_for(encoder, photographs, config.data)
     batch = config.data.batch_size or 64
     loader = held_out_loader(views, batch, accelerator.num_processes, accelerator.process_index)
     rows: list[list[torch.Tensor]] = [[] for _ in depths]
@@ -170,6 +175,11 @@ def extract(
     mine = [torch.cat(of_depth).numpy() if of_depth else None for of_depth in rows]
     parts = gather_object([mine])  # process r has images r, r + processes, ...
     return [interleave([part[depth] for part in parts if part[depth] is not None]) for depth in range(len(depths))]
+
+
+def views_for(encoder: FrozenEncoder, photographs: Photographs, data: ProbeDataConfig) -> Views:
+    """The photographs as this encoder takes them: its input size and, unless `data` says otherwise, its centre crop."""
+    return Views(photographs, dataclasses.replace(data, eval_crop=data.eval_crop or encoder.crop_pct), encoder.img_size)
 
 
 def interleave(parts: list[NDArray]) -> NDArray:

@@ -1,15 +1,13 @@
-"""How results are written: JSON, a table a person can paste, TensorBoard, a plot of accuracy by depth."""
+"""How results are written: JSON, a table a person can paste, TensorBoard."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
-matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
+from evaluation.figures import DPI, plot_by_depth
 
 
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
@@ -75,24 +73,7 @@ def write_report(path: Path, report: dict[str, Any], key: str) -> None:
                 writer.add_scalar(f"accuracy_by_depth/{key}_{name}", 100 * summary["mean"], int(depth))
         if len(by_depth) > 1:
             figure = plot_by_depth(by_depth, key)
-            figure.savefig(path.with_suffix(".png"), dpi=110)
+            figure.savefig(path.with_suffix(".png"), dpi=DPI)
             writer.add_figure("accuracy_by_depth", figure)
             print(f"wrote {path.with_suffix('.png')}")
     print(f"wrote {path}")
-
-
-def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) -> Figure:
-    """Accuracy against depth, a line and a band of one standard deviation for each value of `key`."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    depths = list(by_depth)
-    for number, name in enumerate(next(iter(by_depth.values()))):
-        means = np.array([100 * by_depth[depth][name]["mean"] for depth in depths])
-        spread = np.array([100 * by_depth[depth][name]["std"] for depth in depths])
-        color = matplotlib.colormaps["cividis"](number / max(len(by_depth[depths[0]]) - 1, 1) * 0.9)
-        axes.plot(depths, means, marker="o", color=color, label=f"{key} {name}")
-        axes.fill_between(depths, means - spread, means + spread, color=color, alpha=0.2, linewidth=0)
-    axes.set(xlabel="depth (blocks)", ylabel="test accuracy (%)", xticks=depths)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    return figure

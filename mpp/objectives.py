@@ -7,6 +7,7 @@ outside autocast. To add one, write a class with these members and name it in OB
 B images, K patches, P side of a patch, C classes.
 """
 
+import math
 from typing import Protocol
 
 import torch
@@ -39,6 +40,11 @@ def colors_of(classes: Tensor, bits: int) -> Tensor:
     return ((2 * channels + 1) * 255 // (2 * levels)).to(torch.uint8)
 
 
+def entropy_of(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits) over the last dimension, in bits: (..., C) to (...)."""
+    return torch.distributions.Categorical(logits=logits).entropy() / math.log(2)
+
+
 class Objective(Protocol):
     """What the training step, the reference lines and the pictures need of an objective."""
 
@@ -61,6 +67,9 @@ class Objective(Protocol):
 
     def paint(self, targets: Tensor) -> Tensor:
         """Targets as pixels, (B, K, 3, P, P) uint8."""
+
+    def entropy(self, predictions: Tensor) -> Tensor | None:
+        """How unsure the predictions are, in bits, (B, K, cells); None where no distribution is predicted."""
 
 
 class MeanColor:
@@ -85,6 +94,9 @@ class MeanColor:
 
     def paint(self, targets: Tensor) -> Tensor:
         return repeat(colors_of(targets, self.bits), "b k c -> b k c h w", h=self.patch_size, w=self.patch_size)
+
+    def entropy(self, predictions: Tensor) -> Tensor:
+        return entropy_of(predictions)[..., None]
 
 
 class GridColor:
@@ -115,6 +127,9 @@ class GridColor:
         colors, side = colors_of(targets, self.bits), self.patch_size // self.grid
         return repeat(colors, "b k (g f) c -> b k c (g h) (f w)", g=self.grid, h=side, w=side)
 
+    def entropy(self, predictions: Tensor) -> Tensor:
+        return entropy_of(predictions.unflatten(-1, (-1, self.classes)))
+
 
 class Pixels:
     """Regress the patch's pixels, scaled to [-1, 1], by mean squared error (L2).
@@ -142,6 +157,9 @@ class Pixels:
 
     def paint(self, targets: Tensor) -> Tensor:
         return targets
+
+    def entropy(self, predictions: Tensor) -> None:
+        return None  # a regression says nothing of its doubts
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"mean_color": MeanColor, "grid_color": GridColor, "pixels": Pixels}

@@ -49,14 +49,16 @@ def update_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
             state["average"].lerp_(parameter, 1 - ((1 + updates) / (10 + updates)).clamp(max=decay))
 
 
+def averages(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter and its Polyak average."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, optimizer.state[parameter]["average"]) for parameter in parameters]
+
+
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer, average: bool) -> Iterator[None]:
     """While open, the averages (if `average`) are the model's weights."""
-    swapped = [
-        (parameter, optimizer.state[parameter]["average"])
-        for group in optimizer.param_groups * average
-        for parameter in group["params"]
-    ]
+    swapped = averages(optimizer) if average else []
     swap(swapped)
     try:
         yield

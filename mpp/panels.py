@@ -11,18 +11,21 @@ from mpp.objectives import Objective
 GREY = 128  # what is behind a [mask]
 
 
-def prediction_panel(
+COLUMNS = ("original", "corrupted", "predicted", "true")
+
+
+def prediction_columns(
     objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption, patch_size: int
 ) -> Tensor:
-    """Rows of original | corrupted | predicted | true, one for each image.
+    """Each image as COLUMNS: what it is, what the model saw, what it predicted, what was to be predicted.
 
-    Uncorrupted patches are shown as they are in all four columns.
+    Uncorrupted patches are shown as they are in all four.
 
     Args:
         predictions: (B, K, outputs) for these images and this corruption.
         images: (B, 3, S, S) uint8.
     Returns:
-        (3, B * S, 4 * S) uint8.
+        (4, B, 3, S, S) uint8.
     """
     patches = patchify(images, patch_size)
     clean = patches_at(patches, corruption.positions)
@@ -35,7 +38,12 @@ def prediction_panel(
         put(patches, corruption.positions, objective.paint(objective.targets(clean))),
     ]
     side = images.shape[-1] // patch_size
-    return rearrange(torch.stack(columns), "n b (h w) c p q -> c (b h p) (n w q)", h=side)
+    return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=side)
+
+
+def prediction_panel(columns: Tensor) -> Tensor:
+    """Columns (4, B, 3, S, S) as one picture with a row for each image, (3, B * S, 4 * S)."""
+    return rearrange(columns, "n b c h w -> c (b h) (n w)")
 
 
 def put(patches: Tensor, positions: Tensor, replaced: Tensor) -> Tensor:

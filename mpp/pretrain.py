@@ -5,15 +5,18 @@
 Hide half of an image's patches, and predict the mean colour of each from what is left.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mpp.config import Config, require
+from mpp.checkpoint import restore
+from mpp.config import Config, SourceConfig, require
 from mpp.corruption import Corruption, corrupted_count
 from mpp.data import Batch, Share, collate
 from mpp.encoder import build_encoder
@@ -21,7 +24,8 @@ from mpp.launch import command
 from mpp.loop import due
 from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize, total
 from mpp.objectives import build_objective
-from mpp.panels import prediction_panel
+from mpp.optim import averages, build_optimizer, swap
+from mpp.panels import COLUMNS, prediction_columns, prediction_panel
 from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import knn_accuracy, patch_means
@@ -88,13 +92,20 @@ class Pretraining(ImageTask):
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""
-        views = self.views(self.held_out)
-        batch = collate([views[FIXED, index] for index in range(min(PANEL_IMAGES, len(self.held_out)))])
-        images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
-        panel = prediction_panel(self.objective, model(images, corruption), images, corruption, self.patch_size)
+        images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
+        columns = prediction_columns(self.objective, predictions, images, corruption, self.patch_size)
+        panel = prediction_panel(columns)
         enlarge = max(1, 128 // self.img_size)
         panel = panel.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-        tracker.log_images(step, "original | corrupted | predicted | true", panel[None])
+        tracker.log_images(step, " | ".join(COLUMNS), panel[None])
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Corruption, Tensor]:
+        """Held-out images (B, 3, S, S) at `indices`, their fixed corruption, and predictions (B, K, outputs)."""
+        views = self.views(self.held_out)
+        batch = collate([views[FIXED, index] for index in indices])
+        images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
+        return images, corruption, model(images, corruption).float()
 
     def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
         """kNN accuracy of the patches' mean after each block, where there are labels."""
@@ -131,6 +142,38 @@ class Pretraining(ImageTask):
             f"{self.patches} patches of {self.patch_size} x {self.patch_size}, {self.corrupted} corrupted, "
             f"{super().describe_model()}"
         )
+
+
+def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelerator: Accelerator) -> Pretraining:
+    """A run's task with the weights of its newest checkpoint, and perhaps other images: to see what it predicts.
+
+    Args:
+        folder: of a pre-training run.
+        source: the images.
+        eval_crop: of the held-out view; None: the run's.
+    Raises:
+        ValueError: no pre-training run, or no checkpoint there.
+    """
+    saved = folder / "config.yaml"
+    require(is_pretraining(folder), "encoder", folder, "the folder of a pre-training run, which has the colour head")
+    config = parse(Config, ["--config", str(saved)])
+    images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
+    data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
+    model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
+    task = Pretraining(dataclasses.replace(config, data=data, model=model), accelerator, Share(1, 1, 1, 0))
+    optimizer = build_optimizer(task.model, config.optim)
+    require(restore(folder, task.model, optimizer) > 0, "encoder", folder, "a run with a checkpoint that is whole")
+    task.model.to(accelerator.device).eval()
+    swap(averages(optimizer) if config.optim.average is not None else [])
+    return task
+
+
+def is_pretraining(folder: Path) -> bool:
+    """Whether this is the folder of a pre-training run: its config has an objective."""
+    try:
+        return "objective" in yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, TypeError, yaml.YAMLError):
+        return False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,162 @@
+"""Every figure: numbers in, matplotlib out. Readable at the width of a README, by the colour-blind too.
+
+Colours are cividis's, which those who confuse red and green see as others do. Nothing here computes a result.
+"""
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from numpy.typing import NDArray
+
+from mpp.panels import COLUMNS
+
+matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
+PALETTE = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
+WIDTH = 7.5  # inches
+DPI = 110
+
+
+def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, objective: str) -> Figure:
+    """A row for each image: original, corrupted, predicted, true and, where there is one, the entropy.
+
+    Args:
+        columns: (4, B, S, S, 3).
+        doubts: (B, h, w) entropy in bits, NaN where nothing was predicted; None: no distribution is predicted.
+        objective: its name.
+    """
+    titles = [*COLUMNS, *(["entropy"] if doubts is not None else [])]
+    rows, across = columns.shape[1], len(titles)
+    figure = Figure(figsize=(WIDTH, 0.5 + WIDTH / across * rows), layout="constrained")
+    panels = figure.subplots(rows, across, squeeze=False)
+    for row, line in enumerate(panels):
+        for panel, pixels in zip(line, columns[:, row], strict=False):
+            panel.imshow(pixels, interpolation="nearest")
+        if doubts is not None:
+            shown = line[-1].imshow(doubts[row], cmap=PALETTE, vmin=0, vmax=np.nanmax(doubts), interpolation="nearest")
+    for panel, title in zip(panels[0], titles, strict=True):
+        panel.set_title(title, fontsize=10)
+    bare(*panels.flat)
+    if doubts is not None:
+        figure.colorbar(shown, ax=panels[:, -1], label="entropy of the prediction (bits)", shrink=min(1, 2 / rows))
+    figure.suptitle(f"held-out images, predicted from what is left of them ({objective})", fontsize=11)
+    return figure
+
+
+def plot_filters(components: NDArray, shares: NDArray) -> Figure:
+    """Principal components of the RGB filters, (C, 3, P, P), each scaled to its own range, with shares of variance."""
+    across = min(7, len(components))
+    rows = -(-len(components) // across)
+    figure = Figure(figsize=(WIDTH, 0.4 + WIDTH / across * rows * 1.12), layout="constrained")
+    panels = figure.subplots(rows, across, squeeze=False)
+    for panel, component, share in zip(panels.flat, components, shares, strict=False):
+        scaled = 0.5 + component / (2 * np.abs(component).max())
+        panel.imshow(scaled.transpose(1, 2, 0), interpolation="nearest")
+        panel.set_title(f"{100 * share:.1f} %", fontsize=8)
+    bare(*panels.flat)
+    for panel in panels.flat[len(components) :]:
+        panel.set_visible(False)
+    title = f"{len(components)} principal components of the filters on RGB, {100 * shares.sum():.0f} % of the variance"
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def plot_positions(similarity: NDArray) -> Figure:
+    """Each position embedding's similarity (h, w, h, w) with all, as a map in the place of its patch."""
+    rows, columns = similarity.shape[:2]
+    apart = max(1, rows // 8)  # between two maps, in patches
+    mosaic = np.full((rows * (rows + apart) - apart, columns * (columns + apart) - apart), np.nan, np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            top, left = row * (rows + apart), column * (columns + apart)
+            mosaic[top : top + rows, left : left + columns] = similarity[row, column]
+    figure = Figure(figsize=(WIDTH, WIDTH * 0.86), layout="constrained")
+    axes = figure.add_subplot()
+    shown = axes.imshow(mosaic, cmap=PALETTE, vmin=min(0, similarity.min()), vmax=1, interpolation="nearest")
+    for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
+        every = -(-count // 16)
+        places = np.arange(0, count, every)
+        axis.set_ticks(places * (count + apart) + (count - 1) / 2, places + 1)
+    axes.set(xlabel="column of the patch", ylabel="row of the patch", title="position embeddings, each against all")
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    figure.colorbar(shown, ax=axes, label="cosine similarity", shrink=0.8)
+    return figure
+
+
+def plot_attention_distance(distances: NDArray, uniform: float, images: int) -> Figure:
+    """Mean attention distance (depth, heads) in pixels, a dot for each head; beside it what uniform attention has."""
+    depth, heads = distances.shape
+    figure = Figure(figsize=(WIDTH, 4), layout="constrained")
+    axes = figure.add_subplot()
+    places = np.arange(1, depth + 1)
+    axes.plot(places, distances.mean(1), color=PALETTE(0.1), label="mean over the heads")
+    axes.plot(np.repeat(places, heads), distances.flatten(), "o", color=PALETTE(0.7), mec="0.3", ms=5, label="a head")
+    axes.axhline(uniform, color="0.4", linestyle="--", label="uniform attention")
+    axes.set(xlabel="depth (blocks)", ylabel="mean attention distance (pixels)", xticks=places, ylim=(0, None))
+    axes.set_title(f"how far heads look, over {images} images", fontsize=11)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residual: bool) -> Figure:
+    """Images (B, S, S, 3), and attention rollout (B, h, w) laid over each, as a multiple of uniform attention."""
+    across = min(3, len(images))
+    rows = -(-len(images) // across)
+    figure = Figure(figsize=(WIDTH, 0.4 + (WIDTH - 0.8) / (2 * across) * rows), layout="constrained")
+    panels = figure.subplots(rows, 2 * across, squeeze=False)
+    pairs = panels.reshape(-1, 2)
+    side = images.shape[1]
+    for (left, right), pixels, flow in zip(pairs, images, rollout, strict=False):
+        left.imshow(pixels)
+        right.imshow(pixels.mean(-1), cmap="gray")
+        over = dict(cmap=PALETTE, alpha=0.65, extent=(-0.5, side - 0.5, side - 0.5, -0.5), interpolation="bilinear")
+        shown: AxesImage = right.imshow(flow, vmin=rollout.min(), vmax=rollout.max(), **over)
+    bare(*panels.flat)
+    for panel in pairs[len(images) :].flat:
+        panel.set_visible(False)
+    origin = "[class]" if start == "class" else "the mean of the patches"
+    figure.suptitle(f"attention rollout from {origin}{', with the residual' if residual else ''}", fontsize=11)
+    bar = figure.colorbar(shown, ax=panels, label="multiple of uniform attention", shrink=0.9, pad=0.01)
+    bar.solids.set_alpha(1)
+    return figure
+
+
+def bare(*panels) -> None:
+    """Pictures need no ticks."""
+    for panel in panels:
+        panel.set(xticks=[], yticks=[])
+
+
+def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) -> Figure:
+    """Accuracy against depth, a line and a band of one standard deviation for each value of `key`."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    depths = list(by_depth)
+    for number, name in enumerate(next(iter(by_depth.values()))):
+        means = np.array([100 * by_depth[depth][name]["mean"] for depth in depths])
+        spread = np.array([100 * by_depth[depth][name]["std"] for depth in depths])
+        color = PALETTE(number / max(len(by_depth[depths[0]]) - 1, 1) * 0.9)
+        axes.plot(depths, means, marker="o", color=color, label=f"{key} {name}")
+        axes.fill_between(depths, means - spread, means + spread, color=color, alpha=0.2, linewidth=0)
+    axes.set(xlabel="depth (blocks)", ylabel="test accuracy (%)", xticks=depths)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
+    """A panel for each column, a bar for each encoder with its standard deviation."""
+    columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
+    figure = Figure(figsize=(2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(numbers)), layout="constrained")
+    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    colors = PALETTE(np.linspace(0, 0.9, len(numbers)))
+    for panel, column in zip(panels, columns, strict=True):
+        cells = [of.get(column, {"mean": np.nan, "std": 0}) for of in numbers.values()]
+        means, spreads = ([100 * cell[key] for cell in cells] for key in ("mean", "std"))
+        panel.barh(list(numbers), means, xerr=spreads, color=colors)
+        panel.set(title=column, xlabel="accuracy (%)")
+    panels[0].invert_yaxis()
+    return figure

@@ -1,0 +1,255 @@
+"""Pictures of what an encoder has learned, each with the numbers behind it (paper, section 4.5, D.7, D.8).
+
+    python evaluation/visualize.py --encoder runs/birds
+
+Writes PNGs, `.npz` or `.json` with their numbers, and TensorBoard events into one folder. What an encoder does not have
+(a ResNet has no attention; only a pre-training run has the colour head) is left out, and why is said.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from evaluation import fewshot, figures
+from evaluation.encoders import ColorFloor, FrozenEncoder, Representation, load_frozen
+from evaluation.features import EncoderConfig, extract_features, views_for
+from evaluation.inspection import (
+    Unavailable,
+    attention_distance,
+    attention_rollout,
+    distances,
+    filter_components,
+    grid_of,
+    model_of,
+    position_similarity,
+)
+from evaluation.probing import judge
+from evaluation.reports import report_path, write_json
+from mpp.config import RunConfig, as_lists, plumbing, require
+from mpp.data import held_out_loader
+from mpp.launch import command, start
+from mpp.panels import prediction_columns
+from mpp.parsing import parse
+from mpp.pretrain import is_pretraining, reopen
+from mpp.sources import Photographs, load_photographs
+
+Picture = Literal["predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"]
+Numbers = dict[str, Any]
+FILTERS = 28  # as in the paper's figure
+BATCH = 4  # a block's weights are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
+
+
+@dataclass(frozen=True)
+class VisualizeConfig(EncoderConfig):
+    """Pictures of what an encoder has learned."""
+
+    out: str | None = None
+    """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
+    pictures: Picture | tuple[Picture, ...] = (
+        *("predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"),
+    )
+    """Which pictures."""
+    images: int = 6
+    """Held-out images in pictures that show some, a choice by data.eval_seed."""
+    attention_images: int = 128
+    """Held-out images that attention distance is averaged over."""
+    residual: bool = False
+    """Average each layer of the rollout with the identity, for the residual connection."""
+    rollout_from: Literal["auto", "class", "patches"] = "auto"
+    """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
+    representation: Representation = "mean"
+    """What accuracy_by_depth is of."""
+    threads: int = plumbing(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        as_lists(self, "pictures")
+        require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(PICTURES)}")
+        for name in ("images", "attention_images"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+class Subject(NamedTuple):
+    """What pictures are made of."""
+
+    config: VisualizeConfig
+    accelerator: Accelerator
+    encoder: FrozenEncoder | ColorFloor
+    held_out: Photographs
+
+    @property
+    def run(self) -> Path:
+        """The run folder, whether it or its encoder/ was named."""
+        folder = Path(self.config.encoder)
+        return folder.parent if folder.name == "encoder" else folder
+
+    def images(self, count: int) -> Iterator[Tensor]:
+        """A seeded choice of held-out images as the encoder takes them, in batches (B, 3, S, S)."""
+        chosen = self.held_out.choose(count, self.config.data.eval_seed)
+        views = views_for(self.encoder, chosen, self.config.data)
+        for batch in held_out_loader(views, self.config.data.batch_size or BATCH):
+            for failure in batch.unreadable:
+                tqdm.write(f"warning: unreadable image, another takes its place: {failure}")
+            yield batch.images.to(self.accelerator.device)
+
+
+def predictions(subject: Subject) -> tuple[Figure, Numbers]:
+    """Original, corrupted, predicted and true patches of held-out images, and the entropy of what is predicted."""
+    config = subject.config
+    if config.random or config.checkpoint or not is_pretraining(subject.run):
+        raise Unavailable("only the folder of a pre-training run has the head that predicts")
+    task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)
+    task.held_out = task.held_out.choose(config.images, config.data.eval_seed)
+    with subject.accelerator.autocast():
+        images, corruption, predicted = task.predict(task.model, range(len(task.held_out)))
+    columns = prediction_columns(task.objective, predicted, images, corruption, task.patch_size)
+    columns = columns.movedim(2, -1).cpu().numpy()
+    numbers = {name: part for name, part in zip(("original", "seen", "predicted", "true"), columns, strict=True)}
+    numbers |= {"positions": corruption.positions.cpu().numpy(), "kinds": corruption.kinds.cpu().numpy()}
+    entropy = task.objective.entropy(predicted)  # (B, K, cells)
+    doubts = None
+    if entropy is not None:
+        numbers["entropy"] = entropy.cpu().numpy()
+        doubts = on_grid(numbers["entropy"], numbers["positions"], task.patches)
+    return figures.plot_predictions(columns, doubts, task.config.objective.name), numbers
+
+
+def on_grid(values: np.ndarray, positions: np.ndarray, patches: int) -> np.ndarray:
+    """Values of the cells of some patches, (B, K, cells), in their places of a map (B, h, w); NaN elsewhere."""
+    count, _, cells = values.shape
+    side, cell = round(patches**0.5), round(cells**0.5)
+    whole = np.full((count, patches, cells), np.nan, np.float32)
+    np.put_along_axis(whole, positions[..., None].repeat(cells, -1), values, axis=1)
+    return whole.reshape(count, side, side, cell, cell).swapaxes(2, 3).reshape(count, side * cell, side * cell)
+
+
+def filters(subject: Subject) -> tuple[Figure, Numbers]:
+    """The first principal components of the filters on RGB."""
+    components, shares = (part.numpy() for part in filter_components(model_of(subject.encoder), FILTERS))
+    return figures.plot_filters(components, shares), {"components": components, "variance_share": shares}
+
+
+def positions(subject: Subject) -> tuple[Figure, Numbers]:
+    """Similarity of position embeddings."""
+    similarity = position_similarity(model_of(subject.encoder)).numpy()
+    return figures.plot_positions(similarity), {"similarity": similarity}
+
+
+def attention_distances(subject: Subject) -> tuple[Figure, Numbers]:
+    """How far each head looks."""
+    model, encoder = model_of(subject.encoder), subject.encoder
+    count = min(subject.config.attention_images, len(subject.held_out))
+    grid = grid_of(model)
+    uniform = float(distances(grid, encoder.img_size / grid[0]).mean())
+    batches = tqdm(subject.images(count), desc="attention", unit="batch")
+    with subject.accelerator.autocast():
+        found = attention_distance(encoder, batches)
+    numbers = {"unit": "pixels", "images": count, "uniform_attention": uniform}
+    numbers |= {"distance_by_depth_and_head": found.tolist()}
+    return figures.plot_attention_distance(found.numpy(), uniform, count), numbers
+
+
+def rollout(subject: Subject) -> tuple[Figure, Numbers]:
+    """What flows into the output, through all layers."""
+    config, encoder = subject.config, subject.encoder
+    begin = rollout_start(subject)
+    shown, flows = [], []
+    for images in subject.images(config.images):
+        with subject.accelerator.autocast():
+            flows.append(attention_rollout(encoder, images, config.residual, begin))
+        shown.append(images.movedim(1, -1).cpu())
+    pixels, flow = torch.cat(shown).numpy(), torch.cat(flows).numpy()
+    return figures.plot_rollout(pixels, flow, begin, config.residual), {"images": pixels, "rollout": flow}
+
+
+def rollout_start(subject: Subject) -> Literal["class", "patches"]:
+    """The token that rollout begins at: [class] says something only where it was trained."""
+    if subject.config.rollout_from != "auto":
+        return subject.config.rollout_from
+    untrained = subject.config.random or is_pretraining(subject.run)
+    has_class = getattr(model_of(subject.encoder), "has_class_token", False)
+    return "class" if has_class and not untrained else "patches"
+
+
+def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
+    """The few-shot curve."""
+    if subject.held_out.labelled() is None:
+        raise Unavailable("the images have no labels")
+    shared = {field.name: getattr(subject.config, field.name) for field in dataclasses.fields(EncoderConfig)}
+    config = fewshot.FewshotConfig(**shared, representation=subject.config.representation, depth="all")
+    by_depth = extract_features(config, subject.accelerator)
+    if len(by_depth) == 1:
+        raise Unavailable("this encoder has one depth")
+    report = judge(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
+    return figures.plot_by_depth(report["summary_by_depth"], "shots"), report
+
+
+PICTURES: dict[str, Callable[[Subject], tuple[Figure, Numbers]]] = {
+    "predictions": predictions,
+    "filters": filters,
+    "positions": positions,
+    "attention_distance": attention_distances,
+    "attention_rollout": rollout,
+    "accuracy_by_depth": accuracy_by_depth,
+}
+
+
+def write(folder: Path, name: str, figure: Figure, numbers: Numbers) -> None:
+    """NAME.png, and NAME.npz where all numbers are arrays, else NAME.json."""
+    figure.savefig(folder / f"{name}.png", dpi=figures.DPI)
+    if all(isinstance(value, np.ndarray) for value in numbers.values()):
+        np.savez_compressed(folder / f"{name}.npz", **numbers)
+    else:
+        write_json(folder / f"{name}.json", numbers)
+
+
+def visualize(config: VisualizeConfig) -> list[str]:
+    """Draw the pictures that this encoder has something for; their names.
+
+    Raises:
+        ValueError: no such encoder or images, or nothing to draw.
+    """
+    if PartialState().num_processes > 1:
+        raise ValueError("pictures are drawn by one process: start it with python, without a launcher")
+    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    folder = Path(config.out) if config.out else report_path(None, config.encoder, "pictures")
+    require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
+    encoder = load_frozen(config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
+    _, held_out = load_photographs(config.data)
+    subject = Subject(config, accelerator, encoder.to(accelerator.device), held_out)
+    drawn, missing = [], {}
+    folder.mkdir(parents=True, exist_ok=True)
+    with SummaryWriter(str(folder)) as writer:
+        for name in config.pictures:
+            try:
+                figure, numbers = PICTURES[name](subject)
+            except Unavailable as error:
+                missing[name] = str(error)
+                continue
+            write(folder, name, figure, numbers)
+            writer.add_figure(name, figure)
+            drawn.append(name)
+    for name, reason in missing.items():
+        print(f"no {name}: {reason}")
+    require(len(drawn) > 0, "pictures", ", ".join(missing), "something that this encoder has")
+    print(f"wrote {folder}: {', '.join(f'{name}.png' for name in drawn)}, their numbers beside them")
+    return drawn
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw as the command line, or `arguments`, say."""
+    visualize(parse(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
+
+
+if __name__ == "__main__":
+    command(main)

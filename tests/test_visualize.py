@@ -1,0 +1,221 @@
+"""What an encoder has learned, as numbers against closed forms; and the command that draws them."""
+
+import json
+import math
+from functools import reduce
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import TINY, encoded, picture
+from PIL import Image
+from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from evaluation import supervised
+from evaluation.encoders import FrozenEncoder
+from evaluation.inspection import (
+    attention_distance,
+    attention_rollout,
+    distances,
+    filter_components,
+    mean_distance,
+    position_similarity,
+    roll_out,
+    see_attention,
+)
+from evaluation.visualize import main, on_grid
+from mpp.pretrain import Pretraining
+
+FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--attention_images=5", "--images=3")
+ALL = ("predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth")
+
+
+def vit(**changes) -> FrozenEncoder:
+    """A small ViT, 32 pixels, 4 x 4 patches."""
+    torch.manual_seed(0)
+    small = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
+    return FrozenEncoder(timm.create_model("vit_base_patch16_224", **small | changes), img_size=32)
+
+
+def noise(count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def mean_distance_on_a_grid(rows: int, columns: int, patch: float) -> float:
+    """Sum over offsets, how often each occurs among all ordered pairs times its length."""
+    offsets = [(y, x) for y in range(1 - rows, rows) for x in range(1 - columns, columns)]
+    lengths = sum((rows - abs(y)) * (columns - abs(x)) * math.hypot(y, x) for y, x in offsets)
+    return patch * lengths / (rows * columns) ** 2
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
+def test_distance_of_uniform_and_of_identity_attention(grid):
+    apart, count = distances(grid, 8), grid[0] * grid[1]
+    uniform = torch.full((2, 3, count, count), 0.7 / count)  # 0.3 goes to [class]
+    assert mean_distance(uniform, apart).flatten().tolist() == pytest.approx(
+        [mean_distance_on_a_grid(*grid, 8)] * 6, rel=1e-5
+    )
+    assert mean_distance(torch.eye(count).expand(2, 3, -1, -1), apart).abs().max() == 0
+
+
+def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
+    encoder = vit()
+    for block in encoder.model.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight[:16])  # queries
+    found = attention_distance(encoder, [noise(3), noise(2)])
+    assert found.shape == (3, 2)
+    np.testing.assert_allclose(found, mean_distance_on_a_grid(4, 4, 8), rtol=1e-5)
+
+
+def test_distance_does_not_depend_on_how_images_are_batched():
+    encoder, images = vit(), noise(5)
+    torch.testing.assert_close(attention_distance(encoder, [images]), attention_distance(encoder, images.split(2)))
+
+
+def test_attention_is_that_of_the_forward_pass():
+    encoder, images, seen = vit(), noise(2), []
+    see_attention(encoder, images, lambda depth, weights: seen.append(weights))
+    attn, hidden = encoder.model.blocks[1].attn, []
+    hook = attn.register_forward_hook(lambda module, args, out: hidden.append((args[0], out)))
+    encoder.model.forward_features(encoder.normalize(images))
+    hook.remove()
+    tokens, out = hidden[0]
+    values = attn.qkv(tokens)[..., 32:].unflatten(-1, (2, 8)).transpose(1, 2)
+    mixed = (seen[1] @ values).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attn.proj(mixed), out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_rollout_rows_sum_to_one_and_multiply_in_order(residual):
+    layers = torch.randn(3, 2, 4, 7, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    rollout = reduce(lambda below, layer: roll_out(below, layer, residual), layers, None)
+    torch.testing.assert_close(rollout.sum(-1), torch.ones(2, 7))
+    first, second, third = (layer.mean(1) / (1 + residual) + residual * torch.eye(7) / 2 for layer in layers)
+    torch.testing.assert_close(rollout, third @ second @ first)
+
+
+@pytest.mark.parametrize("start", ["class", "patches"])
+def test_rollout_of_a_model_that_attends_to_all_alike_is_flat(start):
+    encoder = vit()
+    for block in encoder.model.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight[:16])
+    flow = attention_rollout(encoder, noise(2), residual=False, start=start)
+    torch.testing.assert_close(flow, torch.ones(2, 4, 4))
+
+
+def test_similarity_of_sinusoidal_positions():
+    encoder, columns = vit(), torch.arange(16) % 4
+    waves = torch.stack([torch.sin(columns * 0.9), torch.cos(columns * 0.9)], dim=1)
+    positions = torch.zeros(1, 17, 16)
+    positions[0, 1:, :2] = 3 * waves
+    encoder.model.pos_embed.data = positions
+    similarity = position_similarity(encoder.model)
+    apart = torch.arange(4)[:, None] - torch.arange(4)
+    expected = torch.cos(apart * 0.9)[None, :, None, :].expand(4, 4, 4, 4)  # one wave over the columns, none over rows
+    torch.testing.assert_close(similarity, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_filter_components_find_the_directions_that_made_the_filters():
+    rng = np.random.default_rng(0)
+    directions = np.linalg.qr(rng.normal(size=(192, 2)))[0].T  # (2, 192), orthonormal
+    strengths = rng.normal(size=(16, 2)) * (5, 1)
+    encoder = vit()
+    encoder.model.patch_embed.proj.weight.data = torch.tensor(strengths @ directions + 0.3).float().view(16, 3, 8, 8)
+    components, shares = filter_components(encoder.model, 28)
+    assert components.shape == (16, 3, 8, 8)
+    assert shares[:2].sum().item() == pytest.approx(1, abs=1e-5)
+    inside = components[:2].flatten(1).double().numpy() @ directions.T  # the span is the same, the lengths are 1
+    np.testing.assert_allclose(np.linalg.norm(inside, axis=1), 1, rtol=1e-4)
+    largest = components.flatten(1).gather(1, components.flatten(1).abs().argmax(1, keepdim=True))
+    assert (largest > 0).all()
+
+
+def test_entropy_lands_on_its_patch():
+    values = np.arange(8.0).reshape(1, 2, 4)  # two patches of 2 x 2 cells
+    whole = on_grid(values, np.array([[3, 0]]), patches=4)
+    np.testing.assert_array_equal(whole[0, 2:, 2:], [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(whole[0, :2, :2], [[4, 5], [6, 7]])
+    assert np.isnan(whole).sum() == 8
+
+
+@pytest.mark.parametrize("objective", ["mean_color", "grid_color", "pixels"])
+def test_all_pictures_of_a_run(pretrain, tmp_path, objective, capsys):
+    run = pretrain(f"--objective.name={objective}", *(["--optim.average=0.9"] if objective == "pixels" else []))
+    out = tmp_path / "pictures"
+    main([f"--encoder={run}", f"--out={out}", *FAST])
+    assert "no " not in capsys.readouterr().out.replace("note", "")
+    events = EventAccumulator(str(out)).Reload()
+    assert set(events.Tags()["images"]) == set(ALL)
+    for name in ALL:
+        image = Image.open(out / f"{name}.png")
+        assert image.width <= 900 and np.asarray(image.convert("L")).std() > 5
+    saved = np.load(out / "predictions.npz")
+    assert saved["original"].shape == (3, 32, 32, 3) and saved["positions"].shape == (3, 8)
+    assert ("entropy" in saved) == (objective != "pixels")
+    if objective != "pixels":
+        assert saved["entropy"].shape == (3, 8, 1 if objective == "mean_color" else 16)
+        assert saved["entropy"].min() >= 0 and saved["entropy"].max() <= 9
+    hidden = np.zeros((3, 16), bool)
+    np.put_along_axis(hidden, saved["positions"], True, axis=1)
+    seen = hidden.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
+    assert (saved["predicted"][~seen] == saved["original"][~seen]).all()
+    assert json.loads((out / "attention_distance.json").read_text())["images"] == 5
+    assert np.load(out / "attention_rollout.npz")["rollout"].mean((1, 2)).tolist() == pytest.approx([1] * 3, rel=1e-5)
+
+
+def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch, tmp_path):
+    run, seen = pretrain("--optim.average=0.9", "--optim.lr=0.1"), []
+    predict = Pretraining.predict
+    monkeypatch.setattr(Pretraining, "predict", lambda task, model, i: seen.append(model) or predict(task, model, i))
+    main([f"--encoder={run}/encoder", f"--out={tmp_path / 'p'}", "--pictures=predictions", *FAST])
+    exported = load_file(run / "encoder" / "model.safetensors")
+    assert all(np.array_equal(seen[0].encoder.state_dict()[name].numpy(), exported[name]) for name in exported)
+
+
+def test_what_an_encoder_lacks_is_said(tmp_path, capsys):
+    main(["--encoder=resnetv2_50x1_bit", "--img_size=64", f"--out={tmp_path}", "--data.train_images=60", *FAST])
+    said = capsys.readouterr().out
+    for name in ("predictions", "positions", "attention_distance", "attention_rollout"):
+        assert f"no {name}: " in said
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"filters", "accuracy_by_depth"}
+    with pytest.raises(ValueError, match="pictures is filters; it must be something that this encoder has"):
+        main(["--encoder=floor:pixels", f"--out={tmp_path}", "--pictures=filters", *FAST])
+
+
+def test_images_without_labels_give_all_but_accuracy(pretrain, tmp_path, capsys):
+    for number in range(6):
+        (tmp_path / "plain").mkdir(exist_ok=True)
+        (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
+    out = tmp_path / "pictures"
+    main([f"--encoder={pretrain()}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FAST])
+    assert "no accuracy_by_depth: the images have no labels" in capsys.readouterr().out
+    assert len(list(out.glob("*.png"))) == 5
+
+
+def test_rollout_starts_at_class_where_class_was_trained(pretrain, tmp_path, monkeypatch):
+    starts = []
+    monkeypatch.setattr("evaluation.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start))
+    monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
+    monkeypatch.setattr("evaluation.visualize.SummaryWriter.add_figure", lambda *args: None)
+    sized = [word for word in TINY if not word.startswith("--probe")]
+    supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
+    for encoder in (pretrain(), tmp_path / "labels"):
+        main([f"--encoder={encoder}", f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *FAST])
+    assert starts == ["patches", "class"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--pictures=attention", "attention"),
+        ("--images=0", r"images is 0; it must be at least 1"),
+        ("--pictures=[]", r"pictures is \[\]; it must be a list of some of predictions, filters"),
+        ("--out=pyproject.toml", r"out is pyproject\.toml; it must be a folder"),
+        ("--encoder=nowhere", "encoder is nowhere"),
+    ],
+)
+def test_bad_settings_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        main(["--encoder=floor:pixels", wrong, *[word for word in FAST if word.split("=")[0] not in wrong]])
