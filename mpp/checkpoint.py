@@ -4,6 +4,8 @@
     metrics.jsonl, events.out.*        scalars; pictures
     checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, state.json
     encoder/                           timm's layout, when the run is finished
+    preempted                          the marker of a run that a signal stopped (mpp/preemption.py)
+    .lock                              held while a process writes here (mpp/lock.py)
 
 A checkpoint is written aside, synced to disk and renamed. Nothing is pickled. The order of the data, the schedule and
 all randomness are functions of the step, so weights, optimiser state and the step are all there is to save.
@@ -18,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from mpp import lock
 from mpp.parsing import changed_keys, to_yaml
 
 
@@ -41,7 +45,7 @@ def open_run(config: Any) -> Path:
                 f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
                 "choose another run.dir, or the same values to resume"
             )
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(path.name != lock.NAME for path in folder.iterdir()):
         raise ValueError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
     return folder
 
@@ -61,18 +65,21 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
     Args:
         step: updates done.
         model: without wrappers.
+    Raises:
+        ValueError: it cannot be written; earlier checkpoints are as they were.
     """
     checkpoints = folder / "checkpoints"
     aside = checkpoints / f".step_{step:08d}.partial"
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    contiguous = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(contiguous, aside / "model.safetensors")
-    save_file(flat_state(optimizer), aside / "optimizer.safetensors")
-    digests = {file.name: digest(file) for file in sorted(aside.iterdir())}
-    (aside / "state.json").write_text(json.dumps({"torch": torch.__version__, "sha256": digests}, indent=1))
-    for file in aside.iterdir():
-        sync(file)
+    try:
+        write_checkpoint(aside, model, optimizer)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        earlier = [path.name for path in complete_checkpoints(folder)]
+        kept = f"{earlier[-1]} is kept, and the same command goes on from it" if earlier else "there is no earlier one"
+        raise ValueError(
+            f"{aside.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
+        ) from error
     final = checkpoints / f"step_{step:08d}"
     shutil.rmtree(final, ignore_errors=True)
     aside.replace(final)
@@ -81,6 +88,18 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
     for other in set(complete_checkpoints(folder)) - set(ours[-keep:]):
         shutil.rmtree(other)  # old, or newer and damaged: else the run would not be here
     return final
+
+
+def write_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write a checkpoint's files, with their checksums, and make them durable."""
+    folder.mkdir(parents=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(contiguous, folder / "model.safetensors")
+    save_file(flat_state(optimizer), folder / "optimizer.safetensors")
+    digests = {file.name: digest(file) for file in sorted(folder.iterdir())}
+    (folder / "state.json").write_text(json.dumps({"torch": torch.__version__, "sha256": digests}, indent=1))
+    for file in folder.iterdir():
+        sync(file)
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

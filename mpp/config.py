@@ -4,6 +4,7 @@ The names are those of the command line (mpp/parsing.py): `--optim.lr 1e-3`. Fie
 is carried out and watched, not what it computes: only they may differ when a run is resumed.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -173,7 +174,8 @@ class ModelConfig:
             require(width % heads == 0, "model.width", width, f"a multiple of model.heads ({heads})")
         for name in ("dropout", "drop_path"):
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "at least 0 and below 1")
-        require(min(self.std) > 0, "model.std", list(self.std), "three positive numbers")
+        require(all(0 < s < math.inf for s in self.std), "model.std", list(self.std), "three positive numbers")
+        require(all(map(math.isfinite, self.mean)), "model.mean", list(self.mean), "three numbers")
 
 
 def check_grid(img_size: int, patch_size: int, key: str = "model.img_size") -> None:
@@ -246,10 +248,10 @@ class OptimConfig:
     """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. null: none."""
 
     def __post_init__(self):
-        require(self.lr > 0, "optim.lr", self.lr, "above 0")
+        require(0 < self.lr < math.inf, "optim.lr", self.lr, "above 0")
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
         require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
-        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
+        require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
         require(all(0 <= b < 1 for b in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
         require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "at least 0 and below 1")
         require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "above 0, or null")

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from mpp import corruption, images
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption
 from mpp.randomness import FIXED, Stream, permutation, words
 from mpp.sources import Photographs
+from mpp.workers import WatchedLoader, reading
 
 REPLACEMENTS = 64  # so many unreadable images in a row do not happen where fewer than half are
 
@@ -67,6 +68,7 @@ class Views(Dataset):
         failures: list[str] = []
         candidate = index
         while len(failures) <= REPLACEMENTS:
+            reading(candidate)
             try:
                 return candidate, self.photographs.decode(candidate, self.data.max_pixels), failures
             except images.UnreadableImage as error:
@@ -127,21 +129,22 @@ class Positions(Sampler[list[tuple[int, int]]]):
             yield [(epoch, int(order(epoch)[place])) for epoch, place in keys]
 
 
-def training_loader(views: Views, share: Share, start: int, stop: int) -> DataLoader:
+def training_loader(views: Views, share: Share, start: int, stop: int) -> WatchedLoader:
     """Batches of this process, from update `start` to `stop`."""
     return loader(views, Positions(len(views.photographs), views.seed, share, start, stop))
 
 
-def held_out_loader(views: Views, batch: int, processes: int = 1, rank: int = 0) -> DataLoader:
+def held_out_loader(views: Views, batch: int, processes: int = 1, rank: int = 0) -> WatchedLoader:
     """This process's share of the held-out images, in their fixed view; the last batch may be smaller."""
     keys = [(FIXED, index) for index in range(rank, len(views.photographs), processes)]
     return loader(views, [keys[i : i + batch] for i in range(0, len(keys), batch)])
 
 
-def loader(views: Views, batches: Sampler | list) -> DataLoader:
+def loader(views: Views, batches: Sampler | list) -> WatchedLoader:
     """torch's loader over batches of keys. It gets a generator of its own: it would draw from the global one."""
-    return DataLoader(
+    return WatchedLoader(
         views,
+        views.photographs.name,
         batch_sampler=batches,
         num_workers=views.data.workers,
         collate_fn=collate,

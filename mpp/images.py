@@ -16,6 +16,7 @@ try:
 except ImportError:  # torchvision 0.29 announces their removal: PIL then decodes JPEG too, more slowly
     decode_jpeg = None
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 
 
@@ -30,7 +31,7 @@ def decode(data: bytes, max_pixels: int) -> Tensor:
     orientation is applied.
 
     Args:
-        data: a JPEG, PNG, WebP, GIF, BMP or TIFF file.
+        data: a file of one of FORMATS.
         max_pixels: files whose header announces more are refused before they are decoded.
     Returns:
         (3, H, W) uint8.
@@ -38,7 +39,7 @@ def decode(data: bytes, max_pixels: int) -> Tensor:
         UnreadableImage: with the reason.
     """
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > max_pixels:
                 raise UnreadableImage(f"{width} x {height} pixels are more than data.max_pixels ({max_pixels})")

@@ -14,6 +14,7 @@ from accelerate.tracking import TensorBoardTracker, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
 from mpp.config import RunConfig
+from mpp.preemption import Preempted
 
 
 def command(main: Callable[[], None]) -> None:
@@ -23,13 +24,25 @@ def command(main: Callable[[], None]) -> None:
     """
     try:
         main()
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if Path(raised_in).resolve().parent.name not in ("mpp", "evaluation"):
+        ours = Path(raised_in).resolve().parent.name in ("mpp", "evaluation")
+        if not ours and not isinstance(error, OSError):  # a disk that is full is nobody's bug
             raise
         rank = os.environ.get("RANK")
         print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:  # before or after training, which handles it itself
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    except Preempted:
+        leave_the_others()
+        raise
+    leave_the_others()
+
+
+def leave_the_others() -> None:
+    """End the process group, on all processes alike."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

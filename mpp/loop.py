@@ -23,6 +23,7 @@ from mpp.config import OptimConfig, RunConfig
 from mpp.data import Batch, Share
 from mpp.metrics import Sums, add, total
 from mpp.optim import averaged_weights, build_optimizer, learning_rate
+from mpp.preemption import Preemption
 from mpp.randomness import Stream, words
 from mpp.tracking import Speed, Tracker
 
@@ -72,7 +73,8 @@ def fit(
         flops: executed per image.
     Raises:
         FloatingPointError: a loss or gradient that is not finite; nothing was updated by it.
-        ValueError: most images cannot be decoded.
+        ValueError: most images cannot be decoded, or a checkpoint cannot be written.
+        Preempted: a signal asked for a stop; the checkpoint is written.
     """
     if run.compile:
         task.model.compile()
@@ -87,36 +89,53 @@ def fit(
     update = Update(task, accelerator, model, optimizer, optim, share, run)
     speed, bar = Speed(flops), progress(accelerator, run.steps, start)
     batches = iter(task.batches(start))
-    for step in range(start, run.steps):
-        done = step + 1
-        log = due(done, run.log_every, run.steps)
-        micro, waited = load(batches, share.accumulation)
-        values, sums = update(step, micro, measure=log)
-        speed.waited += waited
-        speed.images += share.batch * share.accumulation * share.processes
-        tracker.warn_unreadable(update.new_failures)
-        bar.update()
-        if log:
-            scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read(accelerator.device) | {"unreadable": update.count_unreadable()}
-            tracker.log(done, scalars)
-            bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
-        if due(done, run.eval_every, run.steps):
-            paused = time.perf_counter()
-            model.eval()
-            with averaged_weights(optimizer.optimizer, average=optim.average is not None):
-                tracker.log(done, task.evaluate(bare, done, tracker))
-            speed.begin += time.perf_counter() - paused
-        if due(done, run.checkpoint_every, run.steps):
-            update.check_finite()
-            if accelerator.is_main_process:
-                save_checkpoint(folder, done, bare, optimizer.optimizer, run.keep_checkpoints)
-            accelerator.wait_for_everyone()
+    with Preemption(accelerator) as preemption:
+        for step in range(start, run.steps):
+            done = step + 1
+            log = due(done, run.log_every, run.steps)
+            micro, waited = load(batches, share.accumulation)
+            values, sums = update(step, micro, measure=log)
+            speed.waited += waited
+            speed.images += share.batch * share.accumulation * share.processes
+            tracker.warn_unreadable(update.new_failures)
+            stop = preemption.agreed() and done < run.steps
+            bar.update()
+            if log:
+                scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
+                scalars |= speed.read(accelerator.device) | {"unreadable": tracker.count_unreadable()}
+                tracker.log(done, scalars)
+                bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+            if due(done, run.eval_every, run.steps):
+                paused = time.perf_counter()
+                model.eval()
+                with averaged_weights(optimizer.optimizer, average=optim.average is not None):
+                    tracker.log(done, task.evaluate(bare, done, tracker))
+                speed.begin += time.perf_counter() - paused
+            if stop or due(done, run.checkpoint_every, run.steps):
+                update.check_finite()
+                checkpoint(accelerator, folder, done, bare, optimizer.optimizer, run.keep_checkpoints)
+            if stop:
+                bar.close()
+                tracker.close()
+                preemption.leave(folder, done)
     bar.close()
     tracker.close()
     with averaged_weights(optimizer.optimizer, average=optim.average is not None):
         if accelerator.is_main_process:
             task.export(bare, folder)
+
+
+def checkpoint(accelerator: Accelerator, folder: Path, step: int, model: nn.Module, optimizer, keep: int) -> None:
+    """Save from the main process; ValueError on every process where that fails."""
+    problem = None
+    if accelerator.is_main_process:
+        try:
+            save_checkpoint(folder, step, model, optimizer, keep)
+        except ValueError as error:
+            problem = str(error)
+    problems = [each for each in gather_object([problem]) if each]
+    if problems:
+        raise ValueError(problems[0])
 
 
 def progress(accelerator: Accelerator, steps: int, start: int) -> tqdm:
@@ -148,6 +167,7 @@ class Update:
         # Once an update is not finite this is 1 for good: the fused optimiser then skips its step on the device, so
         # that the host need not wait for every step's verdict on a GPU.
         self.broken = torch.zeros((), device=accelerator.device)
+        self.at_once = accelerator.device.type == "cpu"  # where looking at the verdict costs nothing
         self.unchecked: list[tuple[int, Tensor, Tensor, Tensor]] = []  # step, verdict, micro losses, image indices
         optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
 
@@ -172,7 +192,7 @@ class Update:
         self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
         indices = torch.stack([batch.indices for batch in micro])
         self.unchecked.append((step, self.broken.clone(), torch.stack(losses), indices))
-        if measure or self.accelerator.device.type == "cpu":
+        if measure or self.at_once:
             self.check_finite()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -206,7 +226,3 @@ class Update:
                 f"{self.unreadable} of the first {self.seen} images cannot be decoded, "
                 f"such as {self.new_failures[-1] if self.new_failures else 'those named above'}"
             )
-
-    def count_unreadable(self) -> int:
-        """Over all processes."""
-        return int(self.accelerator.reduce(torch.tensor(self.unreadable, device=self.accelerator.device), "sum"))

@@ -34,8 +34,8 @@ class Tracker:
 
     def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
         self.accelerator, self.folder = accelerator, folder
-        self.metrics, unreadable = folder / "metrics.jsonl", folder / "unreadable.txt"
-        self.named = set(unreadable.read_text().splitlines()) if unreadable.exists() else set()
+        self.metrics, self.unreadable = folder / "metrics.jsonl", folder / "unreadable.txt"
+        self.named = set(self.unreadable.read_text().splitlines()) if self.unreadable.exists() else set()
         if accelerator.is_main_process:
             keep_until(self.metrics, step)
         for tracker in accelerator.log_with:
@@ -71,8 +71,12 @@ class Tracker:
         for failure in new:
             tqdm.write(f"warning: unreadable image, another takes its place: {failure}", file=sys.stderr)
         if new:
-            with (self.folder / "unreadable.txt").open("a") as file:
+            with self.unreadable.open("a") as file:
                 file.writelines(f"{failure}\n" for failure in new)
+
+    def count_unreadable(self) -> int:
+        """Different images that could not be decoded so far, by all processes and in all lives of the run."""
+        return len(set(self.unreadable.read_text().splitlines())) if self.unreadable.exists() else 0
 
     def close(self) -> None:
         """Finish what is being written; the process group stays, for what comes after training."""

@@ -16,8 +16,10 @@ from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.data import Batch, Share, Views, held_out_loader, training_loader
 from mpp.encoder import export_encoder
 from mpp.launch import start
+from mpp.lock import exclusive
 from mpp.loop import fit
 from mpp.parsing import to_yaml
+from mpp.preemption import MARKER
 from mpp.sources import Photographs
 
 
@@ -83,11 +85,13 @@ def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) ->
     accelerator.print(to_yaml(config))
     task = build(config, accelerator, share)
     accelerator.print(f"{task.describe_model()}; {len(task.train)} images, {len(task.held_out)} held out")
-    if accelerator.is_main_process:
-        write_config(config, folder)
-    accelerator.wait_for_everyone()
-    fit(task, accelerator, config.run, config.optim, share, folder, config, task.flops())
-    accelerator.wait_for_everyone()
+    with exclusive(open_run(config), accelerator):  # looked at again: building may have taken long
+        if accelerator.is_main_process:
+            write_config(config, folder)
+            (folder / MARKER).unlink(missing_ok=True)
+        accelerator.wait_for_everyone()
+        fit(task, accelerator, config.run, config.optim, share, folder, config, task.flops())
+        accelerator.wait_for_everyone()
     accelerator.free_memory()
     gc.collect()  # a prepared model refers to itself; a process may have other runs to do
     accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")

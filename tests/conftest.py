@@ -44,6 +44,9 @@ def pretrain(tmp_path):
     return run
 
 
+SURVIVED = pytest.StashKey[list]()
+
+
 class Killed(BaseException):
     """What a test stops a run with."""
 
@@ -94,12 +97,29 @@ def kill_group(process: subprocess.Popen) -> None:
     process.communicate()
 
 
-def wait_until(condition, seconds: float = 120) -> None:
+def wait_until(condition, seconds: float = 120, poll: float = 0.02) -> None:
     """Poll until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+        time.sleep(poll)
+
+
+@pytest.fixture
+def tally(request):
+    """tally(what, times): faults that were survived, for the table at the end."""
+    survived = request.config.stash.setdefault(SURVIVED, [])
+    return lambda what, times: survived.append((what, times))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The README's reliability table."""
+    survived = config.stash.get(SURVIVED, [])
+    if survived:
+        terminalreporter.section("faults survived")
+        width = max(len(what) for what, _ in survived)
+        for what, times in survived:
+            terminalreporter.write_line(f"| {what:{width}} | {times:>6} |")
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 48)) -> np.ndarray:

@@ -1,0 +1,98 @@
+"""Stopping a run from outside: a signal, the step finished on all processes, a checkpoint, a marker, an exit code."""
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
+MARKER = "preempted"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
+LAG = 2  # steps after which a GPU's answer is read: it is there by then, and nothing waits
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop and has saved all it had: exit code 75."""
+
+    def __init__(self):
+        super().__init__(EXIT_CODE)
+
+
+class Preemption:
+    """While open, SIGTERM and SIGINT ask for a stop, and a second one ends the process at once.
+
+    A thread listens, so that the second signal works while the main thread waits for a GPU or for another process.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.asked = ""  # the first signal's name
+        self.answers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def __enter__(self) -> "Preemption":
+        if threading.current_thread() is threading.main_thread():  # nobody else may handle signals
+            self.reader, self.writer = os.pipe()
+            os.set_blocking(self.writer, False)
+            self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+            self.handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            self.listener = threading.Thread(target=self.listen, daemon=True)
+            self.listener.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if hasattr(self, "listener"):
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self.wakeup)
+            os.write(self.writer, bytes(1))  # the listener's last: loader processes may hold the pipe open
+            self.listener.join()
+            os.close(self.writer)
+            os.close(self.reader)
+
+    def listen(self) -> None:
+        """Read the numbers of signals as they come; 0 is the end."""
+        first = 0.0
+        while number := os.read(self.reader, 1)[0]:
+            if number in SIGNALS and not self.asked:
+                self.asked, first = signal.Signals(number).name, time.monotonic()
+            elif number in SIGNALS and time.monotonic() - first > ECHO:
+                os._exit(128 + number)
+
+    def agreed(self) -> bool:
+        """Whether to stop after this step: the same answer on every process. To be called once a step.
+
+        On GPUs the answer is LAG steps old, so that no step waits for the device.
+        """
+        if self.accelerator.num_processes == 1:
+            return bool(self.asked)
+        device = self.accelerator.device
+        asking = self.accelerator.reduce(torch.full((), float(bool(self.asked)), device=device), "sum")
+        if device.type != "cuda":
+            return bool(asking)
+        answer = torch.empty((), pin_memory=True).copy_(asking, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.answers.append((answer, event))
+        if len(self.answers) <= LAG:
+            return False
+        answer, event = self.answers.popleft()
+        event.synchronize()
+        return bool(answer)
+
+    def leave(self, folder: Path, step: int) -> None:
+        """Leave the marker and end the process; the checkpoint is written."""
+        reason = self.asked or "another process's signal"
+        if self.accelerator.is_main_process:
+            (folder / MARKER).write_text(f"{reason}, after step {step}\n")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.print(
+            f"stopped by {reason} after step {step}; a checkpoint is written, and the same command goes on from it "
+            f"(exit code {EXIT_CODE})"
+        )
+        raise Preempted

@@ -1,0 +1,103 @@
+"""A forking test server: imports once, then starts each command in a fresh process group within milliseconds.
+
+It is multiprocessing's own fork server. Nothing is computed in it, so that every child starts as a new process would.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import wait_until
+
+MODULES = {"pretrain": "mpp.pretrain", "supervised": "evaluation.supervised", "finetune": "evaluation.finetune"}
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(list(MODULES.values()))
+
+
+def act(module: str, arguments: list[str], environment: dict[str, str], group: int, log: str) -> None:
+    """What a child does: be the command."""
+    os.setpgid(0, group)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    os.environ.update(environment)
+    from mpp.launch import command
+
+    try:
+        command(lambda: importlib.import_module(MODULES[module]).main(arguments))
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+class Command:
+    """A command of ours as one or two processes, in one process group.
+
+    Args:
+        module: pretrain, supervised or finetune.
+        prepare: called in each process before the command, to break something. Must be picklable.
+    """
+
+    def __init__(self, module: str, *arguments: str, processes: int = 1, prepare: Callable[[], None] | None = None):
+        self.log = Path(tempfile.mkstemp(suffix=".log")[1])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+        self.processes = []
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port} | shared if processes > 1 else {}
+            group = self.processes[0].pid if rank else 0
+            start = dict(target=act, args=(module, list(arguments), own, group, str(self.log)))
+            if prepare is not None:
+                start = dict(target=act_prepared, args=(prepare, *start["args"]))
+            self.processes.append(context.Process(**start))
+            self.processes[-1].start()
+            if not rank:
+                wait_until(lambda: in_own_group(self.processes[0].pid) or self.ended)
+
+    @property
+    def ended(self) -> bool:
+        return all(process.exitcode is not None for process in self.processes)
+
+    @property
+    def said(self) -> str:
+        """What it wrote to stdout and stderr."""
+        return self.log.read_text()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the group, loader processes included."""
+        os.killpg(self.processes[0].pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the group, and wait until all of it is gone."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self, seconds: float = 120) -> list[int]:
+        """Exit codes."""
+        for process in self.processes:
+            process.join(seconds)
+            assert process.exitcode is not None, f"still running after {seconds} s: {self.said[-2000:]}"
+        return [process.exitcode for process in self.processes]
+
+
+def act_prepared(prepare: Callable[[], None], *args) -> None:
+    prepare()
+    act(*args)
+
+
+def in_own_group(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return True

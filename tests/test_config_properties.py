@@ -1,0 +1,117 @@
+"""Random settings: what is valid reads back as it was, and whatever is wrong is one line, in every command."""
+
+import string
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evaluation.compare import CompareConfig
+from evaluation.features import FeaturesConfig
+from evaluation.fewshot import FewshotConfig
+from evaluation.finetune import FinetuneConfig
+from evaluation.knn import KnnConfig
+from evaluation.linear import LinearConfig
+from evaluation.supervised import SupervisedConfig
+from evaluation.throughput import ThroughputConfig
+from evaluation.visualize import VisualizeConfig
+from mpp.config import Config
+from mpp.parsing import flatten, parse, to_yaml
+
+COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
+COMMANDS += [CompareConfig, VisualizeConfig, ThroughputConfig]
+few = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+many = settings(few, max_examples=100)
+
+shares = st.floats(0.01, 0.99)
+VALID = {
+    "run.steps": st.integers(1, 10**7),
+    "run.seed": st.integers(0, 2**63 - 1),
+    "run.precision": st.sampled_from(["auto", "bf16", "fp32"]),
+    "run.compile": st.booleans(),
+    "run.dir": st.text(string.ascii_letters + string.digits + "/_-. äß", min_size=1).filter(str.strip),
+    "run.trackers": st.lists(st.sampled_from(["tensorboard", "wandb"]), max_size=2),
+    "data.path": st.none() | st.text(string.ascii_letters, min_size=5).map("folder/".__add__),
+    "data.train_images": st.none() | st.integers(1, 10**7),
+    "data.crop_area": st.tuples(shares, shares).map(sorted),
+    "data.crop_ratio": st.tuples(shares, shares).map(sorted),
+    "data.workers": st.integers(0, 64),
+    "model.drop_path": st.floats(0, 0.9),
+    "model.mean": st.lists(shares, min_size=3, max_size=3),
+    "corruption.rate": shares,
+    "corruption.source": st.sampled_from(["image", "batch"]),
+    "objective.name": st.sampled_from(["mean_color", "grid_color", "pixels"]),
+    "objective.bits": st.integers(1, 5),
+    "optim.lr": st.floats(1e-12, 1e3),
+    "optim.betas": st.lists(shares, min_size=2, max_size=2),
+    "optim.clip": st.none() | st.floats(0.001, 1e6),
+    "optim.average": st.none() | shares,
+    "probe.every": st.integers(0, 10**6),
+}
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+junk = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+)
+
+
+def words(overrides: dict) -> list[str]:
+    """A command line that says so."""
+    return [f"--{key}={yaml.safe_dump(value, default_flow_style=True).strip()}" for key, value in overrides.items()]
+
+
+def reads_back(config, folder) -> None:
+    file = folder / "config.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse(type(config), ["--config", str(file)]) == config
+
+
+def is_one_line_or_reads_back(config_class, arguments, folder) -> None:
+    try:
+        config = parse(config_class, arguments)
+    except ValueError as error:
+        assert str(error).strip() and len(str(error).splitlines()) == 1
+    else:
+        reads_back(config, folder)
+
+
+@many
+@given(st.fixed_dictionaries({}, optional=VALID))
+def test_what_is_valid_is_taken_and_reads_back(tmp_path, overrides):
+    file = tmp_path / "given.yaml"
+    nested: dict = {}
+    for key, value in overrides.items():
+        group, name = key.split(".")
+        nested.setdefault(group, {})[name] = value
+    file.write_text(yaml.safe_dump(nested), encoding="utf-8")
+    config = parse(Config, ["--config", str(file)])
+    for key, value in overrides.items():
+        taken = flatten(config)[key]
+        assert (list(taken) if isinstance(taken, tuple) else taken) == value
+    reads_back(config, tmp_path)
+
+
+@many
+@given(st.data())
+def test_one_wrong_value_is_one_line(tmp_path, data):
+    key = data.draw(st.sampled_from(sorted(flatten(Config()))))
+    is_one_line_or_reads_back(Config, words({key: data.draw(junk)}), tmp_path)
+
+
+@pytest.mark.parametrize("config_class", COMMANDS)
+@few
+@given(data=st.data())
+def test_commands_take_or_refuse_whatever_is_said(tmp_path, config_class, data):
+    keys = st.sampled_from(sorted(flatten(config_class()))) if config_class is not CompareConfig else st.just("dir")
+    overrides = data.draw(st.dictionaries(keys | st.text(string.ascii_letters + "._-", min_size=1), junk, max_size=3))
+    is_one_line_or_reads_back(config_class, words(overrides), tmp_path)
+
+
+@few
+@given(text=st.text() | junk.map(yaml.safe_dump))
+def test_a_file_of_anything_is_one_line(tmp_path, text):
+    file = tmp_path / "anything.yaml"
+    file.write_text(text, encoding="utf-8", newline="")
+    is_one_line_or_reads_back(Config, ["--config", str(file)], tmp_path)
