@@ -129,7 +129,8 @@ def damaged_files(checkpoint: Path) -> list[str]:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    return sorted((folder / "checkpoints").glob("step_*"))
+    found = (folder / "checkpoints").glob("step_*")
+    return sorted((path for path in found if path.name.removeprefix("step_").isdecimal()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +119,10 @@ def pytest_terminal_summary(terminalreporter, config):
     if survived:
         terminalreporter.section("faults survived")
         width = max(len(what) for what, _ in survived)
+        total = Counter()
         for what, times in survived:
+            total[what] += times
+        for what, times in total.items():
             terminalreporter.write_line(f"| {what:{width}} | {times:>6} |")
 
 

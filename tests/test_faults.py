@@ -1,17 +1,29 @@
 """Real faults: kills, signals, full disks, broken files, dying processes. Slow: `pytest -m faults`."""
 
+import contextlib
 import os
+import pickle
 import random
 import resource
+import shutil
+import struct
 import time
+import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
-from conftest import TINY, read_metrics, wait_until
-from server import Command
+from conftest import TINY, encoded, picture, read_metrics, start_command, wait_until
+from PIL import Image
+from server import Command, context
 
 from mpp.checkpoint import newest_step
+from mpp.config import Config
+from mpp.images import UnreadableImage, decode
+from mpp.parsing import parse, to_yaml
 from mpp.preemption import ECHO, EXIT_CODE, MARKER
 
 pytestmark = pytest.mark.faults
@@ -171,3 +183,223 @@ def test_a_full_disk(tmp_path, tally, processes):
     finish(Command("pretrain", *broken, processes=processes))
     assert weights(whole) == weights(cut)
     tally(f"full disk, {processes} process{'es' * (processes > 1)}", 1)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, tally):
+    """A file where the checkpoints' folder should be: permission bits do not stop root."""
+    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(parse(Config, options)))
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    run = Command("pretrain", *options)
+    assert run.wait() == [2]
+    assert "the checkpoint after step 2 cannot be written" in run.said and "there is no earlier one" in run.said
+    (tmp_path / "run" / "checkpoints").unlink()
+    finish(Command("pretrain", *options))
+    assert Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run' / 'config.yaml'}").wait() == [2]
+    tally("a file where a folder should be", 2)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a bit flipped", "a pickle in its place"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_damaged_checkpoint(tmp_path, tally, damage, name):
+    options = [*TINY, RARE, "--run.steps=8"]
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    finish(Command("pretrain", *options, f"--run.dir={whole}"))
+    shutil.copytree(whole, damaged)
+    shutil.rmtree(damaged / "encoder")
+    file = damaged / "checkpoints" / "step_00000008" / name
+    data = bytearray(file.read_bytes())
+    if damage == "truncated":
+        del data[len(data) // 2 :]
+    elif damage == "a bit flipped":
+        data[len(data) // 2] ^= 1
+    else:
+        data = pickle.dumps(Bomb(tmp_path / "run by a pickle"))
+    file.write_bytes(data)
+    run = finish(Command("pretrain", *options, f"--run.dir={damaged}"))
+    assert f"step_00000008 is damaged ({name}): not used" in run.said and "after step 6" in run.said
+    assert weights(whole) == weights(damaged)
+    assert not (tmp_path / "run by a pickle").exists()
+    tally(f"a checkpoint: {damage}", 1)
+
+
+class Bomb:
+    """What a malicious pickle does when it is loaded."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def broken_files() -> dict[str, bytes]:
+    """A file of every sort that is not as it should be; those that no reader can show begin with `bad`."""
+    jpeg, png = encoded(picture(1), "JPEG"), encoded(picture(2))
+    deep = Image.fromarray(picture(4)[..., 0].astype(np.uint16) * 257)
+    frames = [Image.fromarray(picture(n)) for n in range(3)]
+    return {
+        "bad_truncated.jpg": jpeg[: len(jpeg) // 2],
+        "bad_empty.png": b"",
+        "bad_text.jpg": b"this is no image",
+        "bad_huge.png": huge_png(),
+        "bad_header.gif": b"GIF89a" + bytes(3),
+        "wrong_extension.jpg": png,
+        "animated.gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "one_pixel.png": encoded(picture(3, (1, 1))),
+        "cmyk.jpg": encoded(frames[0].convert("CMYK"), "JPEG"),
+        "sixteen_bits.png": encoded(deep),
+    }
+
+
+def huge_png(side: int = 60_000) -> bytes:
+    """A whole PNG of 60,000 x 60,000 black pixels, 450 MB of them before compression, in half a megabyte."""
+    packer, row = zlib.compressobj(9), bytes(1 + side // 8)
+    rows = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+
+
+def test_one_file_in_twenty_is_broken(tmp_path, tally):
+    files = broken_files()
+    (tmp_path / "images").mkdir()
+    for number in range(19 * len(files)):
+        (tmp_path / "images" / f"{number:03d}.png").write_bytes(encoded(picture(number)))
+    for name, data in files.items():
+        (tmp_path / "images" / name).write_bytes(data)
+    options = [*TINY, f"--data.path={tmp_path / 'images'}", "--run.steps=60", "--data.workers=2"]
+    finish(Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}"))
+    named = {Path(line.split(": ")[0]).name for line in (tmp_path / "run" / "unreadable.txt").read_text().splitlines()}
+    assert named == {name for name in files if name.startswith("bad")}
+    assert read_metrics(tmp_path / "run", "unreadable")[60] == len(named)
+    tally("broken image files, 5 % of a data set", len(files))
+
+
+def refuse(data: bytes, answer) -> None:
+    """Decode a bomb; send the error and by how many MB the memory's peak grew."""
+    decode(encoded(picture(0)), 10**8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        decode(data, 10**8)
+    except UnreadableImage as error:
+        answer.send((str(error), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+
+
+def test_a_bomb_is_refused_in_little_memory(tally):
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=refuse, args=(huge_png(), sender))
+    process.start()
+    error, megabytes = receiver.recv()
+    process.join()
+    assert "pixels" in error and megabytes < 20
+    tally("decompression bomb", 1)
+
+
+def deadly(data: bytes) -> None:
+    """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
+    from mpp import images
+
+    decode = images.decode
+    images.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
+
+
+def test_a_loader_process_that_dies_names_the_image(tmp_path, image_folder, tally):
+    data = (image_folder / "cat" / "07.png").read_bytes()
+    options = [*TINY, f"--data.path={image_folder}", "--data.workers=2", "--data.eval_fraction=0.01", "--run.steps=50"]
+    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=partial(deadly, data))
+    assert run.wait() == [2], run.said[-2000:]
+    assert "a loader process died (" in run.said
+    assert "07.png; take this image out" in run.said and "Traceback" not in run.said
+    tally("a loader process dies", 1)
+
+
+def poison() -> None:
+    """On the second of two processes, the gradient of update 5 is infinite."""
+    from mpp.loop import Update
+
+    call = Update.__call__
+
+    def poisoned(self, step, micro, measure):
+        if step == 5 and self.share.rank == 1:
+            next(self.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+        return call(self, step, micro, measure)
+
+    Update.__call__ = poisoned
+
+
+def test_what_is_not_finite_stops_every_process(tmp_path, tally):
+    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=12"]
+    run = Command("pretrain", *options, processes=2, prepare=poison)
+    assert run.wait() == [2, 2], run.said[-3000:]
+    assert run.said.count("loss or gradient of update 5 is not finite") == 2
+    assert newest_step(tmp_path / "run") == 4
+    finish(Command("pretrain", *options, processes=2))
+    tally("a gradient that is not finite, two processes", 1)
+
+
+def test_one_of_two_processes_dies(tmp_path, tally):
+    """Under the real launcher: the other one does not wait for ever."""
+    arguments = [*TINY, RARE, "--run.steps=300", "--run.checkpoint_every=5"]
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29631"]
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    finish(Command("pretrain", *arguments, f"--run.dir={whole}", processes=2))
+    run = start_command(*launch, "mpp/pretrain.py", *arguments, f"--run.dir={folder}")
+    wait_until(lambda: newest_step(folder) >= 10)
+    ranks = [p for p in psutil.Process(run.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
+    ranks[0].kill()
+    out, err = run.communicate(timeout=90)
+    assert run.returncode != 0, out + err
+    assert not any(psutil.pid_exists(pid) for pid in [p.pid for p in ranks])
+    assert 10 <= newest_step(folder) < 300
+    finish(Command("pretrain", *arguments, f"--run.dir={folder}", processes=2))
+    assert weights(folder) == weights(whole)
+    tally("one of two processes dies", 1)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tally):
+    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=100000", "--data.workers=1"]
+    first = Command("pretrain", *options)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 2)
+    second = Command("pretrain", *options)
+    assert second.wait() == [2] and not first.ended
+    assert f"which process {first.processes[0].pid} on " in second.said and "is writing" in second.said
+    os.kill(first.processes[0].pid, 9)  # it alone: its loader processes live on for seconds, and must not hold the lock
+    first.wait()
+    third = Command("pretrain", *options)
+    wait_until(lambda: "resuming" in third.said or third.ended)
+    third.kill()
+    assert "resuming" in third.said
+    first.signal(9)
+    tally("a second run in the same folder", 1)
+
+
+def test_5000_steps_leak_nothing(tmp_path, tally, capsys):
+    """Resident memory and open files; the drift of the step time is printed, not asserted."""
+    folder, files = tmp_path / "run", []
+    options = [*TINY, "--run.steps=5000", "--run.log_every=50", "--run.eval_every=250", "--run.checkpoint_every=250"]
+    run = Command("pretrain", *options, "--data.workers=1", f"--run.dir={folder}")
+    process = psutil.Process(run.processes[0].pid)
+    while not run.ended:
+        with contextlib.suppress(psutil.Error, OSError):
+            files.append((newest_step(folder), process.num_fds()))
+        time.sleep(0.1)
+    finish(run)
+    memory, speed = read_metrics(folder, "speed/memory_gb"), read_metrics(folder, "speed/images_per_second")
+    windows = []
+    for low, high in ((1000, 2000), (4000, 5000)):
+        gigabytes = max(value for step, value in memory.items() if low < step <= high)
+        opened = np.median([count for step, count in files if low <= step < high])  # evaluations open some for a while
+        seconds = np.median([8 / value for step, value in speed.items() if low < step <= high])
+        windows.append((gigabytes, opened, seconds))
+    with capsys.disabled():
+        for name, (gigabytes, opened, seconds) in zip(("1000 to 2000", "4000 to 5000"), windows, strict=True):
+            print(
+                f"\nsteps {name}: {gigabytes:.3f} GB, {opened:.0f} open files, {1000 * seconds:.1f} ms a step", end=""
+            )
+    (early_memory, early_files, _), (late_memory, late_files, _) = windows
+    assert late_memory < early_memory + 0.01  # a page a step would be 0.012
+    assert late_files <= early_files + 2  # one an evaluation would be 12
+    tally("5,000 steps: memory and open files flat", 1)

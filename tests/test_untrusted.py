@@ -1,0 +1,145 @@
+"""Files of strangers: nothing in them is run, nothing is written outside the folder that was asked for."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import encoded, picture
+
+from evaluation import fewshot, visualize
+from evaluation.encoders import load_frozen
+from mpp import load_encoder
+from mpp.config import Config
+from mpp.images import UnreadableImage, decode
+from mpp.parsing import parse
+from mpp.pretrain import is_pretraining
+
+
+class Payload:
+    """Unpickling this creates the file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.fixture
+def trap(tmp_path):
+    """Where payloads strike; it must never exist."""
+    file = tmp_path / "payload was run"
+    yield file
+    assert not file.exists()
+
+
+def test_the_payload_is_real(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "struck")))
+    assert (tmp_path / "struck").exists()
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir"])
+def test_yaml_runs_nothing(tmp_path, trap, tag):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"run:\n  dir: {tag} [{json.dumps(str(trap))}]\nobjective: {{}}\n")
+    with pytest.raises(ValueError) as error:
+        parse(Config, ["--config", str(file)])
+    assert "\n" not in str(error.value)
+    words = f"{tag} [{json.dumps(str(trap))}]"
+    assert parse(Config, [f"--run.dir={words}"]).run.dir == words  # a name like any other
+    assert not is_pretraining(tmp_path)
+
+
+def test_a_config_in_a_run_folder_runs_nothing(pretrain, trap):
+    folder = pretrain()
+    (folder / "config.yaml").write_text(f"run: !!python/object/apply:os.mkdir [{json.dumps(str(trap))}]")
+    with pytest.raises(ValueError, match="is not a config of this command"):
+        pretrain()
+    visualize.main([f"--encoder={folder}", "--pictures=filters", "--precision=fp32", f"--out={folder / 'pictures'}"])
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_a_pickle_beside_or_in_place_of_weights_is_not_loaded(pretrain, trap, name):
+    encoder = pretrain() / "encoder"
+    torch.save({"state_dict": Payload(trap)}, encoder / name)
+    if name == "model.safetensors":
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            load_frozen(str(encoder))
+        with pytest.raises(ValueError, match="cannot be read"):
+            pretrain(f"--model.init_from={encoder}", dir=encoder.parent.parent / "other")
+    else:
+        load_frozen(str(encoder))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"file": "evil.bin"},
+        {"url": "file:///{folder}/evil.bin", "custom_load": True},
+        {"hf_hub_id": "stranger/model", "hf_hub_filename": "evil.bin", "source": "hf-hub"},
+        {"state_dict": "evil.bin"},
+        {"custom_load": "hf", "source": "timm"},
+    ],
+)
+def test_what_an_encoders_config_says_of_weights_elsewhere_is_not_followed(pretrain, trap, words):
+    encoder = pretrain() / "encoder"
+    expected = load_encoder(encoder).state_dict()
+    torch.save({"state_dict": Payload(trap)}, encoder / "evil.bin")
+    config = json.loads((encoder / "config.json").read_text())
+    told = {key: v.replace("{folder}", str(encoder)) if isinstance(v, str) else v for key, v in words.items()}
+    config["pretrained_cfg"] |= told
+    (encoder / "config.json").write_text(json.dumps(config | told))
+    try:
+        found = load_frozen(str(encoder)).model.state_dict()
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_features_are_not_unpickled(tmp_path, trap):
+    poisoned = np.array([Payload(trap)], dtype=object)
+    np.savez(
+        tmp_path / "f.npz", train_features=poisoned, train_labels=[0], test_features=np.zeros((1, 2)), test_labels=[0]
+    )
+    (tmp_path / "raw.npz").write_bytes(pickle.dumps(Payload(trap)))
+    for name in ("f.npz", "raw.npz"):
+        with pytest.raises(ValueError, match=r"features is .*, which cannot be read"):
+            fewshot.main([f"--features={tmp_path / name}"])
+
+
+def test_a_checkpoints_digests_may_name_any_file_and_none_is_touched(pretrain, tmp_path, capsys):
+    folder, secret = pretrain(), tmp_path / "secret"
+    secret.write_text("mine")
+    newest = folder / "checkpoints" / "step_00000004"
+    (newest / "state.json").write_text(json.dumps({"sha256": {"../../../secret": "0", "/etc/passwd": "0"}}))
+    (folder / "checkpoints" / "step_evil").symlink_to(tmp_path)
+    (folder / "encoder" / "model.safetensors").unlink()
+    (folder / "encoder" / "config.json").unlink()
+    (folder / "encoder").rmdir()
+    pretrain()
+    assert "step_00000004 is damaged" in capsys.readouterr().err
+    assert secret.read_text() == "mine"
+
+
+def test_an_image_folder_with_links_and_ways_out_stays_inside(pretrain, tmp_path, image_folder):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.txt").write_text("a secret")
+    (image_folder / "cat" / "link.png").symlink_to(outside / "secret.txt")
+    (image_folder / "cat" / "nowhere.png").symlink_to(tmp_path / "gone")
+    (image_folder / "dog" / "..png").write_bytes(encoded(picture(3)))
+    before = {path: path.stat().st_mtime_ns for path in (outside, *outside.iterdir())}
+    folder = pretrain(f"--data.path={image_folder}")
+    assert "a secret" not in "".join(path.read_text() for path in folder.glob("*.*l*"))
+    assert {path: path.stat().st_mtime_ns for path in (outside, *outside.iterdir())} == before
+
+
+def test_formats_that_run_programs_are_refused(trap):
+    program = f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n({trap}) (w) file closefile\nshowpage\n"
+    with pytest.raises(UnreadableImage, match="no image file of a known sort"):
+        decode(program.encode(), 10**6)
