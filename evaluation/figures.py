@@ -141,7 +141,7 @@ def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) ->
         color = PALETTE(number / max(len(by_depth[depths[0]]) - 1, 1) * 0.9)
         axes.plot(depths, means, marker="o", color=color, label=f"{key} {name}")
         axes.fill_between(depths, means - spread, means + spread, color=color, alpha=0.2, linewidth=0)
-    axes.set(xlabel="depth (blocks)", ylabel="test accuracy (%)", xticks=depths)
+    axes.set(xlabel="depth (blocks; stages of a ResNet)", ylabel="test accuracy (%)", xticks=depths)
     axes.legend()
     axes.grid(alpha=0.3)
     return figure

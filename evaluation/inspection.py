@@ -75,6 +75,7 @@ def see_attention(encoder: FrozenEncoder, images: Tensor, see: Callable[[int, Te
     grid_of(encoder.model)
     if not len(blocks) or not all(type(getattr(block, "attn", None)) is Attention for block in blocks):
         raise Unavailable(f"the blocks of this {type(encoder.model).__name__} have no plain attention")
+    fused = [block.attn.fused_attn for block in blocks]
     set_attention(encoder.model, fused=False)  # the fused kernel has no weights to show
 
     def show(depth: int, weights: Tensor) -> None:
@@ -88,6 +89,8 @@ def see_attention(encoder: FrozenEncoder, images: Tensor, see: Callable[[int, Te
     try:
         encoder.model.forward_features(encoder.normalize(images))
     finally:
+        for block, was in zip(blocks, fused, strict=True):
+            block.attn.fused_attn = was
         for hook in hooks:
             hook.remove()
 
@@ -108,8 +111,9 @@ def mean_distance(weights: Tensor, apart: Tensor) -> Tensor:
     Returns:
         (B, heads), in pixels.
     """
-    weighted = torch.einsum("bhqk,qk->bhq", weights, apart)
-    return (weighted / weights.sum(-1)).mean(-1)
+    weighted, whole = torch.einsum("bhqk,qk->bhq", weights, apart), weights.sum(-1)
+    looks = whole > 0  # a query that attends to [class] alone looks nowhere
+    return (weighted / whole.where(looks, 1)).sum(-1) / looks.sum(-1).clamp(min=1)
 
 
 def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Tensor:

@@ -12,6 +12,8 @@ def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[Photogra
     Raises:
         ValueError: there are none.
     """
+    if getattr(data, "streaming", False):
+        raise ValueError("data.streaming is for pre-training; learning from labels needs indexed images")
     with accelerator.main_process_first():
         photographs = [part.labelled() for part in load_photographs(data)]
     if None in photographs:

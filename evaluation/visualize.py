@@ -35,6 +35,7 @@ from evaluation.inspection import (
 )
 from evaluation.probing import judge
 from evaluation.reports import report_path, write_json
+from mpp.checkpoint import saved_settings
 from mpp.config import RunConfig, as_lists, plumbing, require
 from mpp.data import held_out_loader
 from mpp.launch import command, start
@@ -108,7 +109,10 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     config = subject.config
     if config.random or config.checkpoint or not is_pretraining(subject.run):
         raise Unavailable("only the folder of a pre-training run has the head that predicts")
-    task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)
+    try:
+        task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)
+    except ValueError as error:  # its checkpoints are gone, say
+        raise Unavailable(str(error)) from error
     task.held_out = task.held_out.choose(config.images, config.data.eval_seed)
     with subject.accelerator.autocast():
         images, corruption, predicted = task.predict(task.model, range(len(task.held_out)))
@@ -174,11 +178,14 @@ def rollout(subject: Subject) -> tuple[Figure, Numbers]:
 
 def rollout_start(subject: Subject) -> Literal["class", "patches"]:
     """The token that rollout begins at: [class] says something only where it was trained."""
-    if subject.config.rollout_from != "auto":
-        return subject.config.rollout_from
-    untrained = subject.config.random or is_pretraining(subject.run)
+    config = subject.config
+    if config.rollout_from != "auto":
+        return config.rollout_from
+    saved = saved_settings(subject.run)
+    pooling = saved.get("pooling") or (saved.get("head") or {}).get("pooling")  # of fine-tuning, or supervised
+    random = config.random or not (Path(config.encoder).exists() or config.checkpoint)
     has_class = getattr(model_of(subject.encoder), "has_class_token", False)
-    return "class" if has_class and not untrained else "patches"
+    return "class" if has_class and not random and "objective" not in saved and pooling != "mean" else "patches"
 
 
 def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:

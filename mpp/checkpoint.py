@@ -8,7 +8,8 @@
     .lock                              held while a process writes here (mpp/lock.py)
 
 A checkpoint is written aside, synced to disk and renamed. Nothing is pickled. The order of the data, the schedule and
-all randomness are functions of the step, so weights, optimiser state and the step are all there is to save.
+all randomness are functions of the step, so weights, optimiser state and the step are all there is to save; a stream,
+whose length nobody knows, adds the places it has come to.
 """
 
 import hashlib
@@ -16,16 +17,22 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+import yaml
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mpp import lock
 from mpp.parsing import changed_keys, to_yaml
+
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+Places = dict[int, list[int]]
+"""Lane of a stream -> how far it has come: see mpp/shards.py."""
 
 
 def open_run(config: Any) -> Path:
@@ -50,6 +57,15 @@ def open_run(config: Any) -> Path:
     return folder
 
 
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """What a run folder's config.yaml says, whatever command wrote it; nothing where there is none."""
+    try:
+        settings = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
 def write_config(config: Any, folder: Path) -> None:
     """Save the resolved config as config.yaml, before anything else is written."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,12 +75,20 @@ def write_config(config: Any, folder: Path) -> None:
     aside.replace(folder / "config.yaml")
 
 
-def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep: int,
+    places: Sequence[Places] = (),
+) -> Path:
     """Write checkpoints/step_XXXXXXXX and delete all but the newest `keep`.
 
     Args:
         step: updates done.
         model: without wrappers.
+        places: how far each process is in a stream; indexed data have none.
     Raises:
         ValueError: it cannot be written; earlier checkpoints are as they were.
     """
@@ -72,7 +96,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
     aside = checkpoints / f".step_{step:08d}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        write_checkpoint(aside, model, optimizer)
+        write_checkpoint(aside, model, optimizer, places)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         earlier = [path.name for path in complete_checkpoints(folder)]
@@ -86,24 +110,30 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.
     sync(checkpoints)
     ours = [path for path in complete_checkpoints(folder) if step_of(path) <= step]
     for other in set(complete_checkpoints(folder)) - set(ours[-keep:]):
-        shutil.rmtree(other)  # old, or newer and damaged: else the run would not be here
+        try:
+            shutil.rmtree(other)  # old, or newer and damaged: else the run would not be here
+        except OSError as error:  # somebody reads it over NFS, say
+            print(f"warning: {other} cannot be deleted: {error}", file=sys.stderr)
     return final
 
 
-def write_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def write_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, places: Sequence[Places]
+) -> None:
     """Write a checkpoint's files, with their checksums, and make them durable."""
     folder.mkdir(parents=True)
     contiguous = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(contiguous, folder / "model.safetensors")
-    save_file(flat_state(optimizer), folder / "optimizer.safetensors")
+    save_file(contiguous, folder / MODEL)
+    save_file(flat_state(optimizer), folder / OPTIMIZER)
     digests = {file.name: digest(file) for file in sorted(folder.iterdir())}
-    (folder / "state.json").write_text(json.dumps({"torch": torch.__version__, "sha256": digests}, indent=1))
+    state = {"torch": torch.__version__, "sha256": digests, "places": list(places)}
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
     for file in folder.iterdir():
         sync(file)
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint that is whole; the step it was taken at, 0 where there is none.
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Places]]:
+    """Load the newest checkpoint that is whole; the step it was taken at (0: there is none), each process's places.
 
     A checkpoint whose files are damaged is named on stderr, and the one before it is used.
     """
@@ -112,19 +142,25 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         if damaged:
             print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
             continue
-        model.load_state_dict(load_file(checkpoint / "model.safetensors"))
-        load_flat_state(optimizer, load_file(checkpoint / "optimizer.safetensors"))
-        return step_of(checkpoint)
-    return 0
+        model.load_state_dict(load_file(checkpoint / MODEL))
+        load_flat_state(optimizer, load_file(checkpoint / OPTIMIZER))
+        places = json.loads((checkpoint / "state.json").read_text()).get("places", [])
+        return step_of(checkpoint), [{int(lane): place for lane, place in each.items()} for each in places]
+    return 0, []
 
 
 def damaged_files(checkpoint: Path) -> list[str]:
     """Files that are not what was written."""
     try:
         digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
+        damaged = [name for name in (MODEL, OPTIMIZER) if digest(checkpoint / name) != digests[name]]
+        for name in set((MODEL, OPTIMIZER)) - set(damaged):
+            safe_open(checkpoint / name, framework="pt")  # checksums are no proof against who can write them
     except (OSError, ValueError, KeyError, TypeError):
         return ["state.json"]
-    return [name for name, expected in digests.items() if digest(checkpoint / name) != expected]
+    except SafetensorError:
+        return [name]
+    return damaged
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

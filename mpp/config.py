@@ -117,11 +117,16 @@ class DataConfig(SourceConfig):
     """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
     eval_images: int = 2048
     """At most so many held-out images, a seeded choice, are evaluated."""
+    streaming: bool = False
+    """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed or downloaded. Pre-training only."""
+    shuffle_block: int = 512
+    """Rows of a stream's shard that are held in memory and shuffled together."""
 
     def __post_init__(self):
         super().__post_init__()
         require(0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "above 0 and at most 1")
         require(self.eval_images >= 1, "data.eval_images", self.eval_images, "at least 1")
+        require(self.shuffle_block >= 1, "data.shuffle_block", self.shuffle_block, "at least 1")
         low, high = self.crop_area
         require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
         low, high = self.crop_ratio
@@ -154,6 +159,8 @@ class ModelConfig:
     """Channel means that the input is normalised with (of pixels scaled to [0, 1])."""
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Channel deviations that the input is normalised with."""
+    activation_checkpointing: bool = plumbing(False)
+    """Keep one activation a block and compute the rest again in the backward pass: less memory, a third more time."""
     init_from: str | None = None
     """Run folder, encoder folder or .safetensors file to start the encoder from. null: random weights."""
 

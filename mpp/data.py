@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -20,7 +19,7 @@ from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption
 from mpp.randomness import FIXED, Stream, permutation, words
 from mpp.sources import Photographs
-from mpp.workers import WatchedLoader, reading
+from mpp.workers import NOTHING, WatchedLoader, reading
 
 REPLACEMENTS = 64  # so many unreadable images in a row do not happen where fewer than half are
 
@@ -33,6 +32,7 @@ class Batch(NamedTuple):
     labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
+    place: Tensor | None = None  # of a stream: which lane read this, and how far it has come; see mpp/shards.py
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Views(Dataset):
         drawn = self.corruption and corruption.draw(self.corruption, self.patches, seed, epoch, index)
         labels = self.photographs.labels
         label = torch.tensor(-1 if labels is None else labels[shown])
+        reading(NOTHING)
         return Batch(crop, drawn, label, torch.tensor(shown), unreadable)
 
     def readable(self, epoch: int, index: int) -> tuple[int, Tensor, list[str]]:
@@ -75,13 +76,13 @@ class Views(Dataset):
                 failures.append(f"{self.photographs.name(candidate)}: {error}")
                 seed = self.data.eval_seed if epoch == FIXED else self.seed
                 others = words(Stream.REPLACEMENT, seed, epoch, index, len(failures))
-                candidate = int(others[-1] % np.uint64(len(self.photographs)))
+                candidate = self.photographs.other(int(others[-1]))
         return index, torch.zeros(3, self.img_size, self.img_size, dtype=torch.uint8), failures
 
 
 def collate(samples: list[Batch]) -> Batch:
     """Samples to a batch."""
-    crops, drawn, labels, indices, unreadable = zip(*samples, strict=True)
+    crops, drawn, labels, indices, unreadable, _ = zip(*samples, strict=True)
     return Batch(
         torch.stack(crops),
         None if drawn[0] is None else Corruption(*map(torch.stack, zip(*drawn, strict=True))),

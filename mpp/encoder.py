@@ -59,6 +59,7 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     check_grid(encoder.patch_embed.img_size[0], encoder.patch_embed.patch_size[0])
     fused = config.attention == "fused" or (config.attention == "auto" and torch.cuda.is_available())
     set_attention(encoder, fused)
+    encoder.set_grad_checkpointing(config.activation_checkpointing)
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
     return encoder

@@ -15,22 +15,23 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from mpp.config import RunConfig
 from mpp.preemption import Preempted
+from mpp.workers import explain
 
 
 def command(main: Callable[[], None]) -> None:
     """Run a command's main function: a user's mistake ends it with one line on stderr and exit code 2.
 
-    Such errors are raised by our own code; what a library raises in its depths is a bug and keeps its traceback.
+    Such errors are raised by our own code, by the disk, or by the death of a loader process; what a library raises in
+    its depths is a bug and keeps its traceback.
     """
     try:
         main()
-    except (ValueError, FloatingPointError, OSError) as error:
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        ours = Path(raised_in).resolve().parent.name in ("mpp", "evaluation")
-        if not ours and not isinstance(error, OSError):  # a disk that is full is nobody's bug
+    except (ValueError, FloatingPointError, OSError, RuntimeError) as error:
+        message = in_one_line(error)
+        if message is None:
             raise
         rank = os.environ.get("RANK")
-        print(f"error{f' (process {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        print(f"error{f' (process {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:  # before or after training, which handles it itself
         print("interrupted", file=sys.stderr, flush=True)
@@ -39,6 +40,15 @@ def command(main: Callable[[], None]) -> None:
         leave_the_others()
         raise
     leave_the_others()
+
+
+def in_one_line(error: Exception) -> str | None:
+    """What a user is told of an error; None: it is a bug and keeps its traceback."""
+    if isinstance(error, RuntimeError):
+        return explain(error)
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    ours = raised_in.resolve().parent.name in ("mpp", "evaluation")
+    return str(error) if ours or isinstance(error, OSError) else None  # a full disk is nobody's bug
 
 
 def leave_the_others() -> None:

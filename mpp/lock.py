@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
             refusal = f"run.dir is {folder}, which {holder} is writing; wait for it, or choose another run.dir"
+        except OSError as error:  # Lustre mounted without flock, say
+            print(f"warning: {folder} cannot be locked ({error}): start no second run in it", file=sys.stderr)
     try:
         refusals = [each for each in gather_object([refusal]) if each]
         if refusals:

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mpp.checkpoint import restore, save_checkpoint
+from mpp.checkpoint import Places, restore, save_checkpoint
 from mpp.config import OptimConfig, RunConfig
 from mpp.data import Batch, Share
 from mpp.metrics import Sums, add, total
@@ -35,8 +35,11 @@ class Task(Protocol):
 
     model: nn.Module
 
-    def batches(self, start: int) -> Iterable[Batch]:
-        """This process's batches from update `start` on."""
+    def batches(self, start: int, places: Places) -> Iterable[Batch]:
+        """This process's batches from update `start` on; a stream goes on from its places."""
+
+    def name(self, index: int) -> str:
+        """What a person finds a training image by."""
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
@@ -65,12 +68,14 @@ def fit(
     folder: Path,
     config: Any,
     flops: int,
+    preemption: Preemption,
 ) -> None:
     """Train from the newest checkpoint of `folder` to `run.steps`, then export.
 
     Args:
         config: the whole config, for the trackers alone.
         flops: executed per image.
+        preemption: which is asked once a step.
     Raises:
         FloatingPointError: a loss or gradient that is not finite; nothing was updated by it.
         ValueError: most images cannot be decoded, or a checkpoint cannot be written.
@@ -80,7 +85,7 @@ def fit(
         task.model.compile()
     model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
     bare = accelerator.unwrap_model(model)
-    start = restore(folder, bare, optimizer.optimizer)
+    start, places = restore(folder, bare, optimizer.optimizer)
     if len(set(gather_object([start]))) > 1:
         raise ValueError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
     if start:
@@ -88,36 +93,37 @@ def fit(
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, share, run)
     speed, bar = Speed(flops), progress(accelerator, run.steps, start)
-    batches = iter(task.batches(start))
-    with Preemption(accelerator) as preemption:
-        for step in range(start, run.steps):
-            done = step + 1
-            log = due(done, run.log_every, run.steps)
-            micro, waited = load(batches, share.accumulation)
-            values, sums = update(step, micro, measure=log)
-            speed.waited += waited
-            speed.images += share.batch * share.accumulation * share.processes
-            tracker.warn_unreadable(update.new_failures)
-            stop = preemption.agreed() and done < run.steps
-            bar.update()
-            if log:
-                scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-                scalars |= speed.read(accelerator.device) | {"unreadable": tracker.count_unreadable()}
-                tracker.log(done, scalars)
-                bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
-            if due(done, run.eval_every, run.steps):
-                paused = time.perf_counter()
-                model.eval()
-                with averaged_weights(optimizer.optimizer, average=optim.average is not None):
-                    tracker.log(done, task.evaluate(bare, done, tracker))
-                speed.begin += time.perf_counter() - paused
-            if stop or due(done, run.checkpoint_every, run.steps):
-                update.check_finite()
-                checkpoint(accelerator, folder, done, bare, optimizer.optimizer, run.keep_checkpoints)
-            if stop:
-                bar.close()
-                tracker.close()
-                preemption.leave(folder, done)
+    places = own_places(places, accelerator)
+    batches = iter(task.batches(start, places))
+    for step in range(start, run.steps):
+        done = step + 1
+        log = due(done, run.log_every, run.steps)
+        micro, waited = load(batches, share.accumulation)
+        values, sums = update(step, micro, measure=log)
+        places |= {lane: place for batch in micro if batch.place is not None for lane, *place in [batch.place.tolist()]}
+        speed.waited += waited
+        speed.images += share.batch * share.accumulation * share.processes
+        tracker.warn_unreadable(update.new_failures)
+        stop = preemption.agreed() and done < run.steps
+        bar.update()
+        if log:
+            scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
+            scalars |= speed.read(accelerator.device) | {"unreadable": tracker.count_unreadable()}
+            tracker.log(done, scalars)
+            bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+        if due(done, run.eval_every, run.steps):
+            paused = time.perf_counter()
+            model.eval()
+            with averaged_weights(optimizer.optimizer, average=optim.average is not None):
+                tracker.log(done, task.evaluate(bare, done, tracker))
+            speed.begin += time.perf_counter() - paused
+        if stop or due(done, run.checkpoint_every, run.steps):
+            update.check_finite()
+            checkpoint(accelerator, folder, done, bare, optimizer.optimizer, places, run.keep_checkpoints)
+        if stop:
+            bar.close()
+            tracker.close()
+            preemption.leave(f"after step {done}; a checkpoint is written")
     bar.close()
     tracker.close()
     with averaged_weights(optimizer.optimizer, average=optim.average is not None):
@@ -125,13 +131,24 @@ def fit(
             task.export(bare, folder)
 
 
-def checkpoint(accelerator: Accelerator, folder: Path, step: int, model: nn.Module, optimizer, keep: int) -> None:
+def own_places(places: list[Places], accelerator: Accelerator) -> Places:
+    """Of the places in the stream that a checkpoint has for each process, this one's."""
+    if any(places) and len(places) != accelerator.num_processes:
+        raise ValueError(
+            f"{accelerator.num_processes} processes; a stream is resumed with as many as before ({len(places)})"
+        )
+    return places[accelerator.process_index] if any(places) else {}
+
+
+def checkpoint(
+    accelerator: Accelerator, folder: Path, step: int, model: nn.Module, optimizer, places: Places, keep: int
+) -> None:
     """Save from the main process; ValueError on every process where that fails."""
-    problem = None
+    problem, everywhere = None, gather_object([places])
     if accelerator.is_main_process:
         try:
-            save_checkpoint(folder, step, model, optimizer, keep)
-        except ValueError as error:
+            save_checkpoint(folder, step, model, optimizer, keep, everywhere)
+        except (ValueError, OSError) as error:
             problem = str(error)
     problems = [each for each in gather_object([problem]) if each]
     if problems:
@@ -208,10 +225,10 @@ class Update:
         if self.broken.item():
             step, _, losses, indices = next(update for update in self.unchecked if update[1])  # the first
             suspects = gather_object(indices[~losses.isfinite().cpu()].flatten().tolist())
-            images = sorted(suspects or gather_object(indices.flatten().tolist()))
+            images = sorted(map(self.task.name, suspects or gather_object(indices.flatten().tolist())))
             raise FloatingPointError(
                 f"loss or gradient of update {step} is not finite (nothing was updated by it; images "
-                f"{', '.join(map(str, images[:16]))}{' ...' * (len(images) > 16)}); the last checkpoint is good: "
+                f"{', '.join(images[:16])}{' ...' * (len(images) > 16)}); the last checkpoint is good: "
                 "resume with a lower optim.lr in a new run.dir, or look at these images"
             )
         self.unchecked.clear()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.corruption import Corruption, corrupt
@@ -50,9 +51,11 @@ class MaskedPatchPredictor(nn.Module):
         patches = encoder.patch_embed(self.normalize(images))
         patches = corrupt(patches.flatten(1, -2), self.mask_token, corruption).view(patches.shape)
         tokens = encoder.norm_pre(encoder._pos_embed(patches))  # (B, prefix + N, D)
+        again = self.training and encoder.grad_checkpointing
         for block in encoder.blocks[:-1]:
-            tokens = block(tokens)
-        corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + corruption.positions)
+            tokens = checkpoint(block, tokens, use_reentrant=False) if again else block(tokens)
+        index = encoder.num_prefix_tokens + corruption.positions
+        corrupted = block_at(encoder.blocks[-1], tokens, index)
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
@@ -25,14 +26,19 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """While open, SIGTERM and SIGINT ask for a stop, and a second one ends the process at once.
+    """While open, SIGTERM and SIGINT stop the run: at once, or after a step where `patient`. A second one never waits.
 
     A thread listens, so that the second signal works while the main thread waits for a GPU or for another process.
+
+    Args:
+        folder: the run's, where the marker is left.
     """
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, folder: Path):
+        self.accelerator, self.folder = accelerator, folder
+        self.patient = False  # whether there is a step to finish
         self.asked = ""  # the first signal's name
+        self.lag = LAG if accelerator.device.type == "cuda" else 0
         self.answers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     def __enter__(self) -> "Preemption":
@@ -40,7 +46,7 @@ class Preemption:
             self.reader, self.writer = os.pipe()
             os.set_blocking(self.writer, False)
             self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-            self.handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            self.handlers = {number: signal.signal(number, self.handle) for number in SIGNALS}
             self.listener = threading.Thread(target=self.listen, daemon=True)
             self.listener.start()
         return self
@@ -54,6 +60,17 @@ class Preemption:
             self.listener.join()
             os.close(self.writer)
             os.close(self.reader)
+
+    def handle(self, number: int, _: object) -> None:
+        """End a run that builds its data set, or is done: there is nothing to save."""
+        if not self.patient:
+            self.mark(signal.Signals(number).name, "between steps")
+            raise Preempted
+
+    def mark(self, reason: str, where: str) -> None:
+        """Leave the marker."""
+        if self.accelerator.is_main_process and self.folder.is_dir():
+            (self.folder / MARKER).write_text(f"{reason}, {where}\n")
 
     def listen(self) -> None:
         """Read the numbers of signals as they come; 0 is the end."""
@@ -71,28 +88,28 @@ class Preemption:
         """
         if self.accelerator.num_processes == 1:
             return bool(self.asked)
-        device = self.accelerator.device
-        asking = self.accelerator.reduce(torch.full((), float(bool(self.asked)), device=device), "sum")
-        if device.type != "cuda":
+        asking = torch.full((), float(bool(self.asked)), device=self.accelerator.device)
+        asking = self.accelerator.reduce(asking, "sum")
+        if not self.lag:
             return bool(asking)
-        answer = torch.empty((), pin_memory=True).copy_(asking, non_blocking=True)
+        answer = torch.empty((), pin_memory=torch.cuda.is_available()).copy_(asking, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self.answers.append((answer, event))
-        if len(self.answers) <= LAG:
+        if len(self.answers) <= self.lag:
             return False
         answer, event = self.answers.popleft()
         event.synchronize()
         return bool(answer)
 
-    def leave(self, folder: Path, step: int) -> None:
-        """Leave the marker and end the process; the checkpoint is written."""
+    def asked_of_any(self) -> bool:
+        """Whether any process was asked to stop, now: for places where a GPU may be waited for."""
+        return any(gather_object([self.asked]))
+
+    def leave(self, where: str) -> None:
+        """Leave the marker and end the process; what is worth saving is saved."""
         reason = self.asked or "another process's signal"
-        if self.accelerator.is_main_process:
-            (folder / MARKER).write_text(f"{reason}, after step {step}\n")
+        self.mark(reason, where)
         self.accelerator.wait_for_everyone()
-        self.accelerator.print(
-            f"stopped by {reason} after step {step}; a checkpoint is written, and the same command goes on from it "
-            f"(exit code {EXIT_CODE})"
-        )
+        self.accelerator.print(f"stopped by {reason} {where}; the same command goes on (exit code {EXIT_CODE})")
         raise Preempted

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mpp.checkpoint import restore
+from mpp.checkpoint import restore, saved_settings
 from mpp.config import Config, SourceConfig, require
 from mpp.corruption import Corruption, corrupted_count
 from mpp.data import Batch, Share, collate
@@ -30,6 +29,7 @@ from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import knn_accuracy, patch_means
 from mpp.randomness import FIXED
+from mpp.shards import load_streamed
 from mpp.sources import Photographs, load_photographs
 from mpp.tracking import Tracker
 from mpp.training import ImageTask, last_evaluation, train
@@ -53,8 +53,13 @@ class Pretraining(ImageTask):
         self.objective = build_objective(config.objective, self.patch_size)
         self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
         with accelerator.main_process_first():
-            train, self.held_out = load_photographs(config.data)
-        self.train = train.choose(config.data.train_images, config.data.eval_seed)
+            if config.data.streaming:
+                self.train, self.known, self.held_out = load_streamed(
+                    config.data, config.probe.images, config.data.eval_images
+                )
+            else:
+                train, self.held_out = load_photographs(config.data)
+                self.train = self.known = train.choose(config.data.train_images, config.data.eval_seed)
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
@@ -109,7 +114,7 @@ class Pretraining(ImageTask):
 
     def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
         """kNN accuracy of the patches' mean after each block, where there are labels."""
-        train, test = self.train.labelled(), self.held_out.labelled()
+        train, test = self.known.labelled(), self.held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
             return {}
         seed = self.data.eval_seed
@@ -132,7 +137,7 @@ class Pretraining(ImageTask):
         return torch.cat([means for means, _ in parts], 1), torch.cat([labels for _, labels in parts])
 
     def flops(self) -> int:
-        sample = collate([self.views(self.train)[FIXED, 0]])
+        sample = collate([self.views(self.held_out)[FIXED, 0]])
         return executed_flops(self.model, sample.images, sample.corruption)
 
     def describe_model(self) -> str:
@@ -160,9 +165,10 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
-    task = Pretraining(dataclasses.replace(config, data=data, model=model), accelerator, Share(1, 1, 1, 0))
+    task = Pretraining(dataclasses.replace(config, data=data, model=model), accelerator, Share(PANEL_IMAGES, 1, 1, 0))
     optimizer = build_optimizer(task.model, config.optim)
-    require(restore(folder, task.model, optimizer) > 0, "encoder", folder, "a run with a checkpoint that is whole")
+    step, _ = restore(folder, task.model, optimizer)
+    require(step > 0, "encoder", folder, "a run with a checkpoint that is whole")
     task.model.to(accelerator.device).eval()
     swap(averages(optimizer) if config.optim.average is not None else [])
     return task
@@ -170,10 +176,7 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
 
 def is_pretraining(folder: Path) -> bool:
     """Whether this is the folder of a pre-training run: its config has an objective."""
-    try:
-        return "objective" in yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, TypeError, yaml.YAMLError):
-        return False
+    return "objective" in saved_settings(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,6 +23,7 @@ class Stream(IntEnum):
     REPLACEMENT = 3
     CUT = 4  # splits and choices of images
     MODEL = 5  # dropout and the like: seeds of torch's generator
+    BLOCK = 6  # the order of rows in a block of a stream
 
 
 def words(stream: Stream, seed: int, epoch: int, index: int, count: int) -> NDArray[np.uint64]:
@@ -36,6 +37,6 @@ def uniform(stream: Stream, seed: int, epoch: int, index: int, count: int) -> ND
     return (words(stream, seed, epoch, index, count) >> np.uint64(11)) * 2.0**-53
 
 
-def permutation(stream: Stream, seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+def permutation(stream: Stream, seed: int, epoch: int, size: int, index: int = 0) -> NDArray[np.int64]:
     """A permutation of `size` items, shape (size,)."""
-    return np.argsort(words(stream, seed, epoch, 0, size), kind="stable")
+    return np.argsort(words(stream, seed, epoch, index, size), kind="stable")

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import numpy as np
+from datasets.data_files import get_data_patterns
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from mpp.config import SourceConfig
 from mpp.randomness import Stream, permutation
 
 MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
+SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
 BIRDS = Path(__file__).parent / "birds"
 
 
@@ -35,12 +38,14 @@ class Photographs:
 
     def decode(self, index: int, max_pixels: int) -> Tensor:
         """The image as (3, H, W) uint8; raises UnreadableImage."""
-        cell = self.rows[index][self.image_column]
-        try:
-            data = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
-        except (OSError, TypeError) as error:
-            raise images.UnreadableImage(f"no bytes: {error}") from error
-        return images.decode(data, max_pixels)
+        return decode_cell(self.rows[index][self.image_column], max_pixels)
+
+    def other(self, word: int) -> int:
+        """An image by a random number."""
+        return word % len(self)
+
+    def describe(self) -> str:
+        return f"{len(self)} images"
 
     def name(self, index: int) -> str:
         """What a person finds the image by."""
@@ -74,6 +79,15 @@ class Photographs:
         return kept, held_out
 
 
+def decode_cell(cell: dict[str, Any] | None, max_pixels: int) -> Tensor:
+    """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage."""
+    try:
+        data = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+    except (OSError, TypeError) as error:
+        raise images.UnreadableImage(f"no bytes: {error}") from error
+    return images.decode(data, max_pixels)
+
+
 def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
     """The images to train on (all of them: see `data.train_images` and `Photographs.choose`) and the held-out ones.
 
@@ -104,28 +118,49 @@ def describe(config: SourceConfig) -> str:
     return f"data.path {config.path}" if config.path else "the package's birds"
 
 
-def load_splits(config: SourceConfig) -> datasets.DatasetDict:
-    """All splits of the data set that `data.path` names."""
+def load_splits(config: SourceConfig, streaming: bool = False) -> dict[str, Any]:
+    """All splits of the data set that `data.path` names, indexed, or as streams where they are in shards."""
     if config.path is None:
         files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
-        return datasets.load_dataset("parquet", data_files=files)
+        return datasets.load_dataset("parquet", data_files=files, streaming=streaming)
     path = Path(config.path).expanduser()
-    looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1
+    looks_local = config.path.startswith((".", "/", "~")) or (config.path.count("/") > 1 and "://" not in config.path)
     if looks_local and not path.exists():
         raise ValueError(f"data.path is {config.path}, which does not exist")
     try:
+        if "://" in config.path:
+            kind, files = files_at(config.path)
+            return datasets.load_dataset(kind, data_files=files, streaming=streaming)
         if path.is_file():
-            kind = path.suffix.removeprefix(".")
-            if kind not in ("parquet", "arrow"):
-                raise ValueError("a single file must be .parquet or .arrow")
-            return datasets.load_dataset(kind, data_files=str(path))
+            if path.suffix not in SHARD_FILES:
+                raise ValueError(f"a single file must be {' or '.join(SHARD_FILES)}")
+            return datasets.load_dataset(SHARD_FILES[path.suffix], data_files=str(path), streaming=streaming)
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict({config.split: saved})
-        return datasets.load_dataset(str(path) if path.is_dir() else config.path, config.name)
+        found = str(path) if path.is_dir() else config.path
+        return datasets.load_dataset(found, config.name, streaming=streaming)
     except Exception as error:  # the library raises many sorts for what a user sees as one: it cannot be loaded
         reason = " ".join(str(error).split())
         raise ValueError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
+
+
+def files_at(url: str) -> tuple[str, dict[str, Any]]:
+    """The kind of the shards at a URL that fsspec knows, and the files of each split.
+
+    Args:
+        url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders say their split.
+    """
+    kinds = {end: kind for end, kind in SHARD_FILES.items() if url.endswith(end)}
+    if kinds:
+        return next(iter(kinds.values())), {"train": url}
+    system, root = fsspec.url_to_fs(url)
+    ends = {Path(file).suffix for file in system.find(root)} & SHARD_FILES.keys()
+    if len(ends) != 1:
+        raise ValueError(f"it must hold files of one sort of {', '.join(SHARD_FILES)}; it has {sorted(ends) or 'none'}")
+    patterns = get_data_patterns(url)
+    files = {str(split): [f"{url.rstrip('/')}/{pattern}" for pattern in found] for split, found in patterns.items()}
+    return SHARD_FILES[ends.pop()], files
 
 
 def held_out_name(config: SourceConfig, names: list[str]) -> str | None:

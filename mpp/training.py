@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from mpp.checkpoint import newest_step, open_run, write_config
+from mpp.checkpoint import Places, newest_step, open_run, write_config
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.data import Batch, Share, Views, held_out_loader, training_loader
 from mpp.encoder import export_encoder
@@ -19,7 +19,8 @@ from mpp.launch import start
 from mpp.lock import exclusive
 from mpp.loop import fit
 from mpp.parsing import to_yaml
-from mpp.preemption import MARKER
+from mpp.preemption import MARKER, Preemption
+from mpp.shards import Shards, streaming_loader
 from mpp.sources import Photographs
 
 
@@ -36,17 +37,22 @@ class ImageTask:
 
     def __init__(self, accelerator: Accelerator, share: Share, run: RunConfig, data: DataConfig):
         self.accelerator, self.share, self.run, self.data = accelerator, share, run, data
-        self.train: Photographs
+        self.train: Photographs | Shards
         self.held_out: Photographs
         self.img_size: int
         torch.manual_seed(run.seed)
 
-    def views(self, photographs: Photographs) -> Views:
+    def views(self, photographs: Photographs | Shards) -> Views:
         """Crops (and corruptions) of these photographs."""
         return Views(photographs, self.data, self.img_size, self.run.seed, self.corruption, self.patches)
 
-    def batches(self, start: int) -> Iterable[Batch]:
+    def batches(self, start: int, places: Places) -> Iterable[Batch]:
+        if self.data.streaming:
+            return streaming_loader(self.views(self.train), self.share, start, self.run.steps, places)
         return training_loader(self.views(self.train), self.share, start, self.run.steps)
+
+    def name(self, index: int) -> str:
+        return self.train.name(index)
 
     def fixed_batches(self, photographs: Photographs) -> Iterable[Batch]:
         """This process's share of photographs, in their fixed view."""
@@ -75,27 +81,39 @@ def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) ->
     accelerator = start(config.run)
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, precision=precision))  # what is saved
-    folder = open_run(config)
+    folder = Path(config.run.dir)
+    if accelerator.is_main_process and (folder / "config.yaml").is_file():
+        (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat what has the marker
+    open_run(config)
     if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
         accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
+    with Preemption(accelerator, folder) as preemption:
+        carry_out(config, folder, build, accelerator, preemption)
+        accelerator.free_memory()
+        gc.collect()  # a prepared model refers to itself; a process may have other runs to do
+        accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
+        if preemption.asked_of_any():
+            preemption.leave("when this run was finished")  # there may be others to come
+    return folder
+
+
+def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerator, preemption: Preemption) -> None:
+    """Build the task, and train it in a folder that is ours."""
     share = Share.of(
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
     accelerator.print(to_yaml(config))
     task = build(config, accelerator, share)
-    accelerator.print(f"{task.describe_model()}; {len(task.train)} images, {len(task.held_out)} held out")
-    with exclusive(open_run(config), accelerator):  # looked at again: building may have taken long
+    accelerator.print(f"{task.describe_model()}; {task.train.describe()}, {len(task.held_out)} held out")
+    with exclusive(folder, accelerator):
         if accelerator.is_main_process:
+            open_run(config)  # once more: building may have taken long
             write_config(config, folder)
-            (folder / MARKER).unlink(missing_ok=True)
         accelerator.wait_for_everyone()
-        fit(task, accelerator, config.run, config.optim, share, folder, config, task.flops())
+        flops, preemption.patient = task.flops(), True
+        fit(task, accelerator, config.run, config.optim, share, folder, config, flops, preemption)
         accelerator.wait_for_everyone()
-    accelerator.free_memory()
-    gc.collect()  # a prepared model refers to itself; a process may have other runs to do
-    accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
-    return folder
 
 
 def last_evaluation(folder: Path) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Loader processes: what each is reading, for when one dies, and what signals mean to them."""
 
+import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -14,60 +17,77 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
+NOTHING = -1
 mine: np.ndarray | None = None  # in a loader process: [its pid, the index of the image that it reads]
+alive: "WeakSet[WatchedLoader]" = WeakSet()
+cleared_by = 0  # the process whose exit ends its loader processes
 
 
 def reading(index: int) -> None:
-    """Note which image is about to be decoded."""
+    """Note which image is being read, or NOTHING."""
     if mine is not None:
         mine[1] = index
 
 
-def begin(watch: Tensor, ending: Tensor, worker: int) -> None:
+def begin(watch: Tensor, worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn).
 
-    It leaves signals to its parent, which may want to finish a step with what it loads: a terminal and a job scheduler
-    send them to all processes. SIGTERM ends it only when the parent is ending.
+    Signals are its parent's affair, which may want to finish a step with what is loaded: a terminal and a job scheduler
+    send them to all processes.
     """
     global mine
     mine = watch[worker].numpy()
-    mine[0] = os.getpid()
+    mine[:] = os.getpid(), NOTHING
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if ending.item() else None)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_all() -> None:
+    """At this process's exit: end the loader processes, which listen to nobody else and have nothing to lose."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it a failure
+    watched = {pid for loader in alive for pid, _ in loader.watch.tolist()}
+    for child in multiprocessing.active_children():
+        if child.pid in watched:
+            child.kill()
 
 
 class WatchedLoader:
-    """torch's loader, which names the image when a loader process dies of it.
+    """torch's loader, of which `explain` can say which image a loader process died of.
 
     Args:
-        dataset: calls `reading` before each image.
+        dataset: calls `reading` before each image and after it.
         name: index of an image to what a person finds it by.
         options: DataLoader's.
     """
 
     def __init__(self, dataset: Any, name: Callable[[int], str], **options: Any):
+        global cleared_by
         self.name = name
         self.watch = torch.zeros(max(1, options["num_workers"]), 2, dtype=torch.int64).share_memory_()
-        ending = torch.zeros((), dtype=torch.bool).share_memory_()  # whether this loader, or its process, is
-        Finalize(
-            self, ending.fill_, args=(True,), exitpriority=0
-        )  # before multiprocessing ends its children by SIGTERM
-        self.loader = DataLoader(dataset, worker_init_fn=partial(begin, self.watch, ending), **options)
+        self.loader = DataLoader(dataset, worker_init_fn=partial(begin, self.watch), **options)
+        alive.add(self)
+        if cleared_by != os.getpid():
+            cleared_by = os.getpid()
+            Finalize(None, end_all, exitpriority=0)  # runs before multiprocessing waits for its children
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from self.loader
-        except RuntimeError as error:
-            found = DEAD.search(str(error))
-            if found is None:
-                raise
-            dead = [int(pid) for pid in found[1].split(",")]
-            images = [self.name(index) for pid, index in self.watch.tolist() if pid in dead]
-            raise ValueError(
-                f"a loader process died ({found[2].strip(' .')}) while it read {', '.join(images) or 'an image'}; take "
-                "this image out or, if memory ran out, use fewer data.workers"
-            ) from error
+        return iter(self.loader)
+
+
+def explain(error: RuntimeError) -> str | None:
+    """In one line, with the image's name, why a loader process died; None: the error is another.
+
+    torch raises it wherever the main thread is, not where the batch was asked for.
+    """
+    found = DEAD.search(str(error))
+    if found is None:
+        return None
+    dead = [int(pid) for pid in found[1].split(",")]
+    images = [loader.name(i) for loader in alive for pid, i in loader.watch.tolist() if pid in dead and i != NOTHING]
+    what = f"while it read {', '.join(images)}; take this image out or, if" if images else "between two images; if"
+    return f"a loader process died ({found[2].strip(' .')}) {what} memory ran out, use fewer data.workers"

@@ -25,7 +25,7 @@ def test_what_is_restored_goes_on_with_the_same_bits(tmp_path):
     model, optimizer = trained(0)
     save_checkpoint(tmp_path, 3, model, optimizer, keep=2)
     other, its_optimizer = trained(1, steps=0)
-    assert restore(tmp_path, other, its_optimizer) == 3
+    assert restore(tmp_path, other, its_optimizer)[0] == 3
     for _ in range(3):
         train(model, optimizer)
         train(other, its_optimizer)
@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caps
         data[-9] ^= 1
         path.write_bytes(data[: len(data) // 2] if damage in ("truncate", "state") else data)
     model, optimizer = trained(1, steps=0)
-    assert restore(tmp_path, model, optimizer) == 1
+    assert restore(tmp_path, model, optimizer)[0] == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained(0, 1)[0].parameters(), strict=True))
     assert f"{newest} is damaged ({path.name})" in capsys.readouterr().err
     save_checkpoint(tmp_path, 1, *trained(0), keep=1)  # what is damaged does not count as kept
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("mpp.checkpoint.flat_state", dies)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 2, *trained(0), keep=2)
-    assert restore(tmp_path, *trained(1, steps=0)) == 1
+    assert restore(tmp_path, *trained(1, steps=0))[0] == 1
     monkeypatch.undo()
     save_checkpoint(tmp_path, 2, *trained(0), keep=2)
-    assert restore(tmp_path, *trained(1, steps=0)) == 2
+    assert restore(tmp_path, *trained(1, steps=0))[0] == 2

@@ -45,12 +45,15 @@ def finish(command: Command) -> Command:
     return command
 
 
-def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> None:
+def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> int:
     """Kill a run so many times, each time after it resumed and passed a checkpoint; then let it finish.
 
-    Every other kill falls into the writing of a checkpoint.
+    Every other kill is aimed at the writing of a checkpoint.
+
+    Returns:
+        How many kills left one half written.
     """
-    rng = random.Random(kills)
+    rng, halves = random.Random(kills), 0
     for life in range(kills + 1):  # the first has nothing to resume from: it does not count
         before = newest_step(folder)
         run = start()
@@ -61,9 +64,11 @@ def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> N
             time.sleep(0.3 * rng.random())
         assert not run.ended, f"it ended before kill {life}: {run.said[-2000:]}"
         run.kill()
+        halves += is_writing(folder) and life > 0
         assert not (folder / "encoder").exists()
         assert life == 0 or f"resuming {folder} after step {before}" in run.said
     finish(start())
+    return halves
 
 
 def test_20_kills_of_pretraining(tmp_path, tally):
@@ -71,10 +76,12 @@ def test_20_kills_of_pretraining(tmp_path, tally):
     options = [*TINY, RARE, "--run.steps=700", "--run.checkpoint_every=5", "--data.workers=1", "--model.dropout=0.1"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command("pretrain", *options, f"--run.dir={whole}"))
-    kill_and_resume(lambda: Command("pretrain", *options, f"--run.dir={killed}"), killed, 20)
+    halves = kill_and_resume(lambda: Command("pretrain", *options, f"--run.dir={killed}"), killed, 20)
     assert weights(whole) == weights(killed)
     assert read_metrics(whole) == read_metrics(killed)
     tally("SIGKILL, pre-training, one process", 20)
+    assert halves
+    tally("... of them while a checkpoint was written", halves)
 
 
 def test_5_kills_on_two_processes(tmp_path, tally):
@@ -114,7 +121,7 @@ def test_preemption(tmp_path, tally, number, processes):
     assert run.wait() == [EXIT_CODE] * processes, run.said[-3000:]
     step = newest_step(stopped)
     assert 10 <= step < 120 and max(read_metrics(stopped)) == step
-    assert (stopped / MARKER).read_text().endswith(f", after step {step}\n")
+    assert (stopped / MARKER).read_text().endswith(f", after step {step}; a checkpoint is written\n")
     assert f"after step {step}; a checkpoint is written" in run.said
     assert (
         f"resuming {stopped} after step {step}"
@@ -127,15 +134,81 @@ def test_preemption(tmp_path, tally, number, processes):
 
 
 def test_a_signal_to_one_of_two_processes_stops_both(tmp_path, tally):
-
-    options = [*TINY, RARE, "--run.steps=100000", "--run.checkpoint_every=100000"]
-    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", processes=2)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+    options = [*TINY, RARE, "--run.steps=400", "--run.checkpoint_every=100000"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    finish(Command("pretrain", *options, f"--run.dir={whole}", processes=2))
+    run = Command("pretrain", *options, f"--run.dir={stopped}", processes=2)
+    wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 3)
     os.kill(run.processes[1].pid, 15)
     assert run.wait() == [EXIT_CODE] * 2
-    assert newest_step(tmp_path / "run") > 0
+    assert 0 < newest_step(stopped) < 400
+    finish(Command("pretrain", *options, f"--run.dir={stopped}", processes=2))
+    assert weights(whole) == weights(stopped)
     tally("SIGTERM to one of two processes", 1)
+
+
+def test_a_signal_under_the_launcher(tmp_path, tally):
+    """Its agent passes the signal on to processes that have it already: no second signal."""
+    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=100000", "--run.checkpoint_every=100000"]
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29633"]
+    run, metrics = start_command(*launch, "mpp/pretrain.py", *options), tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+    os.killpg(run.pid, 15)
+    run.communicate(timeout=60)
+    step = newest_step(tmp_path / "run")
+    assert run.returncode == 1 and step > 0
+    assert (tmp_path / "run" / MARKER).read_text() == f"SIGTERM, after step {step}; a checkpoint is written\n"
+    tally("SIGTERM to accelerate launch and its two processes", 1)
+
+
+def linger() -> None:
+    """Evaluation takes a while, and says when it begins."""
+    from evaluation.classify import Classification
+
+    evaluate = Classification.evaluate
+
+    def slowly(self, model, step, tracker):
+        (tracker.folder / "evaluating").touch()
+        time.sleep(1)
+        return evaluate(self, model, step, tracker)
+
+    Classification.evaluate = slowly
+
+
+def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path, tally):
+    sized = [word for word in TINY if not word.startswith(("--probe", "--model"))]
+    finish(Command("pretrain", *TINY, f"--run.dir={tmp_path / 'encoder'}"))
+    options = [*sized, f"--encoder={tmp_path / 'encoder'}", "--lrs=[0.1,0.01]", f"--run.dir={tmp_path / 'run'}"]
+    run = Command("finetune", *options, prepare=linger)
+    wait_until(lambda: (tmp_path / "run" / "dev_lr_0.1" / "evaluating").exists())
+    run.signal(15)
+    assert run.wait() == [EXIT_CODE], run.said[-2000:]
+    first = tmp_path / "run" / "dev_lr_0.1"
+    assert (first / "encoder").is_dir() and (first / MARKER).exists()
+    assert not (tmp_path / "run" / "dev_lr_0.01").exists()
+    finish(Command("finetune", *options))
+    assert (tmp_path / "run" / "finetune.json").exists() and not (first / MARKER).exists()
+    tally("SIGTERM between the runs of fine-tuning", 1)
+
+
+def dawdle() -> None:
+    """Building the data set takes for ever."""
+    import mpp.pretrain
+
+    mpp.pretrain.load_photographs = lambda config: (print("building", flush=True), time.sleep(1000))
+
+
+def test_a_signal_before_training_ends_at_once(tmp_path, tally):
+    finish(Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=2"))
+    (tmp_path / "run" / "encoder").rename(tmp_path / "moved")
+    run = Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=2", prepare=dawdle)
+    wait_until(lambda: "building" in run.said)
+    run.signal(15)
+    assert run.wait(20) == [EXIT_CODE], run.said[-2000:]
+    assert (tmp_path / "run" / MARKER).read_text() == "SIGTERM, between steps\n"
+    assert Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=3").wait() == [2]
+    assert not (tmp_path / "run" / MARKER).exists()  # what fails is not repeated for ever
+    tally("SIGTERM while the data set is built", 1)
 
 
 def stall() -> None:
@@ -187,17 +260,38 @@ def test_a_full_disk(tmp_path, tally, processes):
 
 def test_a_folder_that_cannot_be_written(tmp_path, tally):
     """A file where the checkpoints' folder should be: permission bits do not stop root."""
-    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}"]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(parse(Config, options)))
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    options, folder = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}"], tmp_path / "run"
+    finish(Command("pretrain", *TINY, RARE, f"--run.dir={tmp_path / 'whole'}"))
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(parse(Config, options)))
+    (folder / "checkpoints").write_text("in the way")
     run = Command("pretrain", *options)
     assert run.wait() == [2]
     assert "the checkpoint after step 2 cannot be written" in run.said and "there is no earlier one" in run.said
-    (tmp_path / "run" / "checkpoints").unlink()
+    (folder / "checkpoints").unlink()
     finish(Command("pretrain", *options))
-    assert Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run' / 'config.yaml'}").wait() == [2]
+    assert weights(tmp_path / "whole") == weights(folder)
+    assert Command("pretrain", *TINY, f"--run.dir={folder / 'config.yaml'}").wait() == [2]
     tally("a file where a folder should be", 2)
+
+
+def tiny_disk() -> None:
+    """Not even the metrics fit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+
+
+def test_a_disk_that_is_full_of_metrics(tmp_path, tally):
+    options = [*TINY, RARE, "--run.checkpoint_every=100", "--run.steps=6"]
+    finish(Command("pretrain", *options, f"--run.dir={tmp_path / 'whole'}"))
+    broken = [*options, f"--run.dir={tmp_path / 'run'}", "--run.trackers=[]"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(parse(Config, broken)))
+    run = Command("pretrain", *broken, prepare=tiny_disk)
+    assert run.wait() == [2] and "File too large" in run.said and "Traceback" not in run.said, run.said[-2000:]
+    finish(Command("pretrain", *broken))
+    assert weights(tmp_path / "whole") == weights(tmp_path / "run")
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "run")
+    tally("full disk while metrics are written", 1)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "a bit flipped", "a pickle in its place"])
@@ -298,22 +392,52 @@ def test_a_bomb_is_refused_in_little_memory(tally):
     tally("decompression bomb", 1)
 
 
-def deadly(data: bytes) -> None:
+def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp import images
+    from mpp.loop import Update
 
-    decode = images.decode
+    decode, call = images.decode, Update.__call__
     images.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
+    if slow:  # then the main process is not waiting for data when it hears of it
+        Update.__call__ = lambda *args, **kwargs: (time.sleep(0.3), call(*args, **kwargs))[1]
 
 
-def test_a_loader_process_that_dies_names_the_image(tmp_path, image_folder, tally):
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_loader_process_that_dies_names_the_image(tmp_path, image_folder, tally, slow):
     data = (image_folder / "cat" / "07.png").read_bytes()
     options = [*TINY, f"--data.path={image_folder}", "--data.workers=2", "--data.eval_fraction=0.01", "--run.steps=50"]
-    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=partial(deadly, data))
+    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=partial(deadly, data, slow))
     assert run.wait() == [2], run.said[-2000:]
     assert "a loader process died (" in run.said
     assert "07.png; take this image out" in run.said and "Traceback" not in run.said
     tally("a loader process dies", 1)
+
+
+def stuck(data: bytes) -> None:
+    """Reading this image never returns from C, and the run fails meanwhile."""
+    import ctypes
+
+    from mpp import images
+    from mpp.loop import Update
+
+    decode = images.decode
+    images.decode = lambda given, limit: ctypes.CDLL(None).pause() if given == data else decode(given, limit)
+
+    def fail(self, step, micro, measure):
+        time.sleep(2)
+        raise FloatingPointError("the run fails")
+
+    fail.__code__ = fail.__code__.replace(co_filename=images.__file__)  # as if the package raised it
+    Update.__call__ = fail
+
+
+def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, image_folder, tally):
+    data = (image_folder / "cat" / "07.png").read_bytes()
+    options = [*TINY, f"--data.path={image_folder}", "--data.workers=2", "--data.eval_fraction=0.01", "--run.steps=50"]
+    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=partial(stuck, data))
+    assert run.wait(30) == [2] and "the run fails" in run.said, run.said[-2000:]
+    tally("a loader process hangs while the run ends", 1)
 
 
 def poison() -> None:
@@ -332,11 +456,13 @@ def poison() -> None:
 
 def test_what_is_not_finite_stops_every_process(tmp_path, tally):
     options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=12"]
+    finish(Command("pretrain", *options, f"--run.dir={tmp_path / 'whole'}", processes=2))
     run = Command("pretrain", *options, processes=2, prepare=poison)
     assert run.wait() == [2, 2], run.said[-3000:]
     assert run.said.count("loss or gradient of update 5 is not finite") == 2
     assert newest_step(tmp_path / "run") == 4
     finish(Command("pretrain", *options, processes=2))
+    assert weights(tmp_path / "whole") == weights(tmp_path / "run")
     tally("a gradient that is not finite, two processes", 1)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from conftest import encoded, picture
 from evaluation import fewshot, visualize
 from evaluation.encoders import load_frozen
 from mpp import load_encoder
+from mpp.checkpoint import digest
 from mpp.config import Config
 from mpp.images import UnreadableImage, decode
 from mpp.parsing import parse
@@ -126,6 +128,31 @@ def test_a_checkpoints_digests_may_name_any_file_and_none_is_touched(pretrain, t
     assert secret.read_text() == "mine"
 
 
+@pytest.mark.parametrize("digests", [{}, ["a"], "x", None, {"model.safetensors": 3}])
+def test_a_checkpoint_with_senseless_digests_is_damaged(pretrain, capsys, digests):
+    folder = pretrain()
+    whole = (folder / "encoder" / "model.safetensors").read_bytes()
+    newest = folder / "checkpoints" / "step_00000004"
+    (newest / "state.json").write_text(json.dumps({"sha256": digests}))
+    (newest / "model.safetensors").write_bytes(b"nothing")
+    shutil.rmtree(folder / "encoder")
+    pretrain()
+    assert "step_00000004 is damaged (state.json): not used" in capsys.readouterr().err
+    assert (folder / "encoder" / "model.safetensors").read_bytes() == whole
+
+
+def test_a_pickle_with_the_right_digest_is_not_loaded(pretrain, trap, capsys):
+    folder = pretrain()
+    newest = folder / "checkpoints" / "step_00000004"
+    torch.save(Payload(trap), newest / "model.safetensors")
+    state = json.loads((newest / "state.json").read_text())
+    state["sha256"]["model.safetensors"] = digest(newest / "model.safetensors")
+    (newest / "state.json").write_text(json.dumps(state))
+    shutil.rmtree(folder / "encoder")
+    pretrain()
+    assert "step_00000004 is damaged (model.safetensors)" in capsys.readouterr().err
+
+
 def test_an_image_folder_with_links_and_ways_out_stays_inside(pretrain, tmp_path, image_folder):
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -135,7 +162,7 @@ def test_an_image_folder_with_links_and_ways_out_stays_inside(pretrain, tmp_path
     (image_folder / "dog" / "..png").write_bytes(encoded(picture(3)))
     before = {path: path.stat().st_mtime_ns for path in (outside, *outside.iterdir())}
     folder = pretrain(f"--data.path={image_folder}")
-    assert "a secret" not in "".join(path.read_text() for path in folder.glob("*.*l*"))
+    assert "a secret" not in "".join(path.read_text() for path in [*folder.glob("*.*l"), *folder.glob("*.txt")])
     assert {path: path.stat().st_mtime_ns for path in (outside, *outside.iterdir())} == before
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from functools import reduce
 
 import numpy as np
@@ -194,6 +195,31 @@ def test_images_without_labels_give_all_but_accuracy(pretrain, tmp_path, capsys)
     assert len(list(out.glob("*.png"))) == 5
 
 
+def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):
+    run = pretrain("--corruption.source=batch")
+    main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=[predictions,filters]", *FAST])
+    assert (tmp_path / "p" / "predictions.png").exists()
+    shutil.rmtree(run / "checkpoints")
+    main([f"--encoder={run}", f"--out={tmp_path / 'q'}", "--pictures=[predictions,filters]", *FAST])
+    assert "no predictions: encoder is" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "q").glob("*.png")] == ["filters.png"]
+
+
+def test_a_query_that_looks_at_class_alone_has_no_distance():
+    apart = distances((2, 2), 8)
+    weights = torch.zeros(1, 1, 4, 4)
+    weights[0, 0, 0, 1] = 1  # the first looks at its neighbour, the others at [class]
+    assert mean_distance(weights, apart).item() == 8
+    assert mean_distance(torch.zeros(1, 1, 4, 4), apart).item() == 0
+
+
+def test_looking_leaves_the_encoder_as_it_was():
+    encoder = vit()
+    before = [block.attn.fused_attn for block in encoder.model.blocks]
+    see_attention(encoder, noise(1), lambda *_: None)
+    assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
+
+
 def test_rollout_starts_at_class_where_class_was_trained(pretrain, tmp_path, monkeypatch):
     starts = []
     monkeypatch.setattr("evaluation.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start))
@@ -201,9 +227,10 @@ def test_rollout_starts_at_class_where_class_was_trained(pretrain, tmp_path, mon
     monkeypatch.setattr("evaluation.visualize.SummaryWriter.add_figure", lambda *args: None)
     sized = [word for word in TINY if not word.startswith("--probe")]
     supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
-    for encoder in (pretrain(), tmp_path / "labels"):
+    supervised.main([*sized, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
+    for encoder in (pretrain(), tmp_path / "labels", tmp_path / "mean", "vit_tiny_patch16_224"):
         main([f"--encoder={encoder}", f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *FAST])
-    assert starts == ["patches", "class"]
+    assert starts == ["patches", "class", "patches", "patches"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Signals, agreement among processes, the lock: what needs no process of its own. The rest: tests/test_faults.py."""
+
+import errno
+import fcntl
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from mpp import checkpoint, lock, preemption
+from mpp.lock import exclusive
+from mpp.preemption import LAG, MARKER, Preempted, Preemption
+
+
+class Event:
+    """A GPU's event that says when it is waited for."""
+
+    recorded = waited = 0
+
+    def record(self):
+        Event.recorded += 1
+        self.number = Event.recorded
+
+    def synchronize(self):
+        Event.waited = self.number
+
+
+def test_on_a_gpu_an_answer_is_read_when_it_is_old(monkeypatch, tmp_path):
+    """Step n learns what was asked by step n - LAG, on every process alike, and waits for no later one."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    others = iter([0, 0, 0, 1, 1, 1, 1])  # the other process is asked in the fourth step
+    accelerator = SimpleNamespace(
+        num_processes=2, device=torch.device("cpu"), reduce=lambda flag, how: flag + next(others), is_main_process=True
+    )
+    stop = Preemption(accelerator, tmp_path)
+    assert stop.lag == 0
+    stop.lag = LAG
+    answers = []
+    for step in range(7):
+        answers.append(stop.agreed())
+        assert Event.waited == max(0, step + 1 - LAG)
+    assert answers == [False] * (3 + LAG) + [True] * (4 - LAG)
+
+
+def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.patient = True
+        assert not stop.agreed()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.asked:
+            pass
+        assert stop.agreed() and stop.asked_of_any()
+        with pytest.raises(Preempted) as error:
+            stop.leave("after step 7")
+        assert error.value.code == preemption.EXIT_CODE == 75
+    assert (tmp_path / MARKER).read_text() == "SIGTERM, after step 7\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
+    with pytest.raises(Preempted), Preemption(Accelerator(cpu=True), tmp_path):
+        signal.raise_signal(signal.SIGINT)
+    assert (tmp_path / MARKER).read_text() == "SIGINT, between steps\n"
+
+
+def test_a_file_system_without_locks_is_only_warned_of(tmp_path, monkeypatch, capsys):
+    def unsupported(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with exclusive(tmp_path, Accelerator(cpu=True)):
+        pass
+    assert "cannot be locked" in capsys.readouterr().err and not lock.held
+
+
+def test_a_folder_is_held_by_one(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with exclusive(tmp_path, accelerator):
+        other = exclusive(tmp_path, accelerator)
+        with pytest.raises(ValueError, match=f"which process {os.getpid()} on .* is writing"):
+            other.__enter__()
+    with exclusive(tmp_path, accelerator):
+        pass
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(pretrain, monkeypatch, capsys):
+    remove = checkpoint.shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if path.name == "step_00000002" and not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
+    folder = pretrain("--run.keep_checkpoints=1")
+    assert "step_00000002 cannot be deleted" in capsys.readouterr().err
+    assert (folder / "encoder").is_dir()

@@ -1,0 +1,236 @@
+"""Streams: every image once an epoch whoever reads, exactly resumed, from every sort of shard."""
+
+import io
+import json
+import tarfile
+from collections import Counter
+from itertools import islice
+
+import datasets
+import fsspec
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, encoded, kill_at, picture, read_metrics, run_command
+
+from mpp.config import CorruptionConfig, DataConfig
+from mpp.data import Share, Views
+from mpp.shards import ROW_BITS, Lanes, Place, load_streamed, streaming_loader
+
+SHARDS, ROWS = 6, 11
+START = Place()
+
+
+def rows_of(shard: int) -> datasets.Dataset:
+    """Eleven images of a shard; their labels tell them apart."""
+    cells = [{"bytes": encoded(picture(100 * shard + row, (16, 16))), "path": None} for row in range(ROWS)]
+    labels = [shard * ROWS + row for row in range(ROWS)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    """A folder of six shards to train on and one that is held out."""
+    folder = tmp_path_factory.mktemp("parquet")
+    for shard in range(SHARDS):
+        rows_of(shard).to_parquet(folder / f"train-{shard:05d}-of-00006.parquet")
+    rows_of(77).to_parquet(folder / "test-00000-of-00001.parquet")
+    return folder
+
+
+def lanes(folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, places=None) -> Lanes:
+    data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
+    shards, _, _ = load_streamed(data, 5, 5)
+    views = Views(shards, data, 16, 3, CorruptionConfig(), 4)
+    return Lanes(views, Share(batch, 1, processes, rank), start, stop, places or {})
+
+
+def read(lanes: Lanes, lane: int, count: int, place: Place = START) -> tuple[list[tuple], Place]:
+    """What a lane reads: (epoch, image, pixels, corruption) each, and the place after it."""
+    samples = list(islice(lanes.samples(lane, place), count))
+    seen = [
+        (after.epoch, int(s.indices), s.images.numpy().tobytes(), s.corruption.positions.numpy().tobytes())
+        for s, after in samples
+    ]
+    return seen, samples[-1][1]
+
+
+@pytest.mark.parametrize(("processes", "workers", "block"), [(1, 1, 4), (1, 2, 100), (2, 1, 1), (2, 3, 4)])
+def test_every_image_is_read_once_an_epoch(parquet, processes, workers, block):
+    counts: dict[int, Counter] = {0: Counter(), 1: Counter()}
+    for rank in range(processes):
+        for lane in range(workers):
+            reader = lanes(parquet, rank, processes, workers, block)
+            for sample, place in reader.samples(lane, START):
+                if place.epoch > 1:
+                    break
+                counts[place.epoch][int(sample.indices)] += 1
+    everything = {shard << ROW_BITS | row: 1 for shard in range(SHARDS) for row in range(ROWS)}
+    assert counts[0] == counts[1] == everything
+
+
+def test_epochs_and_blocks_are_shuffled(parquet):
+    seen, _ = read(lanes(parquet), 0, 2 * SHARDS * ROWS)
+    first, second = ([image for epoch, image, *_ in seen if epoch == n] for n in (0, 1))
+    assert sorted(first) == sorted(second) and first != second != sorted(second)
+    orders = [list(dict.fromkeys(image >> ROW_BITS for image in epoch)) for epoch in (first, second)]
+    assert orders[0] != orders[1] and list(range(SHARDS)) not in orders
+    block = [image & 0xFFFF for image in first[:4]]
+    assert sorted(block) == [0, 1, 2, 3] and max(image & 0xFFFF for image in first[4:8]) == 7  # blocks stay in order
+
+
+def test_a_samples_looks_do_not_depend_on_who_reads_it(parquet):
+    alone, _ = read(lanes(parquet, block=4), 0, SHARDS * ROWS)
+    looks = {image: rest for _, image, *rest in alone}
+    for rank in range(2):
+        seen, _ = read(lanes(parquet, rank, 2, 3, block=7), 1, ROWS)
+        assert all(looks[image] == rest for _, image, *rest in seen)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 10, 11, 12, 65, 66, 67, 100])
+def test_a_lane_goes_on_where_it_was(parquet, count):
+    whole, _ = read(lanes(parquet), 0, count + 30)
+    before, place = read(lanes(parquet), 0, count)
+    after, _ = read(lanes(parquet), 0, 30, place)
+    assert before + after == whole
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_come_from_lanes_in_turn_and_resume(parquet, workers):
+    data = DataConfig(path=str(parquet), streaming=True, workers=workers, shuffle_block=4)
+    shards, _, _ = load_streamed(data, 5, 5)
+    views, share = Views(shards, data, 16, 3, CorruptionConfig(), 4), Share(2, 1, 1, 0)
+    whole = list(streaming_loader(views, share, 0, 12, {}))
+    assert [int(batch.place[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
+    for stop in (1, 2, 5, 7):
+        places = {}
+        for batch in whole[:stop]:
+            lane, *place = batch.place.tolist()
+            places[lane] = place
+        rest = list(streaming_loader(views, share, stop, 12, places))
+        assert [b.indices.tolist() for b in rest] == [b.indices.tolist() for b in whole[stop:]]
+        assert all(torch.equal(a.images, b.images) for a, b in zip(rest, whole[stop:], strict=True))
+
+
+def sources(tmp_path, kind: str) -> tuple[str, dict]:
+    """A data set of the kind: its path, and the settings that it needs."""
+    if kind == "folder":
+        for shard in range(SHARDS):
+            for row in range(ROWS):
+                file = tmp_path / "images" / ("cat" if row % 2 else "dog") / f"{shard}_{row}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(encoded(picture(100 * shard + row, (16, 16))))
+        return str(tmp_path / "images"), {}
+    if kind == "webdataset":
+        for shard in range(SHARDS):
+            with tarfile.open(tmp_path / f"train-{shard:04d}.tar", "w") as tar:
+                for row in range(ROWS):
+                    files = {"png": encoded(picture(100 * shard + row, (16, 16))), "cls": str(row % 3).encode()}
+                    for end, data in files.items():
+                        member = tarfile.TarInfo(f"{shard}_{row}.{end}")
+                        member.size = len(data)
+                        tar.addfile(member, io.BytesIO(data))
+        return str(tmp_path), {"label_column": "cls"}
+    if kind == "arrow":
+        for shard in range(SHARDS):
+            rows_of(shard).save_to_disk(tmp_path / "parts")
+            (tmp_path / "arrow").mkdir(exist_ok=True)
+            (tmp_path / "parts" / "data-00000-of-00001.arrow").rename(tmp_path / "arrow" / f"train-{shard}.arrow")
+        return str(tmp_path / "arrow"), {}
+    if kind == "saved":
+        whole = datasets.concatenate_datasets([rows_of(shard) for shard in range(SHARDS)])
+        datasets.DatasetDict({"train": whole}).save_to_disk(tmp_path / "saved")
+        return str(tmp_path / "saved"), {}
+    memory = fsspec.filesystem("memory")
+    for shard in range(SHARDS):
+        buffer = io.BytesIO()
+        rows_of(shard).to_parquet(buffer)
+        memory.pipe(f"/{tmp_path.name}/train-{shard:05d}-of-00006.parquet", buffer.getvalue())
+    pattern = "/train-*.parquet" if kind == "pattern" else ""
+    return f"memory://{tmp_path.name}{pattern}", {}
+
+
+@pytest.mark.parametrize("kind", ["folder", "webdataset", "arrow", "saved", "url", "pattern"])
+def test_every_sort_of_source(tmp_path, kind):
+    """Without a held-out split a twentieth of the shards, at least one, is held out; nothing of it is trained on."""
+    path, settings = sources(tmp_path, kind)
+    data = DataConfig(path=path, streaming=True, workers=0, shuffle_block=4, **settings)
+    shards, known, held_out = load_streamed(data, 20, 1000)
+    reader = Lanes(Views(shards, data, 16), Share(1, 1, 1, 0), 0, 1000, {})
+    seen = []
+    for sample, place in reader.samples(0, START):
+        if place.epoch:
+            break
+        seen.append(int(sample.indices))
+    assert len(seen) == len(set(seen)) == SHARDS * ROWS - len(held_out)
+    assert len(known) == 20 and len(held_out) >= 7
+    assert known.labelled() is not None and held_out.decode(0, 1000).shape == (3, 16, 16)
+
+
+def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_path, monkeypatch):
+    options = [f"--data.path={parquet}", "--data.streaming=true", "--run.steps=24", "--data.shuffle_block=4"]
+    options += ["--data.workers=2", "--probe.every=24", "--run.eval_every=24"]
+    whole = pretrain(*options, without="--data.workers")
+    lines = read_metrics(whole, "heldout/loss") | read_metrics(whole, "knn/depth_01")
+    assert list(lines) == [24]
+    for stop in (3, 10, 17):
+        with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
+            kill_at(context, stop)
+            pretrain(*options, dir=tmp_path / "stopped", without="--data.workers")
+    stopped = pretrain(*options, dir=tmp_path / "stopped", without="--data.workers")
+    weights = [(folder / "encoder" / "model.safetensors").read_bytes() for folder in (whole, stopped)]
+    assert weights[0] == weights[1] and read_metrics(whole) == read_metrics(stopped)
+    state = json.loads((whole / "checkpoints" / "step_00000024" / "state.json").read_text())
+    assert {lane: place[0] for lane, place in state["places"][0].items()} == {"0": 2, "1": 2}
+
+
+def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):
+    features = datasets.Features({"image": datasets.Image()})
+    for shard in range(2):
+        cells = [{"bytes": b"nothing" if row == 3 else encoded(picture(row)), "path": None} for row in range(8)]
+        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"train-{shard}.parquet")
+    folder = pretrain(f"--data.path={tmp_path}", "--data.streaming=true", dir=tmp_path / "run")
+    assert "train shard 0 row 3: no image file of a known sort" in (folder / "unreadable.txt").read_text()
+
+
+def test_two_processes_read_a_stream_together(parquet, tmp_path):
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29641"]
+    options = [
+        *TINY,
+        f"--data.path={parquet}",
+        "--data.streaming=true",
+        "--run.steps=8",
+        f"--run.dir={tmp_path / 'two'}",
+    ]
+    ended = run_command(*launch, "mpp/pretrain.py", *options, "--data.workers=2")
+    assert ended.returncode == 0, ended.stderr
+    state = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "state.json").read_text())
+    assert [sorted(each) for each in state["places"]] == [["0", "1"]] * 2
+    assert np.isfinite(list(read_metrics(tmp_path / "two").values())).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--data.workers=7"], r"train has 6 shards; .* 1 processes x 7 data\.workers = 7"),
+        (["--data.train_images=5"], r"data\.train_images chooses among indexed images"),
+        (["--data.split=training"], r"data\.split is training; .* has train, test"),
+        (["--data.image_column=label"], r"data\.image_column is label"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_said(pretrain, parquet, settings, words):
+    with pytest.raises(ValueError, match=words):
+        pretrain(f"--data.path={parquet}", "--data.streaming=true", *settings)
+
+
+def test_a_stream_is_resumed_with_as_many_workers(pretrain, parquet):
+    options = [f"--data.path={parquet}", "--data.streaming=true"]
+    folder = pretrain(*options)
+    (folder / "encoder").rename(folder.parent / "moved")
+    state = folder / "checkpoints" / "step_00000004" / "state.json"
+    written = json.loads(state.read_text())
+    (folder / "checkpoints" / "step_00000004").rename(folder / "checkpoints" / "gone")
+    with pytest.raises(ValueError, match=r"data\.workers is 3; a stream is resumed with as many as before \(1\)"):
+        pretrain(*options, "--data.workers=3")
+    assert written["places"] == [{"0": [1, 0, 2, 0, 10]}] or written["places"][0]["0"][0] == 1
