@@ -1,41 +1,41 @@
-"""How fast a training step is, as ratios measured in one run.
+"""How fast training is: ratios to other code and to the machine's own limits, all measured in one run.
 
     python evaluation/throughput.py --out throughput.json
 
 Everything is timed in turn, round after round, so that a machine whose speed drifts slows all alike; the table shows
-medians, their spread, and the median of the rounds' ratios.
+medians, and the median and range of the rounds' ratios. `pip install -e '.[peers]'` adds other packages to it.
 """
 
-import json
+import multiprocessing
+import os
 import platform
+import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import timm
 import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
 
-from evaluation.encoders import load_frozen
-from mpp.config import Config, CorruptionConfig, ModelConfig, OptimConfig, RunConfig, require
-from mpp.data import Batch, Share, collate
-from mpp.encoder import set_attention
+from evaluation import contenders
+from evaluation.contenders import CEILINGS, FORWARD, TRAINING, Bench, Contender
+from evaluation.reports import table, write_json
+from mpp.config import RunConfig, require
 from mpp.launch import command, start
-from mpp.loop import Update
-from mpp.optim import build_optimizer
 from mpp.parsing import parse
-from mpp.pretrain import Pretraining
 
-SIDE = 2048  # of the square matrix product
+BLOCK = 6  # updates in a row when loading is a part of it
+DRAIN = 4  # before them, so that what was loaded meanwhile is used up
 
 
 @dataclass(frozen=True)
 class ThroughputConfig:
-    """Throughput of the training step and of feature extraction against a bare timm model."""
+    """Throughput of training, against other code and the machine's limits."""
 
     model: str = "vit_tiny_patch16_224"
     """A timm VisionTransformer, at its own image size."""
@@ -43,96 +43,105 @@ class ThroughputConfig:
     """Images a step."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type. auto: bf16 where the hardware computes in it."""
+    compile: bool = False
+    """Compile all models that are trained with torch.compile."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: a GPU where there is one."""
     rounds: int = 15
     """Rounds that count, after three that do not."""
+    jpeg_side: int = 256
+    """Shorter side of the JPEG files that are loaded from; mpp.prepare makes them 256."""
+    workers: int = 2
+    """Loader processes of the end-to-end update."""
+    memory: bool = True
+    """Measure memory too: each contender in a process of its own."""
+    sizes: tuple[str, ...] = ()
+    """In place of all else: these models' update, at half the batch and at the whole one."""
     out: str | None = None
     """JSON file of all figures. null: none."""
 
     def __post_init__(self):
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
+        for name in ("batch_size", "rounds", "jpeg_side"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
-def framework_step(config: Config, accelerator: Accelerator) -> tuple[Callable[[], object], Callable[[], object], int]:
-    """The framework's whole update on a batch in memory; its forward, backward and optimiser alone; FLOPs an image."""
-    share = Share.of(config.optim.global_batch_size, None, 1, 0)
-    task = Pretraining(config, accelerator, share)
-    batch: Batch = collate([task.views(task.train)[0, index] for index in range(share.batch)])
-    flops = task.flops()
-    model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, config.optim))
-    update = Update(task, accelerator, model, optimizer, config.optim, share, config.run)
-    images, corruption = batch.images.to(accelerator.device), batch.corruption.to(accelerator.device)
-    targets = task.targets(images, corruption)
+class Ratio(NamedTuple):
+    """What is compared: how much longer `slower` takes, and what is aimed at."""
 
-    def whole():
-        update(0, [batch], measure=False)
+    slower: str
+    faster: str
+    target: float
+    at_most: bool = False
+    device: str | None = None  # where the target holds; None: everywhere
 
-    def bare():
-        task.objective.loss(model(images, corruption), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return whole, bare, flops
+    @property
+    def name(self) -> str:
+        return f"{self.slower} / {self.faster}"
 
 
-def bare_timm(name: str, batch_size: int, accelerator: Accelerator, fused: bool) -> Callable[[], object]:
-    """Forward and backward of timm's model with its classification head, without an optimiser."""
-    model = timm.create_model(name).to(accelerator.device)
-    set_attention(model, fused)
-    images = torch.randn(batch_size, *model.pretrained_cfg["input_size"], device=accelerator.device)
-    labels = torch.randint(0, 1000, (batch_size,), device=accelerator.device)
-
-    def step():
-        model.zero_grad()
-        with accelerator.autocast():
-            logits = model(images)
-        F.cross_entropy(logits.float(), labels).backward()
-
-    return step
+RATIOS = [
+    Ratio("timm as it comes", "mpp update", 1.4, device="cpu"),
+    Ratio("timm, attention unfused", "mpp update", 0.95, device="cpu"),
+    Ratio("timm training step", "mpp update", 1.15, device="cuda"),
+    Ratio("vit-pytorch MPP", "mpp update", 1.05, device="cpu"),
+    Ratio("Hugging Face ViTForMaskedImageModeling", "mpp update", 1.5, device="cpu"),
+    Ratio("Hugging Face ViTForMaskedImageModeling", "mpp update", 1.3, device="cuda"),
+    Ratio("mpp update", "mpp forward, backward, optimiser", 1.05, at_most=True),
+    Ratio("features", "timm forward", 1.05, at_most=True),
+    Ratio("updates in memory", "updates from JPEG", 0.9),
+    Ratio("ImageFolder with PIL", "mpp's loading", 1.4),
+]
 
 
-def forward_passes(
-    name: str, batch_size: int, accelerator: Accelerator
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Features as the probes extract them, from pixels; and the bare model's forward pass, from normalised input."""
-    frozen = load_frozen(name).to(accelerator.device)
-    images = torch.randint(0, 256, (batch_size, 3, frozen.img_size, frozen.img_size), dtype=torch.uint8)
-    images = images.to(accelerator.device)
-    normalized, last = frozen.normalize(images), len(frozen.stages)
-
-    def features():
-        with torch.inference_mode(), accelerator.autocast():
-            frozen(images, "mean", [last])
-
-    def bare():
-        with torch.inference_mode(), accelerator.autocast():
-            frozen.model.forward_features(normalized)
-
-    return features, bare
-
-
-def matrix_product(accelerator: Accelerator) -> Callable[[], object]:
-    """A square product in the step's precision: what the machine reaches at best."""
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    left, right = (torch.randn(SIDE, SIDE, device=accelerator.device, dtype=dtype) for _ in range(2))
-    return lambda: left @ right
+def seconds_of(step: Callable[[], object]) -> float:
+    """How long a step takes, a GPU's work included."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
     """Seconds of each step in each round."""
-    cuda = torch.cuda.is_available()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(warmup + rounds):
-        for name, step in steps.items():
-            if cuda:
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            step()
-            if cuda:
-                torch.cuda.synchronize()
-            if number >= warmup:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+    times = [{name: seconds_of(step) for name, step in steps.items()} for _ in range(warmup + rounds)]
+    return {name: [each[name] for each in times[warmup:]] for name in steps}
+
+
+def time_loading(bench: Bench, config: ThroughputConfig) -> dict[str, list[float]]:
+    """Updates from JPEG files beside updates from memory; loading alone, on one core, beside torchvision's."""
+    with contenders.jpegs(config.jpeg_side) as name:
+        folder, size = Path(name), contenders.build_encoder(bench.config.model).patch_embed.img_size[0]
+        updates = contenders.end_to_end(bench, folder, config.workers)
+        in_memory = contenders.mpp_update(bench).step
+        alone = {
+            "mpp's loading": take(contenders.our_images(folder, size), 32),
+            "ImageFolder with PIL": take(contenders.image_folder(folder, size), 32),
+        }
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        seconds = time_in_turn(alone, config.rounds)
+        torch.set_num_threads(threads)
+        drained = lambda: next(islice(updates, DRAIN - 1, None))  # noqa: E731
+        steps = {
+            "updates in memory": lambda: [in_memory() for _ in range(BLOCK)],
+            "updates from JPEG": take(updates, BLOCK),
+        }
+        rounds = []
+        for _ in range(1 + max(1, config.rounds // 3)):
+            memory = seconds_of(steps["updates in memory"])
+            drained()
+            rounds.append((memory, seconds_of(steps["updates from JPEG"])))
+        updates.close()
+        return seconds | dict(zip(steps, map(list, zip(*rounds[1:], strict=True)), strict=True))
+
+
+def take(items: Iterator[Any], count: int) -> Callable[[], list[Any]]:
+    """A step that takes so many items."""
+    return lambda: list(islice(items, count))
 
 
 def ratios(seconds: dict[str, list[float]], slower: str, faster: str) -> dict[str, float]:
@@ -141,51 +150,146 @@ def ratios(seconds: dict[str, list[float]], slower: str, faster: str) -> dict[st
     return {"median": statistics.median(each), "min": min(each), "max": max(each)}
 
 
+def megabytes(config: ThroughputConfig, name: str, answer: Any) -> None:
+    """Send the peak memory of two steps of a contender, beyond what the libraries take. In a process of its own."""
+    bench = open_bench(config)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    step = (TRAINING | FORWARD)[name](bench).step
+    step(), step()
+    if bench.accelerator.device.type == "cuda":
+        answer.send(torch.cuda.max_memory_allocated() / 2**20)
+    else:
+        answer.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
+
+
+def measure_memory(config: ThroughputConfig) -> dict[str, float]:
+    """Contender -> peak memory in MB."""
+    context, found = multiprocessing.get_context("spawn"), {}
+    for name in TRAINING | FORWARD:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=megabytes, args=(config, name, sender))
+        process.start()
+        sender.close()
+        try:
+            found[name] = receiver.recv()
+        except EOFError:
+            raise ValueError(f"memory of {name} cannot be measured: its process died") from None
+        process.join()
+    return found
+
+
+def open_bench(config: ThroughputConfig, model: str | None = None, batch_size: int | None = None) -> Bench:
+    """The device in its precision, and what is built for it."""
+    if config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    accelerator = start(RunConfig(dir="unused", precision=config.precision, trackers=(), compile=config.compile))
+    return Bench(model or config.model, batch_size or config.batch_size, config.compile, accelerator)
+
+
+def about(config: ThroughputConfig, bench: Bench) -> dict[str, Any]:
+    """What the figures depend on."""
+    device = bench.accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    packages = {
+        name: version(name) for name in ("torch", "timm") + (("transformers",) if "Hugg" in str(TRAINING) else ())
+    }
+    machine = {
+        "device": device.type,
+        "name": name,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    }
+    return {"config": asdict(config), "precision": bench.accelerator.mixed_precision, "machine": machine | packages}
+
+
+def measure(config: ThroughputConfig) -> dict[str, Any]:
+    """All figures: seconds and FLOPs of each contender, ratios, memory."""
+    memory = measure_memory(config) if config.memory else {}
+    bench = open_bench(config)
+    built: dict[str, Contender] = {name: build(bench) for name, build in (TRAINING | FORWARD | CEILINGS).items()}
+    seconds = time_in_turn({name: contender.step for name, contender in built.items()}, config.rounds)
+    flops = {name: contender.flops for name, contender in built.items()}
+    del built
+    seconds |= time_loading(bench, config)
+    ceiling = CEILING_OF[bench.accelerator.mixed_precision]
+    best = flops[ceiling] / statistics.median(seconds[ceiling])
+    device = bench.accelerator.device.type
+    compared = [r for r in RATIOS if r.device in (None, device) and r.slower in seconds]
+    return about(config, bench) | {
+        "seconds": seconds,
+        "flops": flops,
+        "ceiling": best,
+        "memory_mb": memory,
+        "ratios": {
+            r.name: ratios(seconds, r.slower, r.faster) | {"target": r.target, "at_most": r.at_most} for r in compared
+        },
+    }
+
+
+CEILING_OF = {"bf16": "matrix product, bf16", "no": "matrix product, fp32"}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    batch, rows = result["config"]["batch_size"], []
+    for name in TRAINING | FORWARD:
+        median = statistics.median(result["seconds"][name])
+        rate = result["flops"][name] / median
+        memory = result["memory_mb"].get(name)
+        row = [f"{1e3 * median:.1f}", f"{batch / median:.1f}", f"{rate / 1e9:.0f}", f"{rate / result['ceiling']:.0%}"]
+        rows.append([name, *row, f"{memory:.0f}" if memory is not None else "-"])
+    print(f"\n{result['config']['model']}, batch {batch}, {result['precision']}, {result['machine']}")
+    print(table(["step", "ms", "images/s", "executed GFLOP/s", "of the ceiling", "MB"], rows))
+    for name in CEILINGS:
+        rate = result["flops"][name] / statistics.median(result["seconds"][name])
+        print(f"{name}: {rate / 1e9:.0f} GFLOP/s")
+    for name in ("mpp's loading", "ImageFolder with PIL"):
+        print(f"{name}: {32 / statistics.median(result['seconds'][name]):.0f} images/s a core")
+    rows = [
+        [name, f"{r['median']:.3f} ({r['min']:.3f} to {r['max']:.3f})", verdict(r)]
+        for name, r in result["ratios"].items()
+    ]
+    print(table(["ratio of times", "median (range)", "target"], rows))
+
+
+def verdict(ratio: dict[str, Any]) -> str:
+    """The target, and whether it is met."""
+    met = ratio["median"] <= ratio["target"] if ratio["at_most"] else ratio["median"] >= ratio["target"]
+    return f"{'at most' if ratio['at_most'] else 'at least'} {ratio['target']}{'' if met else ': missed'}"
+
+
+def measure_sizes(config: ThroughputConfig) -> dict[str, Any]:
+    """Time of an update against the model's FLOPs and the images in it."""
+    batches = (max(1, config.batch_size // 2), config.batch_size)
+    found = []
+    for model in config.sizes:
+        benches = {batch: open_bench(config, model, batch) for batch in batches}
+        built = {batch: contenders.mpp_update(bench) for batch, bench in benches.items()}
+        times = time_in_turn(
+            {str(batch): contender.step for batch, contender in built.items()}, config.rounds, warmup=2
+        )
+        for batch, contender in built.items():
+            median = statistics.median(times[str(batch)])
+            found.append({"model": model, "batch": batch, "flops": contender.flops / batch, "seconds": median / batch})
+    rows = []
+    for f in found:
+        numbers = f["flops"] / 1e9, 1e3 * f["seconds"], f["flops"] / f["seconds"] / 1e9
+        rows.append([f["model"], str(f["batch"]), *(f"{number:.1f}" for number in numbers)])
+    print(table(["mpp update", "batch", "GFLOP an image", "ms an image", "executed GFLOP/s"], rows))
+    return about(config, next(iter(benches.values()))) | {"sizes": found}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, as the command line, or `arguments`, say."""
-    bench = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
-    config = Config(
-        run=RunConfig(dir="unused", precision=bench.precision, trackers=()),
-        model=ModelConfig(name=bench.model),
-        optim=OptimConfig(global_batch_size=bench.batch_size),
-        corruption=CorruptionConfig(),
-    )
-    accelerator = start(config.run)
-    whole, bare, flops = framework_step(config, accelerator)
-    features, forward = forward_passes(bench.model, bench.batch_size, accelerator)
-    seconds = time_in_turn(
-        {
-            "mpp update": whole,
-            "mpp forward, backward, optimiser": bare,
-            "timm as it comes": bare_timm(bench.model, bench.batch_size, accelerator, fused=True),
-            "timm, attention unfused": bare_timm(bench.model, bench.batch_size, accelerator, fused=False),
-            "features": features,
-            "timm forward": forward,
-            "matrix product": matrix_product(accelerator),
-        },
-        bench.rounds,
-    )
-    print(f"\n{bench.model}, batch {bench.batch_size}, {accelerator.mixed_precision}, torch {torch.__version__}")
-    ceiling = 2 * SIDE**3 / statistics.median(seconds.pop("matrix product"))
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        print(f"{name:34s} {median * 1e3:8.1f} ms  {bench.batch_size / median:8.1f} images/s")
-    rate = flops * bench.batch_size / statistics.median(seconds["mpp update"])
-    print(f"executed by mpp: {rate / 1e9:.0f} GFLOP/s, {rate / ceiling:.0%} of a matrix product's {ceiling / 1e9:.0f}")
-    timms = ["timm as it comes", "timm, attention unfused"]
-    compared = {f"{name} / mpp update": ratios(seconds, name, "mpp update") for name in timms}
-    compared["mpp update / its forward, backward, optimiser"] = ratios(
-        seconds, "mpp update", "mpp forward, backward, optimiser"
-    )
-    compared["features / timm forward"] = ratios(seconds, "features", "timm forward")
-    for name, ratio in compared.items():
-        print(f"{name:46s} {ratio['median']:.3f}  ({ratio['min']:.3f} to {ratio['max']:.3f})")
-    if bench.out:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
-        result = {"config": vars(bench), "machine": machine, "seconds": seconds, "ratios": compared}
-        result |= {"executed_flops_per_second": rate, "matrix_product_flops_per_second": ceiling}
-        Path(bench.out).write_text(json.dumps(result, indent=1))
-        print(f"wrote {bench.out}")
+    config = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
+    for model in config.sizes or (config.model,):
+        require(timm.is_model(model), "model", model, "a VisionTransformer of timm's")
+    result = measure_sizes(config) if config.sizes else measure(config)
+    if not config.sizes:
+        show(result)
+    if config.out:
+        write_json(Path(config.out), result)
+        print(f"wrote {config.out}")
 
 
 if __name__ == "__main__":

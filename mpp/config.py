@@ -62,13 +62,28 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
-    """The images: where they come from."""
+class ImagesConfig:
+    """The images: where they are."""
 
     path: str | None = None
-    """A hub dataset, a folder of images, or a folder or file of parquet or arrow. null: the package's birds."""
+    """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
     name: str | None = None
     """Config name of a hub dataset."""
+    image_column: str | None = None
+    """Column of the images. null: the only image column."""
+    label_column: str | None = None
+    """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
+    max_pixels: int = 100_000_000
+    """Images with more pixels are refused from their header, before they are decoded."""
+
+    def __post_init__(self):
+        require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
+
+
+@dataclass(frozen=True)
+class SourceConfig(ImagesConfig):
+    """The images: where they come from."""
+
     split: str = "train"
     """Split to train on."""
     eval_split: str | None = "auto"
@@ -77,28 +92,22 @@ class SourceConfig:
     """Share of the images that the seeded cut holds out."""
     eval_seed: int = 0
     """Seed of the cut and of train_images: not the run's, so that runs of other seeds see the same images."""
-    image_column: str | None = None
-    """Column of the images. null: the only image column."""
-    label_column: str | None = None
-    """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
     eval_label_column: str | None = None
     """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
     train_images: int | None = None
     """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
-    max_pixels: int = 100_000_000
-    """Images with more pixels are refused from their header, before they are decoded."""
     batch_size: int | None = plumbing(None)
     """Images per process and forward pass. null: in training, the global batch shared by the processes; else 64."""
     workers: int = plumbing(2)
     """Loader processes per training process. 0: load in the training process."""
 
     def __post_init__(self):
+        super().__post_init__()
         require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
         require(0 <= self.eval_seed < 2**63, "data.eval_seed", self.eval_seed, "at least 0 and below 2**63")
         require(
             self.train_images is None or self.train_images >= 1, "data.train_images", self.train_images, "at least 1"
         )
-        require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
         require(self.batch_size is None or self.batch_size >= 1, "data.batch_size", self.batch_size, "at least 1")
         require(self.workers >= 0, "data.workers", self.workers, "0 or more")
 

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp import images
-from mpp.config import SourceConfig
+from mpp.config import ImagesConfig, SourceConfig
 from mpp.randomness import Stream, permutation
 
 MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
+ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 BIRDS = Path(__file__).parent / "birds"
 
 
@@ -81,11 +82,15 @@ class Photographs:
 
 def decode_cell(cell: dict[str, Any] | None, max_pixels: int) -> Tensor:
     """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage."""
+    return images.decode(encoded_bytes(cell), max_pixels)
+
+
+def encoded_bytes(cell: dict[str, Any] | None) -> bytes:
+    """The image file of a cell {"bytes", "path"}; raises UnreadableImage."""
     try:
-        data = cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
+        return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
     except (OSError, TypeError) as error:
         raise images.UnreadableImage(f"no bytes: {error}") from error
-    return images.decode(data, max_pixels)
 
 
 def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
@@ -113,12 +118,12 @@ def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
     return photographs[0], photographs[1]
 
 
-def describe(config: SourceConfig) -> str:
+def describe(config: ImagesConfig) -> str:
     """The data set, for messages."""
     return f"data.path {config.path}" if config.path else "the package's birds"
 
 
-def load_splits(config: SourceConfig, streaming: bool = False) -> dict[str, Any]:
+def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]:
     """All splits of the data set that `data.path` names, indexed, or as streams where they are in shards."""
     if config.path is None:
         files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
@@ -131,13 +136,15 @@ def load_splits(config: SourceConfig, streaming: bool = False) -> dict[str, Any]
         if "://" in config.path:
             kind, files = files_at(config.path)
             return datasets.load_dataset(kind, data_files=files, streaming=streaming)
+        if path.name.endswith(ARCHIVES) and path.is_file():
+            path = Path(datasets.DownloadManager().extract(str(path)))  # to the library's cache, nowhere else
         if path.is_file():
             if path.suffix not in SHARD_FILES:
-                raise ValueError(f"a single file must be {' or '.join(SHARD_FILES)}")
+                raise ValueError(f"a single file must be {' or '.join([*SHARD_FILES, *ARCHIVES])}")
             return datasets.load_dataset(SHARD_FILES[path.suffix], data_files=str(path), streaming=streaming)
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = datasets.load_from_disk(str(path))
-            return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict({config.split: saved})
+            return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
         found = str(path) if path.is_dir() else config.path
         return datasets.load_dataset(found, config.name, streaming=streaming)
     except Exception as error:  # the library raises many sorts for what a user sees as one: it cannot be loaded
@@ -174,7 +181,7 @@ def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
     return config.eval_split
 
 
-def find_image_column(config: SourceConfig, features: datasets.Features) -> str:
+def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     """The column that holds the images: the named one, or the only one that can."""
     columns = ", ".join(features)
     found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]

@@ -76,7 +76,7 @@ class WatchedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        yield from self.loader  # a generator keeps this object, and so its watch, alive
 
 
 def explain(error: RuntimeError) -> str | None:

@@ -120,3 +120,28 @@ def test_every_parameter_learns():
     model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, (0.5,) * 3, (0.5,) * 3)
     model(*images_and_corruption()).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_activation_checkpointing_computes_the_same_with_less_memory(dropout):
+    images, corruption = images_and_corruption()
+    numbers = dict(width=16, depth=6, heads=2, img_size=32, patch_size=8, dropout=dropout)
+    results, kept = [], []
+    for again in (False, True):
+        torch.manual_seed(2)
+        encoder = build_encoder(ModelConfig(**numbers, activation_checkpointing=again))
+        model = MaskedPatchPredictor(encoder, 8, (0.5,) * 3, (0.5,) * 3).train()
+        storages: dict[int, int] = {}
+        keep = lambda tensor, storages=storages: storages.update(  # noqa: E731
+            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()}
+        )
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, keep=keep: (keep(t), t)[1], lambda t: t):
+            loss = model(images, corruption).square().mean()
+        loss.backward()
+        results.append(
+            [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+        )
+        kept.append(sum(storages.values()) - sum(p.untyped_storage().nbytes() for p in model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert kept[1] < 0.5 * kept[0]

@@ -57,3 +57,43 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read_metrics(killed) == read_metrics(whole)
+
+
+def test_the_config_of_two_cpu_processes(tmp_path):
+    config = ["accelerate", "launch", "--config_file", "configs/accelerate/cpu_2.yaml", "--main_process_port", "29623"]
+    ended = run_command(*config, "mpp/pretrain.py", *TINY, "--run.steps=1", f"--run.dir={tmp_path / 'run'}")
+    assert ended.returncode == 0 and "2 processes on cpu" in ended.stdout, ended.stderr
+
+
+def test_the_config_of_one_gpu_is_one_process(tmp_path):
+    config = ["accelerate", "launch", "--config_file", "configs/accelerate/gpu_1.yaml"]
+    ended = run_command(*config, "mpp/pretrain.py", *TINY, "--run.steps=1", f"--run.dir={tmp_path / 'run'}")
+    assert ended.returncode == 0 and "1 process on" in ended.stdout, ended.stderr
+
+
+def test_the_config_of_two_machines_on_one_host(tmp_path):
+    """As on two nodes, with a process each in place of eight."""
+    config = ["accelerate", "launch", "--config_file", "configs/accelerate/gpu_2x8.yaml", "--num_processes", "2"]
+    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", "29627"]
+    words = ["mpp/pretrain.py", *TINY, "--run.steps=3", f"--run.dir={tmp_path / 'two'}"]
+    nodes = [start_command(*config, *address, "--machine_rank", str(rank), *words) for rank in range(2)]
+    said = [node.communicate(timeout=240) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "2 processes on cpu" in said[0][0]
+    one = run_command("python", *words[:-1], f"--run.dir={tmp_path / 'one'}")
+    assert one.returncode == 0, one.stderr
+    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(tmp_path / "one"), abs=1e-4)
+
+
+def test_an_uneven_last_batch_of_the_evaluation(tmp_path):
+    """29 held-out images on two processes, four at a time: the same figures as one at a time gives."""
+    options = [*(word for word in TINY if not word.startswith("--data.eval")), "--run.steps=1", "--data.batch_size=4"]
+    two = run_command(
+        *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29629"),
+        *("mpp/pretrain.py", *options, "--data.eval_images=29", f"--run.dir={tmp_path / 'two'}"),
+    )
+    assert two.returncode == 0, two.stderr
+    one = [*options, "--data.eval_images=29", "--data.batch_size=1", f"--run.dir={tmp_path / 'one'}"]
+    assert run_command("python", "mpp/pretrain.py", *one).returncode == 0
+    for key in ("heldout/loss", "heldout/accuracy", "heldout/nearest"):
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-5)

@@ -3,23 +3,59 @@
 import json
 
 import pytest
+import torch
 
 from evaluation import throughput
+from evaluation.throughput import verdict
 
 
 def test_ratios_are_of_the_same_round(tmp_path, capsys):
     out = tmp_path / "t.json"
-    throughput.main(["--batch_size=1", "--rounds=2", "--precision=fp32", f"--out={out}"])
+    torch.set_num_threads(1)
+    throughput.main(
+        ["--batch_size=1", "--rounds=2", "--precision=fp32", "--memory=false", "--workers=0", f"--out={out}"]
+    )
     result = json.loads(out.read_text())
     seconds = result["seconds"]
     each = [a / b for a, b in zip(seconds["timm as it comes"], seconds["mpp update"], strict=True)]
     ratio = result["ratios"]["timm as it comes / mpp update"]
     assert (ratio["min"], ratio["max"]) == (min(each), max(each))
     assert ratio["median"] == pytest.approx(sum(each) / 2)
-    assert result["executed_flops_per_second"] > 0
-    assert "mpp update" in capsys.readouterr().out
+    assert set(result["ratios"]) >= {
+        *("updates in memory / updates from JPEG", "ImageFolder with PIL / mpp's loading", "features / timm forward"),
+    }
+    # of a ViT-Ti/16, forward and backward: three times 2 x 1.08 G multiply-adds; ours skips part of the last block
+    assert result["flops"]["timm as it comes"] == pytest.approx(3 * 2 * 1.08e9, rel=0.2)
+    assert 0.9 < result["flops"]["mpp update"] / result["flops"]["timm as it comes"] < 1.02
+    said = capsys.readouterr().out
+    assert "mpp update" in said and "images/s a core" in said
 
 
-def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match="rounds is 0; it must be at least 1"):
-        throughput.main(["--rounds=0"])
+def test_cost_of_sizes(tmp_path):
+    out = tmp_path / "sizes.json"
+    words = ["--sizes=[vit_tiny_patch16_224]", "--batch_size=2", "--rounds=1", "--precision=fp32", f"--out={out}"]
+    throughput.main(words)
+    one, two = json.loads(out.read_text())["sizes"]
+    assert (one["batch"], two["batch"]) == (1, 2) and one["flops"] == pytest.approx(two["flops"])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (dict(median=1.5, target=1.4, at_most=False), "at least 1.4"),
+        (dict(median=1.3, target=1.4, at_most=False), "at least 1.4: missed"),
+        (dict(median=1.04, target=1.05, at_most=True), "at most 1.05"),
+        (dict(median=1.06, target=1.05, at_most=True), "at most 1.05: missed"),
+    ],
+)
+def test_a_missed_target_is_said_to_be_missed(ratio, said):
+    assert verdict(ratio) == said
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("--rounds=0", "rounds is 0; it must be at least 1"), ("--model=vit", "model is vit; it must be a VisionTransf")],
+)
+def test_bad_settings_are_named(setting, words):
+    with pytest.raises(ValueError, match=words):
+        throughput.main([setting])

@@ -1,0 +1,212 @@
+"""A data set made ready for training: parquet shards of images that are no larger than training needs.
+
+    python -m mpp.prepare --data.path FOLDER --out prepared
+    accelerate launch mpp/pretrain.py --data.path prepared --data.streaming true
+
+A folder of a million files is slow to index, and photographs of full size are slow to decode. Shards are written in
+parallel, whole or not at all; the same command goes on where it was broken off.
+"""
+
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional
+from tqdm import tqdm
+
+from mpp.config import ImagesConfig, plumbing, require
+from mpp.images import UnreadableImage, decode
+from mpp.launch import command
+from mpp.parsing import changed_keys, parse, to_yaml
+from mpp.randomness import Stream, permutation
+from mpp.sources import describe, encoded_bytes, find_image_column, load_splits
+
+NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes for data
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Turn a data set into parquet shards for training."""
+
+    out: str = plumbing("prepared")
+    """Folder of the shards: SPLIT-00000-of-00012.parquet, as the hub has them."""
+    short_side: int = 256
+    """Images whose shorter side is longer are shrunk to this; the others stay as they are, to the byte."""
+    quality: int = 90
+    """JPEG quality of the images that are shrunk."""
+    rows: int = 2048
+    """Images a shard. Streaming needs a shard for each loader process."""
+    seed: int = 0
+    """Seed of the order of the images, which are shuffled over all shards of their split."""
+    workers: int = plumbing(0)
+    """Processes. 0: one for each core."""
+    data: ImagesConfig = field(default_factory=ImagesConfig)
+
+    def __post_init__(self):
+        for name in ("short_side", "rows"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(1 <= self.quality <= 100, "quality", self.quality, "from 1 to 100")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
+        require(self.workers >= 0, "workers", self.workers, "0 (one for each core) or more")
+
+
+class Shard(NamedTuple):
+    """A shard that is to be written."""
+
+    file: Path
+    rows: datasets.Dataset
+    columns: tuple[str, str | None]  # of images and labels
+    config: PrepareConfig
+
+
+def prepare_image(data: bytes, config: PrepareConfig) -> bytes:
+    """The image file, or a JPEG of it whose shorter side is `config.short_side`; raises UnreadableImage."""
+    pixels = decode(data, config.data.max_pixels)
+    if min(pixels.shape[1:]) <= config.short_side:
+        return data
+    pixels = functional.resize(pixels, [config.short_side], antialias=True)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=config.quality)
+    return buffer.getvalue()
+
+
+def write_shard(shard: Shard) -> dict[str, Any]:
+    """Write a shard, and notes of what went into it; the notes."""
+    image_column, label_column = shard.columns
+    notes: dict[str, Any] = {"kept": 0, "dropped": [], "bytes_before": 0, "bytes_after": 0}
+    images, labels = [], []
+    for row in shard.rows:
+        cell = row[image_column]
+        name = name_of(cell, shard.config.data.path)
+        try:
+            data = encoded_bytes(cell)
+            prepared = prepare_image(data, shard.config)
+        except UnreadableImage as error:
+            notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
+            continue
+        images.append({"bytes": prepared, "path": name})
+        labels.append(row[label_column] if label_column else None)
+        notes["bytes_before"] += len(data)
+        notes["bytes_after"] += len(prepared)
+    notes["kept"] = len(images)
+    features = {"image": datasets.Image()}
+    if label_column:
+        features["label"] = shard.rows.features[label_column]
+    columns = {"image": images, "label": labels}
+    table = datasets.Dataset.from_dict({k: columns[k] for k in features}, features=datasets.Features(features))
+    aside = shard.file.parent / NOTES / f"{shard.file.name}.partial"
+    table.to_parquet(aside)
+    notes_of(shard.file).write_text(json.dumps(notes))
+    aside.replace(shard.file)
+    return notes
+
+
+def name_of(cell: dict[str, Any] | None, root: str | None) -> str | None:
+    """A file's name, from the data set's folder on where it is in there: nothing of the machine."""
+    path = Path((cell or {}).get("path") or "")
+    if root and path.is_absolute() and path.is_relative_to(Path(root).absolute()):
+        return str(path.relative_to(Path(root).absolute()))
+    return path.name or None
+
+
+def notes_of(file: Path) -> Path:
+    """Where the notes of a shard are."""
+    return file.parent / NOTES / f"{file.stem}.json"
+
+
+def plan(config: PrepareConfig) -> list[Shard]:
+    """All shards of all splits.
+
+    Raises:
+        ValueError: no such images, or the folder has shards of another number of them.
+    """
+    shards = []
+    for split, rows in load_splits(config.data).items():
+        image_column = find_image_column(config.data, rows.features)
+        label_column = config.data.label_column or ("label" if "label" in rows.features else None)
+        require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
+        columns = [name for name in (image_column, label_column) if name]
+        rows = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
+        order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
+        for number in range(count):
+            file = Path(config.out) / f"{split}-{number:05d}-of-{count:05d}.parquet"
+            chosen = rows.select(order[number * config.rows : (number + 1) * config.rows])
+            shards.append(Shard(file, chosen, (image_column, label_column), config))
+    strangers = {path.name for path in Path(config.out).glob("*.parquet")} - {shard.file.name for shard in shards}
+    if strangers:
+        raise ValueError(f"out is {config.out}, which has shards of other images: {', '.join(sorted(strangers)[:3])}")
+    return shards
+
+
+def open_folder(config: PrepareConfig) -> None:
+    """Make the folder, or check that it is of the same settings."""
+    saved = Path(config.out) / NOTES / "config.yaml"
+    if saved.is_file():
+        different = changed_keys(config, saved)
+        if different:
+            raise ValueError(f"out is {config.out}, prepared with another {', '.join(different)}; choose another out")
+    elif Path(config.out).exists() and (not Path(config.out).is_dir() or any(Path(config.out).iterdir())):
+        raise ValueError(f"out is {config.out}, which holds something else; choose another out")
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    saved.write_text(to_yaml(config))
+
+
+def write_all(shards: Sequence[Shard], workers: int) -> Iterable[tuple[Shard, dict[str, Any]]]:
+    """Write shards in parallel; each with its notes as it is done."""
+    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        jobs = {pool.submit(write_shard, shard): shard for shard in shards}
+        try:
+            for job in as_completed(jobs):
+                yield jobs[job], job.result()
+        except BrokenProcessPool:
+            raise ValueError("a process died (out of memory?); the same command goes on, with fewer workers") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare as the command line, or `arguments`, say."""
+    config = parse(PrepareConfig, arguments, prog="python -m mpp.prepare")
+    if config.data.path is None:
+        raise ValueError("data.path is null; it must be a data set of the hub, a folder, or a file")
+    shards = plan(config)
+    open_folder(config)
+    done = [shard for shard in shards if shard.file.is_file() and notes_of(shard.file).is_file()]
+    missing = [shard for shard in shards if shard not in done]
+    total = sum(len(shard.rows) for shard in shards)
+    print(f"{describe(config.data)}: {total} images to {len(shards)} shards, {len(done)} of them there already")
+    notes = [json.loads(notes_of(shard.file).read_text()) for shard in done]
+    workers = min(config.workers or len(os.sched_getaffinity(0)), max(1, len(missing)))
+    with tqdm(total=total, initial=sum(len(s.rows) for s in done), unit="image", desc="preparing") as bar:
+        for shard, written in write_all(missing, workers):
+            notes.append(written)
+            bar.update(len(shard.rows))
+    report(config, notes)
+
+
+def report(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
+    """Say what was kept and what was dropped, and why."""
+    dropped = sorted(line for each in notes for line in each["dropped"])
+    kept, before, after = (sum(each[key] for each in notes) for key in ("kept", "bytes_before", "bytes_after"))
+    listed = Path(config.out) / NOTES / "dropped.txt"
+    listed.write_text("".join(f"{line}\n" for line in dropped))
+    print(f"wrote {config.out}: {kept} images, {before / 1e6:.1f} MB became {after / 1e6:.1f} MB")
+    if dropped:
+        print(f"dropped {len(dropped)} that cannot be decoded, all named in {listed}:")
+        print("\n".join(f"  {line}" for line in dropped[:10]))
+    print(
+        f"next: accelerate launch mpp/pretrain.py --data.path {config.out}    (--data.streaming true: without an index)"
+    )
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,169 @@
+"""Data sets made ready for training: what becomes of each image, in parallel, resumed, reported."""
+
+import json
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from conftest import encoded, picture, run_command
+from PIL import Image
+
+from mpp import prepare
+from mpp.config import DataConfig, SourceConfig
+from mpp.images import decode
+from mpp.prepare import NOTES, main
+from mpp.shards import load_streamed
+from mpp.sources import load_photographs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Thirty images in two classes: large ones, small ones, an upright one, and two that are broken."""
+    for number in range(28):
+        size = (40, 48) if number % 2 else (90, 120)
+        file = tmp_path / "images" / "train" / ("cat" if number % 3 else "dog") / f"{number:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(picture(number, size)))
+    (tmp_path / "images" / "train" / "cat" / "empty.png").write_bytes(b"")
+    (tmp_path / "images" / "train" / "dog" / "text.jpg").write_bytes(b"no image")
+    (tmp_path / "images" / "test" / "dog").mkdir(parents=True)
+    (tmp_path / "images" / "test" / "dog" / "a.png").write_bytes(encoded(picture(99)))
+    return tmp_path / "images"
+
+
+def options(folder: Path, out: Path, *more: str) -> list[str]:
+    return [f"--data.path={folder}", f"--out={out}", "--short_side=60", "--rows=8", "--workers=2", *more]
+
+
+def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_path, capsys):
+    main(options(folder, tmp_path / "out"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == [
+        *([NOTES, "test-00000-of-00001.parquet"]),
+        *(f"train-{n:05d}-of-00004.parquet" for n in range(4)),
+    ]
+    loaded = datasets.load_dataset(str(tmp_path / "out"))
+    assert loaded["train"].features["label"].names == ["cat", "dog"] and loaded["train"].num_rows == 28
+    rows = loaded["train"].cast_column("image", datasets.Image(decode=False))
+    seen = {Path(row["image"]["path"]).name: row for row in rows}
+    assert list(seen) != sorted(seen)  # shuffled
+    for number in range(28):
+        row, size = seen[f"{number:02d}.png"], (40, 48) if number % 2 else (90, 120)
+        assert row["label"] == (0 if number % 3 else 1)
+        assert row["image"]["path"] == f"train/{'cat' if number % 3 else 'dog'}/{number:02d}.png"  # nothing above it
+        data, original = row["image"]["bytes"], encoded(picture(number, size))
+        if number % 2:
+            assert data == original
+        else:
+            assert data[:2] == b"\xff\xd8" and decode(data, 10**6).shape == (3, 60, 80)
+            expected = Image.fromarray(picture(number, size)).resize((80, 60), Image.Resampling.BILINEAR)
+            assert abs(np.array(expected, int) - decode(data, 10**6).permute(1, 2, 0).numpy()).mean() < 4
+    said = capsys.readouterr().out
+    assert "29 images" in said and "dropped 2 that cannot be decoded" in said
+    dropped = (tmp_path / "out" / NOTES / "dropped.txt").read_text().splitlines()
+    assert dropped == [
+        "train/cat/empty.png: no image file of a known sort",
+        "train/dog/text.jpg: no image file of a known sort",
+    ]
+
+
+def test_what_is_prepared_is_trained_on_either_way(folder, tmp_path, pretrain):
+    main(options(folder, tmp_path / "out"))
+    train, test = load_photographs(DataConfig(path=str(tmp_path / "out")))
+    assert (len(train), len(test)) == (28, 1) and sorted(set(train.labels)) == [0, 1]
+    shards, known, _ = load_streamed(DataConfig(path=str(tmp_path / "out"), streaming=True), 9, 9)
+    assert shards.count == 4 and len(known) == 9
+    pretrain(f"--data.path={tmp_path / 'out'}", "--data.streaming=true")
+
+
+def test_a_broken_off_command_goes_on(folder, tmp_path, monkeypatch, capsys):
+    main(options(folder, tmp_path / "whole"))
+    monkeypatch.setattr(prepare, "write_all", lambda shards, workers: stop_after(2, shards))
+    with pytest.raises(KeyboardInterrupt):
+        main(options(folder, tmp_path / "out"))
+    (tmp_path / "out" / NOTES / "train-00003-of-00004.parquet.partial").write_bytes(b"half")
+    monkeypatch.undo()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
+    assert len(before) == 2
+    capsys.readouterr()
+    main(options(folder, tmp_path / "out"))
+    assert "5 shards, 2 of them there already" in capsys.readouterr().out
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    files = sorted(path.name for path in (tmp_path / "whole").glob("*.parquet"))
+    assert all((tmp_path / "whole" / f).read_bytes() == (tmp_path / "out" / f).read_bytes() for f in files)
+
+
+def stop_after(count, shards):
+    for number, shard in enumerate(shards):
+        if number == count:
+            raise KeyboardInterrupt
+        yield shard, prepare.write_shard(shard)
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
+def test_an_archive_is_a_folder(folder, tmp_path, kind):
+    file = tmp_path / f"images.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            for path in sorted((folder / "train").rglob("*.*")):
+                archive.write(path, path.relative_to(folder))
+    else:
+        with tarfile.open(file, "w:gz") as archive:
+            archive.add(folder / "train", "train")
+    main(options(file, tmp_path / "out"))
+    train, _ = load_photographs(SourceConfig(path=str(tmp_path / "out"), eval_split=None))
+    assert len(train) >= 26 and set(train.labels) == {0, 1}
+    paths = [row["image"]["path"] for row in train.rows]
+    assert not any(os.path.isabs(path) or ".." in path for path in paths)
+
+
+def test_names_that_lead_out_write_nothing_there(tmp_path):
+    features = datasets.Features({"image": datasets.Image(decode=False)})
+    cells = [{"bytes": encoded(picture(1)), "path": "../../../../tmp/evil.png"}] * 2
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / "data" / "train.parquet")
+    before = {path for path in tmp_path.rglob("*")}
+    main([f"--data.path={tmp_path / 'data'}", f"--out={tmp_path / 'out'}", "--data.image_column=image"])
+    assert {path for path in tmp_path.rglob("*") if "out" not in path.parts} == before
+    assert datasets.load_dataset(str(tmp_path / "out"))["train"].num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--short_side=0"], "short_side is 0; it must be at least 1"),
+        (["--quality=101"], "quality is 101; it must be from 1 to 100"),
+        (["--data.path=null"], "data.path is null; it must be a data set"),
+        (["--data.path=./nowhere"], "data.path is ./nowhere, which does not exist"),
+        (["--data.label_column=kind"], "data.label_column is kind; it must be image, label"),
+    ],
+)
+def test_bad_settings_are_named(folder, tmp_path, settings, words):
+    with pytest.raises(ValueError, match=words):
+        main([*options(folder, tmp_path / "out"), *settings])
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_folders_shards_are_not_mixed(folder, tmp_path):
+    main(options(folder, tmp_path / "out"))
+    with pytest.raises(ValueError, match="prepared with another quality; choose another out"):
+        main(options(folder, tmp_path / "out", "--quality=50"))
+    (folder / "train" / "cat" / "more").mkdir()
+    for number in range(9):
+        (folder / "train" / "cat" / f"more{number}.png").write_bytes(encoded(picture(number)))
+    with pytest.raises(ValueError, match="which has shards of other images: train-00000-of-00004"):
+        main(options(folder, tmp_path / "out"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="which holds something else"):
+        main(options(folder, tmp_path / "other"))
+
+
+def test_the_command(folder, tmp_path):
+    ended = run_command("python", "-m", "mpp.prepare", *options(folder, tmp_path / "out"))
+    assert ended.returncode == 0 and "next: accelerate launch mpp/pretrain.py" in ended.stdout, ended.stderr
+    notes = json.loads((tmp_path / "out" / NOTES / "test-00000-of-00001.json").read_text())
+    assert notes["kept"] == 1
