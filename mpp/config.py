@@ -169,7 +169,7 @@ class ModelConfig:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Channel deviations that the input is normalised with."""
     activation_checkpointing: bool = plumbing(False)
-    """Keep one activation a block and compute the rest again in the backward pass: less memory, a third more time."""
+    """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     init_from: str | None = None
     """Run folder, encoder folder or .safetensors file to start the encoder from. null: random weights."""
 

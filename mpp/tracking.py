@@ -52,8 +52,11 @@ class Tracker:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
         if self.accelerator.is_main_process:
-            with self.metrics.open("a") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            try:
+                with self.metrics.open("a") as file:
+                    file.write(json.dumps({"step": step, **values}) + "\n")
+            except OSError as error:
+                raise ValueError(f"{self.metrics} cannot be written: {error}; the last checkpoint is good") from error
         self.accelerator.log({name if "/" in name else f"train/{name}": value for name, value in values.items()}, step)
 
     def log_images(self, step: int, name: str, images: Tensor) -> None:

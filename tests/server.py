@@ -87,6 +87,8 @@ class Command:
         """Exit codes."""
         for process in self.processes:
             process.join(seconds)
+            if process.exitcode is None:
+                self.signal(signal.SIGKILL)  # else it would hold on to pytest's pipes
             assert process.exitcode is not None, f"still running after {seconds} s: {self.said[-2000:]}"
         return [process.exitcode for process in self.processes]
 
