@@ -1,9 +1,12 @@
 """Image files to the RGB a person sees, and crops of it: uint8 tensors (3, H, W) throughout."""
 
 import io
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional
@@ -89,27 +92,33 @@ def random_crop(image: Tensor, size: int, config: DataConfig, seed: int, epoch: 
         (3, size, size) uint8.
     """
     height, width = image.shape[-2:]
-    numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1)
-    top, left, crop_height, crop_width = crop_box(height, width, config, numbers[1:].reshape(CROP_ATTEMPTS, 4))
-    crop = image[:, top : top + crop_height, left : left + crop_width]
-    crop = functional.resize(crop, [size, size], antialias=True)
-    return crop.flip(-1) if config.flip and numbers[0] < 0.5 else crop
+    flip, *numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
+    top, left, crop_height, crop_width = crop_box(height, width, config, numbers)
+    crop = resize(image[:, top : top + crop_height, left : left + crop_width], size, size)
+    return crop.flip(-1) if config.flip and flip < 0.5 else crop
 
 
-def crop_box(height: int, width: int, config: DataConfig, numbers: np.ndarray) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the inception crop; `numbers` (attempts, 4): area, ratio, top, left in [0, 1)."""
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """(3, H, W) uint8 to (3, height, width), bilinear, antialiased: torchvision's, without its dispatch."""
+    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+
+
+def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[float]) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of the inception crop; `numbers` in [0, 1): area, ratio, top, left of each attempt."""
     low, high = config.crop_area
-    areas = height * width * (low + (high - low) * numbers[:, 0])
-    slim, wide = np.log(config.crop_ratio)
-    ratios = np.exp(slim + (wide - slim) * numbers[:, 1])
-    widths = np.rint(np.sqrt(areas * ratios)).astype(int)
-    heights = np.rint(np.sqrt(areas / ratios)).astype(int)
-    fits = (widths >= 1) & (widths <= width) & (heights >= 1) & (heights <= height)
-    if fits.any():
-        first = int(fits.argmax())
-        crop_height, crop_width = int(heights[first]), int(widths[first])
-        top = int(numbers[first, 2] * (height - crop_height + 1))
-        return top, int(numbers[first, 3] * (width - crop_width + 1)), crop_height, crop_width
+    slim, wide = map(math.log, config.crop_ratio)
+    for attempt in range(0, len(numbers), 4):
+        area, ratio, down, right = numbers[attempt : attempt + 4]
+        area = height * width * (low + (high - low) * area)
+        ratio = math.exp(slim + (wide - slim) * ratio)
+        crop_height, crop_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 1 <= crop_height <= height and 1 <= crop_width <= width:
+            return (
+                int(down * (height - crop_height + 1)),
+                int(right * (width - crop_width + 1)),
+                crop_height,
+                crop_width,
+            )
     crop_width = max(1, min(width, round(height * config.crop_ratio[1])))
     crop_height = max(1, min(height, round(width / config.crop_ratio[0])))
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
