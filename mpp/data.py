@@ -142,13 +142,11 @@ def held_out_loader(views: Views, batch: int, processes: int = 1, rank: int = 0)
 
 
 def loader(views: Views, batches: Sampler | list) -> WatchedLoader:
-    """torch's loader over batches of keys. It gets a generator of its own: it would draw from the global one."""
+    """torch's loader over batches of keys."""
     return WatchedLoader(
         views,
         views.photographs.name,
         batch_sampler=batches,
         num_workers=views.data.workers,
         collate_fn=collate,
-        pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator().manual_seed(0),
     )

@@ -192,8 +192,6 @@ def streaming_loader(views: Views, share: Share, start: int, stop: int, places: 
         batch_size=None,
         num_workers=views.data.workers,
         collate_fn=as_it_is,
-        pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator().manual_seed(0),
     )
 
 

@@ -66,7 +66,9 @@ class WatchedLoader:
         global cleared_by
         self.name = name
         self.watch = torch.zeros(max(1, options["num_workers"]), 2, dtype=torch.int64).share_memory_()
-        self.loader = DataLoader(dataset, worker_init_fn=partial(begin, self.watch), **options)
+        own = torch.Generator().manual_seed(0)  # the loader would draw from the global one
+        shared = dict(pin_memory=torch.cuda.is_available(), generator=own, worker_init_fn=partial(begin, self.watch))
+        self.loader = DataLoader(dataset, **shared, **options)
         alive.add(self)
         if cleared_by != os.getpid():
             cleared_by = os.getpid()
