@@ -162,14 +162,14 @@ def extract(
         ValueError: an image cannot be decoded: features of another in its place would be no measurement.
     """
     views = views_for(encoder, photographs, config.data)
-    batch = config.data.batch_size or 64
-    loader = held_out_loader(views, batch, accelerator.num_processes, accelerator.process_index)
+    size = config.data.batch_size or 64
+    loader = held_out_loader(views, size, accelerator.num_processes, accelerator.process_index)
     rows: list[list[torch.Tensor]] = [[] for _ in depths]
-    for images, *_, failures in tqdm(loader, desc="features", disable=not accelerator.is_main_process):
-        if failures:
-            raise ValueError(f"{failures[0]} ({photographs.split}); a probe needs all images: take this one out")
+    for batch in tqdm(loader, desc="features", disable=not accelerator.is_main_process):
+        if batch.unreadable:
+            raise ValueError(f"{batch.unreadable[0]} ({photographs.split}); a probe needs all images: take this one out")
         with torch.inference_mode(), accelerator.autocast():
-            pooled = encoder(images.to(accelerator.device, non_blocking=True), config.representation, depths)
+            pooled = encoder(batch.images.to(accelerator.device, non_blocking=True), config.representation, depths)
         for of_depth, part in zip(rows, pooled, strict=True):
             of_depth.append(part.cpu())
     mine = [torch.cat(of_depth).numpy() if of_depth else None for of_depth in rows]
