@@ -167,7 +167,8 @@ def extract(
     rows: list[list[torch.Tensor]] = [[] for _ in depths]
     for batch in tqdm(loader, desc="features", disable=not accelerator.is_main_process):
         if batch.unreadable:
-            raise ValueError(f"{batch.unreadable[0]} ({photographs.split}); a probe needs all images: take this one out")
+            first = f"{batch.unreadable[0]} ({photographs.split})"
+            raise ValueError(f"{first}; a probe needs all images: take this one out")
         with torch.inference_mode(), accelerator.autocast():
             pooled = encoder(batch.images.to(accelerator.device, non_blocking=True), config.representation, depths)
         for of_depth, part in zip(rows, pooled, strict=True):
