@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from mpp.optim import build_optimizer
 from mpp.pretrain import Pretraining
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
+LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then
 JPEGS = 256  # files that are loaded from
 
 
@@ -90,8 +92,14 @@ def set_up(bench: Bench) -> Framework:
 
 def mpp_update(bench: Bench) -> Contender:
     """The whole update: targets, forward, backward, clipping, the check for finite numbers, the optimiser."""
-    ours = set_up(bench)
-    return counted(lambda: ours.update(0, [ours.batch], measure=False), bench, ours.task.model)
+    ours, calls = set_up(bench), count(1)
+
+    def step() -> None:
+        ours.update(0, [ours.batch], measure=False)
+        if next(calls) % LOOKED_AT == 0:
+            ours.update.check_finite()
+
+    return counted(step, bench, ours.task.model)
 
 
 def mpp_bare(bench: Bench) -> Contender:

@@ -13,8 +13,9 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -190,9 +191,10 @@ def about(config: ThroughputConfig, bench: Bench) -> dict[str, Any]:
     """What the figures depend on."""
     device = bench.accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    packages = {
-        name: version(name) for name in ("torch", "timm") + (("transformers",) if "Hugg" in str(TRAINING) else ())
-    }
+    packages = {}
+    for package in ("torch", "torchvision", "timm", "accelerate", "transformers", "vit-pytorch"):
+        with suppress(PackageNotFoundError):
+            packages[package] = version(package)
     machine = {
         "device": device.type,
         "name": name,
@@ -210,6 +212,7 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     seconds = time_in_turn({name: contender.step for name, contender in built.items()}, config.rounds)
     flops = {name: contender.flops for name, contender in built.items()}
     del built
+    bench.accelerator.free_memory()
     seconds |= time_loading(bench, config)
     ceiling = CEILING_OF[bench.accelerator.mixed_precision]
     best = flops[ceiling] / statistics.median(seconds[ceiling])
@@ -243,6 +246,11 @@ def show(result: dict[str, Any]) -> None:
     for name in CEILINGS:
         rate = result["flops"][name] / statistics.median(result["seconds"][name])
         print(f"{name}: {rate / 1e9:.0f} GFLOP/s")
+    if result["machine"]["device"] == "cuda":
+        share = result["flops"]["mpp update"] / statistics.median(result["seconds"]["mpp update"]) / result["ceiling"]
+        print(
+            f"mpp update reaches {share:.0%} of the ceiling; target: at least 60%{'' if share >= 0.6 else ': missed'}"
+        )
     for name in ("mpp's loading", "ImageFolder with PIL"):
         print(f"{name}: {32 / statistics.median(result['seconds'][name]):.0f} images/s a core")
     rows = [

@@ -2,7 +2,7 @@
 
     config.yaml                        the resolved config
     metrics.jsonl, events.out.*        scalars; pictures
-    checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, state.json
+    checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, places.json, state.json
     encoder/                           timm's layout, when the run is finished
     preempted                          the marker of a run that a signal stopped (mpp/preemption.py)
     .lock                              held while a process writes here (mpp/lock.py)
@@ -30,7 +30,7 @@ from torch import nn
 from mpp import lock
 from mpp.parsing import changed_keys, to_yaml
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL, OPTIMIZER, PLACES = "model.safetensors", "optimizer.safetensors", "places.json"
 Places = dict[int, list[int]]
 """Lane of a stream -> how far it has come: see mpp/shards.py."""
 
@@ -125,8 +125,9 @@ def write_checkpoint(
     contiguous = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(contiguous, folder / MODEL)
     save_file(flat_state(optimizer), folder / OPTIMIZER)
+    (folder / PLACES).write_text(json.dumps(list(places)))
     digests = {file.name: digest(file) for file in sorted(folder.iterdir())}
-    state = {"torch": torch.__version__, "sha256": digests, "places": list(places)}
+    state = {"torch": torch.__version__, "sha256": digests}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     for file in folder.iterdir():
         sync(file)
@@ -144,7 +145,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             continue
         model.load_state_dict(load_file(checkpoint / MODEL))
         load_flat_state(optimizer, load_file(checkpoint / OPTIMIZER))
-        places = json.loads((checkpoint / "state.json").read_text()).get("places", [])
+        places = json.loads((checkpoint / PLACES).read_text())
         return step_of(checkpoint), [{int(lane): place for lane, place in each.items()} for each in places]
     return 0, []
 
@@ -153,7 +154,7 @@ def damaged_files(checkpoint: Path) -> list[str]:
     """Files that are not what was written."""
     try:
         digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
-        damaged = [name for name in (MODEL, OPTIMIZER) if digest(checkpoint / name) != digests[name]]
+        damaged = [name for name in (MODEL, OPTIMIZER, PLACES) if digest(checkpoint / name) != digests[name]]
         for name in set((MODEL, OPTIMIZER)) - set(damaged):
             safe_open(checkpoint / name, framework="pt")  # checksums are no proof against who can write them
     except (OSError, ValueError, KeyError, TypeError):

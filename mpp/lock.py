@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -25,32 +25,49 @@ os.register_at_fork(after_in_child=let_go)
 
 
 @contextmanager
-def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the run folder while open, for all processes of this run. The kernel lets go when the process dies.
+def hold(folder: Path, key: str) -> Iterator[None]:
+    """Hold a folder while open; the kernel lets go when the process dies.
 
+    Args:
+        key: the setting that names the folder.
     Raises:
-        ValueError: on every process, where another run holds it.
+        ValueError: another process holds it.
     """
-    descriptor, refusal = None, None
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        held.add(descriptor)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    held.add(descriptor)
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
-            refusal = f"run.dir is {folder}, which {holder} is writing; wait for it, or choose another run.dir"
+            message = f"{key} is {folder}, which {holder} is writing; wait for it, or choose another {key}"
+            raise ValueError(message) from None
         except OSError as error:  # Lustre mounted without flock, say
             print(f"warning: {folder} cannot be locked ({error}): start no second run in it", file=sys.stderr)
-    try:
+        yield
+    finally:
+        held.discard(descriptor)
+        os.close(descriptor)
+
+
+@contextmanager
+def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run folder while open, for all processes of this run.
+
+    Raises:
+        ValueError: on every process, where another run holds it.
+    """
+    with ExitStack() as stack:
+        refusal = None
+        if accelerator.is_main_process:
+            try:
+                stack.enter_context(hold(folder, "run.dir"))
+            except ValueError as error:
+                refusal = str(error)
         refusals = [each for each in gather_object([refusal]) if each]
         if refusals:
             raise ValueError(refusals[0])
         yield
-    finally:
-        if descriptor is not None:
-            held.discard(descriptor)
-            os.close(descriptor)

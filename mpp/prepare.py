@@ -7,9 +7,12 @@ A folder of a million files is slow to index, and photographs of full size are s
 parallel, whole or not at all; the same command goes on where it was broken off.
 """
 
+import contextlib
+import ctypes
 import io
 import json
 import os
+import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -23,9 +26,12 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
+from mpp import lock
+from mpp.checkpoint import sync
 from mpp.config import ImagesConfig, plumbing, require
 from mpp.images import UnreadableImage, decode
 from mpp.launch import command
+from mpp.lock import hold
 from mpp.parsing import changed_keys, parse, to_yaml
 from mpp.randomness import Stream, permutation
 from mpp.sources import describe, encoded_bytes, find_image_column, load_splits
@@ -38,7 +44,7 @@ class PrepareConfig:
     """Turn a data set into parquet shards for training."""
 
     out: str = plumbing("prepared")
-    """Folder of the shards: SPLIT-00000-of-00012.parquet, as the hub has them."""
+    """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
     short_side: int = 256
     """Images whose shorter side is longer are shrunk to this; the others stay as they are, to the byte."""
     quality: int = 90
@@ -103,9 +109,11 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         features["label"] = shard.rows.features[label_column]
     columns = {"image": images, "label": labels}
     table = datasets.Dataset.from_dict({k: columns[k] for k in features}, features=datasets.Features(features))
-    aside = shard.file.parent / NOTES / f"{shard.file.name}.partial"
+    aside = notes_of(shard.file).with_suffix(".partial")
     table.to_parquet(aside)
+    sync(aside)
     notes_of(shard.file).write_text(json.dumps(notes))
+    shard.file.parent.mkdir(exist_ok=True)
     aside.replace(shard.file)
     return notes
 
@@ -120,7 +128,7 @@ def name_of(cell: dict[str, Any] | None, root: str | None) -> str | None:
 
 def notes_of(file: Path) -> Path:
     """Where the notes of a shard are."""
-    return file.parent / NOTES / f"{file.stem}.json"
+    return file.parent.parent / NOTES / f"{file.stem}.json"
 
 
 def plan(config: PrepareConfig) -> list[Shard]:
@@ -138,31 +146,41 @@ def plan(config: PrepareConfig) -> list[Shard]:
         rows = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
         order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
         for number in range(count):
-            file = Path(config.out) / f"{split}-{number:05d}-of-{count:05d}.parquet"
+            file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
             chosen = rows.select(order[number * config.rows : (number + 1) * config.rows])
             shards.append(Shard(file, chosen, (image_column, label_column), config))
-    strangers = {path.name for path in Path(config.out).glob("*.parquet")} - {shard.file.name for shard in shards}
+    strangers = {path.name for path in Path(config.out).glob("data/*.parquet")} - {shard.file.name for shard in shards}
     if strangers:
         raise ValueError(f"out is {config.out}, which has shards of other images: {', '.join(sorted(strangers)[:3])}")
     return shards
 
 
-def open_folder(config: PrepareConfig) -> None:
-    """Make the folder, or check that it is of the same settings."""
-    saved = Path(config.out) / NOTES / "config.yaml"
+def open_folder(config: PrepareConfig, counts: dict[str, int]) -> None:
+    """Check that the folder is new, or of the same settings and as many images of each split; note both."""
+    saved, counted = (Path(config.out) / NOTES / name for name in ("config.yaml", "images.json"))
+    if counted.is_file() and json.loads(counted.read_text()) != counts:
+        raise ValueError(f"out is {config.out}, prepared of other images ({counted.read_text()}, now {counts})")
     if saved.is_file():
         different = changed_keys(config, saved)
         if different:
             raise ValueError(f"out is {config.out}, prepared with another {', '.join(different)}; choose another out")
-    elif Path(config.out).exists() and (not Path(config.out).is_dir() or any(Path(config.out).iterdir())):
+    elif any(path.name != lock.NAME for path in Path(config.out).iterdir()):
         raise ValueError(f"out is {config.out}, which holds something else; choose another out")
     saved.parent.mkdir(parents=True, exist_ok=True)
     saved.write_text(to_yaml(config))
+    counted.write_text(json.dumps(counts))
+
+
+def begin() -> None:
+    """Start a worker: one thread, and no life without its parent (on Linux)."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def write_all(shards: Sequence[Shard], workers: int) -> Iterable[tuple[Shard, dict[str, Any]]]:
     """Write shards in parallel; each with its notes as it is done."""
-    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=begin) as pool:
         jobs = {pool.submit(write_shard, shard): shard for shard in shards}
         try:
             for job in as_completed(jobs):
@@ -178,8 +196,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(PrepareConfig, arguments, prog="python -m mpp.prepare")
     if config.data.path is None:
         raise ValueError("data.path is null; it must be a data set of the hub, a folder, or a file")
+    require(not Path(config.out).exists() or Path(config.out).is_dir(), "out", config.out, "a folder")
     shards = plan(config)
-    open_folder(config)
+    with hold(Path(config.out), "out"):
+        carry_out(config, shards)
+
+
+def carry_out(config: PrepareConfig, shards: list[Shard]) -> None:
+    """Write what is missing, and report."""
+    counts: dict[str, int] = {}
+    for shard in shards:
+        split = shard.file.name.rsplit("-", 3)[0]
+        counts[split] = counts.get(split, 0) + len(shard.rows)
+    open_folder(config, counts)
     done = [shard for shard in shards if shard.file.is_file() and notes_of(shard.file).is_file()]
     missing = [shard for shard in shards if shard not in done]
     total = sum(len(shard.rows) for shard in shards)

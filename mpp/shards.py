@@ -6,7 +6,7 @@ shard, block). So a place in the stream is four numbers, which checkpoints carry
 the rows of a shard that were read before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, zip_longest
 from pathlib import Path
@@ -21,6 +21,7 @@ from mpp.config import SourceConfig
 from mpp.data import Batch, Share, Views, collate
 from mpp.randomness import Stream, permutation
 from mpp.sources import (
+    ARCHIVES,
     SHARD_FILES,
     Photographs,
     decode_cell,
@@ -45,7 +46,7 @@ class Shards:
         stream: undecoded, with the image column and what else there is.
         image_column: holds {"bytes", "path"}.
         split: its name, for messages.
-        start, stop: the range of the stream's shards that these are; by default all.
+        numbers: which of the stream's shards these are; None: all.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class Shards:
         stream: datasets.IterableDataset,
         image_column: str,
         split: str,
-        start: int = 0,
-        stop: int | None = None,
+        numbers: Sequence[int] | None = None,
     ):
-        self.stream, self.image_column, self.split, self.start = stream, image_column, split, start
-        self.count = (stream.num_shards if stop is None else stop) - start
+        self.stream, self.image_column, self.split = stream, image_column, split
+        self.numbers = list(range(stream.num_shards)) if numbers is None else [int(number) for number in numbers]
+        self.count = len(self.numbers)
 
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
         """The rows of a shard in lists of `size`, from row `skip` on."""
-        alone = self.stream.shard(self.stream.num_shards, self.start + shard, contiguous=False)
+        alone = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         # not by iterating: in a loader process the library would leave all but one of them without a row
         for columns in alone.skip(skip).iter(batch_size=size):
             yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -145,7 +146,7 @@ class Lanes(IterableDataset):
             if forward % self.lanes == lane:
                 taken = list(islice(samples, self.share.batch))
                 batch, place = collate([sample for sample, _ in taken]), taken[-1][1]
-                yield batch._replace(place=torch.tensor([lane, self.lanes, *place]))
+                yield batch._replace(place=torch.tensor([lane, self.lanes, self.shards.count, *place]))
 
     def samples(self, lane: int, place: Place) -> Iterator[tuple[Batch, Place]]:
         """Samples without end from `place` on, each with the place after it."""
@@ -176,15 +177,17 @@ def streaming_loader(views: Views, share: Share, start: int, stop: int, places: 
     """Batches of this process, from update `start` to `stop`.
 
     Args:
-        places: what the checkpoint says of each lane: how many there were, and a Place.
+        places: what the checkpoint says of each lane: how many lanes and shards there were, and a Place.
     Raises:
-        ValueError: too few shards, or the checkpoint is of another number of lanes.
+        ValueError: too few shards, or the checkpoint is of another number of lanes or shards.
     """
-    lanes = max(1, views.data.workers)
-    for before, *_ in places.values():
+    lanes, shards = max(1, views.data.workers), views.photographs.count
+    for before, shards_before, *_ in places.values():
         if before != lanes:
             raise ValueError(f"data.workers is {lanes}; a stream is resumed with as many as before ({before})")
-    known = {lane: Place(*place) for lane, (_, *place) in places.items()}
+        if shards_before != shards:
+            raise ValueError(f"data.path has {shards} shards to train on; the run began with {shards_before}")
+    known = {lane: Place(*place) for lane, (_, _, *place) in places.items()}
     dataset = Lanes(views, share, start, stop, known)
     return WatchedLoader(
         dataset,
@@ -218,15 +221,15 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     column = find_image_column(config, train.features)
     train = undecoded(train, column)
     if held_out is not None:
-        shards, others = (
-            Shards(train, column, config.split),
-            Shards(undecoded(splits[held_out], column), column, held_out),
-        )
+        shards = Shards(train, column, config.split)
+        others = Shards(undecoded(splits[held_out], column), column, held_out)
     else:
         cut = max(1, round(config.eval_fraction * train.num_shards))
         if cut >= train.num_shards:
             raise ValueError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
-        shards, others = Shards(train, column, config.split, cut), Shards(train, column, "held out", 0, cut)
+        order = permutation(Stream.CUT, config.eval_seed, 0, train.num_shards)
+        shards = Shards(train, column, config.split, sorted(order[cut:]))
+        others = Shards(train, column, "held out", sorted(order[:cut]))
     parts = [in_memory(shards, probed, config.eval_seed), in_memory(others, evaluated, config.eval_seed)]
     columns = [config.label_column, config.eval_label_column or config.label_column]
     labels = number_labels([read_labels(config, *part) for part in zip(parts, columns, strict=True)])
@@ -234,12 +237,16 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         Photographs(rows.select_columns([column]), column, of_part, name)
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
     ]
+    shards.stream = shards.stream.select_columns([column])  # no more is read from now on
     return shards, known[0], known[1]
 
 
 def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.IterableDataset:
-    """The stream with encoded images."""
-    return stream.cast_column(column, datasets.Image(decode=False))
+    """The stream with encoded images, in the column that is wanted and in any other."""
+    columns = {column} | {name for name, feature in stream.features.items() if isinstance(feature, datasets.Image)}
+    for name in columns:
+        stream = stream.cast_column(name, datasets.Image(decode=False))
+    return stream
 
 
 def in_memory(shards: Shards, limit: int, seed: int) -> datasets.Dataset:
@@ -250,10 +257,18 @@ def in_memory(shards: Shards, limit: int, seed: int) -> datasets.Dataset:
 def open_streams(config: SourceConfig) -> dict[str, datasets.IterableDataset]:
     """All splits as streams. What has no shards of its own, as a folder of image files, is cut into some."""
     path = Path(config.path or "").expanduser()
-    sharded = config.path is None or not path.is_dir() or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
+    elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
+    sharded = elsewhere or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
     if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
         return load_splits(config, streaming=True)
     return {
-        name: rows.to_iterable_dataset(num_shards=min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS)))
+        name: shuffled(rows, config.eval_seed).to_iterable_dataset(
+            num_shards=min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS))
+        )
         for name, rows in load_splits(config).items()
     }
+
+
+def shuffled(rows: datasets.Dataset, seed: int) -> datasets.Dataset:
+    """Rows in a seeded order: files come sorted by class, and a shard should have all of them."""
+    return rows.select(permutation(Stream.CUT, seed, 2, len(rows)))

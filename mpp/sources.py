@@ -88,8 +88,11 @@ def decode_cell(cell: dict[str, Any] | None, max_pixels: int) -> Tensor:
 def encoded_bytes(cell: dict[str, Any] | None) -> bytes:
     """The image file of a cell {"bytes", "path"}; raises UnreadableImage."""
     try:
-        return cell["bytes"] if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
-    except (OSError, TypeError) as error:
+        if cell["bytes"] is not None:
+            return cell["bytes"]
+        with fsspec.open(cell["path"]) as file:  # a path, or a URL
+            return file.read()
+    except (OSError, TypeError, ValueError) as error:
         raise images.UnreadableImage(f"no bytes: {error}") from error
 
 
@@ -165,9 +168,17 @@ def files_at(url: str) -> tuple[str, dict[str, Any]]:
     ends = {Path(file).suffix for file in system.find(root)} & SHARD_FILES.keys()
     if len(ends) != 1:
         raise ValueError(f"it must hold files of one sort of {', '.join(SHARD_FILES)}; it has {sorted(ends) or 'none'}")
-    patterns = get_data_patterns(url)
-    files = {str(split): [f"{url.rstrip('/')}/{pattern}" for pattern in found] for split, found in patterns.items()}
-    return SHARD_FILES[ends.pop()], files
+    end, patterns = ends.pop(), get_data_patterns(url)
+    only = {split: [pattern_of(pattern, end) for pattern in found] for split, found in patterns.items()}
+    files = {str(split): [f"{url.rstrip('/')}/{pattern}" for pattern in found] for split, found in only.items()}
+    return SHARD_FILES[end], files
+
+
+def pattern_of(pattern: str, end: str) -> str:
+    """The library's pattern, for files with this ending alone: there may be others beside them."""
+    if pattern.endswith("**"):
+        return f"{pattern}/*{end}"
+    return pattern.removesuffix(".*").removesuffix(end) + end
 
 
 def held_out_name(config: SourceConfig, names: list[str]) -> str | None:

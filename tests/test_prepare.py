@@ -15,9 +15,10 @@ from PIL import Image
 from mpp import prepare
 from mpp.config import DataConfig, SourceConfig
 from mpp.images import decode
+from mpp.lock import hold
 from mpp.prepare import NOTES, main
 from mpp.shards import load_streamed
-from mpp.sources import load_photographs
+from mpp.sources import BIRDS, load_photographs
 
 
 @pytest.fixture
@@ -41,8 +42,9 @@ def options(folder: Path, out: Path, *more: str) -> list[str]:
 
 def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_path, capsys):
     main(options(folder, tmp_path / "out"))
-    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == [
-        *([NOTES, "test-00000-of-00001.parquet"]),
+    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == [".lock", NOTES, "data"]
+    assert sorted(path.name for path in (tmp_path / "out" / "data").glob("*")) == [
+        "test-00000-of-00001.parquet",
         *(f"train-{n:05d}-of-00004.parquet" for n in range(4)),
     ]
     loaded = datasets.load_dataset(str(tmp_path / "out"))
@@ -84,16 +86,16 @@ def test_a_broken_off_command_goes_on(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "write_all", lambda shards, workers: stop_after(2, shards))
     with pytest.raises(KeyboardInterrupt):
         main(options(folder, tmp_path / "out"))
-    (tmp_path / "out" / NOTES / "train-00003-of-00004.parquet.partial").write_bytes(b"half")
+    (tmp_path / "out" / NOTES / "train-00003-of-00004.partial").write_bytes(b"half")
     monkeypatch.undo()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("data/*.parquet")}
     assert len(before) == 2
     capsys.readouterr()
     main(options(folder, tmp_path / "out"))
     assert "5 shards, 2 of them there already" in capsys.readouterr().out
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    files = sorted(path.name for path in (tmp_path / "whole").glob("*.parquet"))
-    assert all((tmp_path / "whole" / f).read_bytes() == (tmp_path / "out" / f).read_bytes() for f in files)
+    files = sorted(path.name for path in (tmp_path / "whole" / "data").glob("*"))
+    assert all((tmp_path / "whole/data" / f).read_bytes() == (tmp_path / "out/data" / f).read_bytes() for f in files)
 
 
 def stop_after(count, shards):
@@ -147,11 +149,33 @@ def test_bad_settings_are_named(folder, tmp_path, settings, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_another_folders_shards_are_not_mixed(folder, tmp_path):
+def test_splits_keep_their_names(tmp_path):
+    rows = datasets.load_dataset("parquet", data_files=str(BIRDS / "test-00000-of-00001.parquet"), split="train")
+    sizes = {"train": 5, "train_extra": 3, "unlabeled": 7}
+    parts = datasets.DatasetDict({name: rows.select(range(size)) for name, size in sizes.items()})
+    parts.save_to_disk(tmp_path / "saved")
+    main([f"--data.path={tmp_path / 'saved'}", f"--out={tmp_path / 'out'}", "--rows=4"])
+    loaded = datasets.load_dataset(str(tmp_path / "out"))
+    assert {name: split.num_rows for name, split in loaded.items()} == sizes
+
+
+def test_one_command_a_folder(folder, tmp_path):
+    with (
+        hold(tmp_path / "out", "out"),
+        pytest.raises(ValueError, match=r"out is .*, which process \d+ on .* is writing"),
+    ):
+        main(options(folder, tmp_path / "out"))
+
+
+def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
     main(options(folder, tmp_path / "out"))
     with pytest.raises(ValueError, match="prepared with another quality; choose another out"):
         main(options(folder, tmp_path / "out", "--quality=50"))
-    (folder / "train" / "cat" / "more").mkdir()
+    with monkeypatch.context() as context:
+        context.setattr(prepare, "write_all", lambda *_: pytest.fail("it was prepared"))
+        (folder / "train" / "cat" / "more.png").write_bytes(encoded(picture(0)))
+        with pytest.raises(ValueError, match=r"prepared of other images .*30.*31"):
+            main(options(folder, tmp_path / "out"))
     for number in range(9):
         (folder / "train" / "cat" / f"more{number}.png").write_bytes(encoded(picture(number)))
     with pytest.raises(ValueError, match="which has shards of other images: train-00000-of-00004"):

@@ -2,8 +2,10 @@
 
 import io
 import json
+import shutil
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import datasets
@@ -181,8 +183,8 @@ def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_
     stopped = pretrain(*options, dir=tmp_path / "stopped", without="--data.workers")
     weights = [(folder / "encoder" / "model.safetensors").read_bytes() for folder in (whole, stopped)]
     assert weights[0] == weights[1] and read_metrics(whole) == read_metrics(stopped)
-    state = json.loads((whole / "checkpoints" / "step_00000024" / "state.json").read_text())
-    assert {lane: place[0] for lane, place in state["places"][0].items()} == {"0": 2, "1": 2}
+    places = json.loads((whole / "checkpoints" / "step_00000024" / "places.json").read_text())
+    assert {lane: place[:2] for lane, place in places[0].items()} == {"0": [2, SHARDS], "1": [2, SHARDS]}
 
 
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):
@@ -205,8 +207,8 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path):
     ]
     ended = run_command(*launch, "mpp/pretrain.py", *options, "--data.workers=2")
     assert ended.returncode == 0, ended.stderr
-    state = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "state.json").read_text())
-    assert [sorted(each) for each in state["places"]] == [["0", "1"]] * 2
+    places = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "places.json").read_text())
+    assert [sorted(each) for each in places] == [["0", "1"]] * 2
     assert np.isfinite(list(read_metrics(tmp_path / "two").values())).all()
 
 
@@ -224,13 +226,51 @@ def test_what_a_stream_cannot_do_is_said(pretrain, parquet, settings, words):
         pretrain(f"--data.path={parquet}", "--data.streaming=true", *settings)
 
 
-def test_a_stream_is_resumed_with_as_many_workers(pretrain, parquet):
-    options = [f"--data.path={parquet}", "--data.streaming=true"]
+def test_a_stream_is_resumed_as_it_was(pretrain, parquet, tmp_path, capsys):
+    copy = tmp_path / "data"
+    shutil.copytree(parquet, copy)
+    options = [f"--data.path={copy}", "--data.streaming=true"]
     folder = pretrain(*options)
-    (folder / "encoder").rename(folder.parent / "moved")
-    state = folder / "checkpoints" / "step_00000004" / "state.json"
-    written = json.loads(state.read_text())
-    (folder / "checkpoints" / "step_00000004").rename(folder / "checkpoints" / "gone")
+    shutil.rmtree(folder / "encoder")
     with pytest.raises(ValueError, match=r"data\.workers is 3; a stream is resumed with as many as before \(1\)"):
         pretrain(*options, "--data.workers=3")
-    assert written["places"] == [{"0": [1, 0, 2, 0, 10]}] or written["places"][0]["0"][0] == 1
+    (copy / "train-00003-of-00006.parquet").unlink()
+    with pytest.raises(ValueError, match=r"data\.path has 5 shards to train on; the run began with 6"):
+        pretrain(*options)
+    places = folder / "checkpoints" / "step_00000004" / "places.json"
+    places.write_text(places.read_text().replace("10", "24"))
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="began with 6"):
+        pretrain(*options)
+    assert "step_00000004 is damaged (places.json)" in capsys.readouterr().err
+
+
+def test_a_folder_sorted_by_class_is_mixed(tmp_path):
+    """Without a held-out split: the held-out shards, and every shard to train on, have several classes."""
+    for number in range(160):
+        file = tmp_path / f"class{number // 40}" / f"{number:03d}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(encoded(picture(number, (8, 8))))
+    data = DataConfig(path=str(tmp_path), streaming=True, eval_fraction=0.2)
+    shards, known, held_out = load_streamed(data, 40, 40)
+    assert len(set(held_out.labels)) == 4 and len(set(known.labels)) == 4
+    paths = [{row["image"]["path"].split("/")[-2] for rows in shards.blocks(n, 8) for row in rows} for n in range(3)]
+    assert all(len(classes) > 1 for classes in paths)
+    other, _, _ = load_streamed(replace(data, eval_seed=1), 40, 40)
+    assert other.numbers != shards.numbers
+
+
+def test_other_columns_and_other_files_do_not_matter(tmp_path):
+    features = datasets.Features(
+        {"image": datasets.Image(), "mask": datasets.Image(), "caption": datasets.Value("string")}
+    )
+    cell = {"bytes": encoded(picture(1, (8, 8))), "path": None}
+    columns = {"image": [cell] * 8, "mask": [{"bytes": b"broken", "path": None}] * 8, "caption": ["a"] * 8}
+    for shard in range(3):
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / f"train-{shard}.parquet")
+    (tmp_path / "_SUCCESS").write_bytes(b"")
+    (tmp_path / "notes.json").write_text("{}")
+    for path in (str(tmp_path / "train-*.parquet"), f"file://{tmp_path}"):
+        data = DataConfig(path=path if "://" in path else f"file://{path}", streaming=True, image_column="image")
+        shards, _, _ = load_streamed(data, 5, 5)
+        assert next(shards.blocks(0, 4))[0].keys() == {"image"}
