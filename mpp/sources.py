@@ -90,7 +90,9 @@ def encoded_bytes(cell: dict[str, Any] | None) -> bytes:
     try:
         if cell["bytes"] is not None:
             return cell["bytes"]
-        with fsspec.open(cell["path"]) as file:  # a path, or a URL
+        if "://" not in cell["path"]:
+            return Path(cell["path"]).read_bytes()
+        with fsspec.open(cell["path"]) as file:
             return file.read()
     except (OSError, TypeError, ValueError) as error:
         raise images.UnreadableImage(f"no bytes: {error}") from error
