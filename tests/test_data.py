@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
 from mpp.data import Positions, Share, Views, held_out_loader, training_loader
+from mpp.images import UnreadableImage
 from mpp.randomness import FIXED
-from mpp.sources import load_photographs
+from mpp.sources import decode_cell, load_photographs
 
 
 def views(photographs, **settings) -> Views:
@@ -219,3 +220,15 @@ def test_views_fit_torchs_own_loader():
     _, test = load_photographs(DataConfig())
     crops = [sample.images for sample in DataLoader(views(test), sampler=[(0, 0), (0, 1)], batch_size=None)]
     assert np.shape(crops) == (2, 3, 32, 32)
+
+
+def test_a_cell_may_hold_a_url(image_folder):
+    file = image_folder / "cat" / "01.png"
+    cells = [
+        {"bytes": file.read_bytes(), "path": "anything"},
+        *({"bytes": None, "path": p} for p in (str(file), f"file://{file}")),
+    ]
+    first, *others = (decode_cell(cell, 10**6) for cell in cells)
+    assert all(torch.equal(first, other) for other in others)
+    with pytest.raises(UnreadableImage, match="no bytes"):
+        decode_cell({"bytes": None, "path": "nosuch://x"}, 10**6)
