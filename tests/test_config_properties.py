@@ -22,9 +22,9 @@ from mpp.parsing import flatten, parse, to_yaml
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
 COMMANDS += [CompareConfig, VisualizeConfig, ThroughputConfig]
 few = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-many = settings(few, max_examples=100)
+many = settings(few, max_examples=60)
 
 shares = st.floats(0.01, 0.99)
 VALID = {

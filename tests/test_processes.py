@@ -2,9 +2,11 @@
 
 import pytest
 from conftest import TINY, kill_group, read_metrics, run_command, start_command, wait_until
+from server import Command
 
 from evaluation import supervised
 from mpp.checkpoint import newest_step
+from mpp.pretrain import main as pretrain_main
 
 
 def test_two_processes_are_one_run(tmp_path):
@@ -26,19 +28,17 @@ def test_two_processes_are_one_run(tmp_path):
 
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):
     arguments = [a for a in TINY if not a.startswith("--probe")]
-    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29620"]
-    two = run_command(*launch, "evaluation/supervised.py", *arguments, f"--run.dir={tmp_path / 'two'}")
-    assert two.returncode == 0, two.stderr
+    two = Command("supervised", *arguments, f"--run.dir={tmp_path / 'two'}", processes=2)
+    assert two.wait() == [0, 0], two.said
     supervised.main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     for key in ("loss", "accuracy", "heldout/loss", "heldout/accuracy"):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-4)
 
 
 def test_a_process_without_a_held_out_image_is_fine(tmp_path):
-    command = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29619"]
     arguments = [*TINY, "--run.steps=1", "--data.eval_images=1", "--probe.every=1", f"--run.dir={tmp_path / 'run'}"]
-    ended = run_command(*command, "mpp/pretrain.py", *arguments)
-    assert ended.returncode == 0, ended.stderr
+    run = Command("pretrain", *arguments, processes=2)
+    assert run.wait() == [0, 0], run.said
     assert read_metrics(tmp_path / "run", "heldout/loss")[1] > 0
 
 
@@ -80,20 +80,15 @@ def test_the_config_of_two_machines_on_one_host(tmp_path):
     said = [node.communicate(timeout=240) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "2 processes on cpu" in said[0][0]
-    one = run_command("python", *words[:-1], f"--run.dir={tmp_path / 'one'}")
-    assert one.returncode == 0, one.stderr
+    pretrain_main([*words[1:-1], f"--run.dir={tmp_path / 'one'}"])
     assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(tmp_path / "one"), abs=1e-4)
 
 
 def test_an_uneven_last_batch_of_the_evaluation(tmp_path):
     """29 held-out images on two processes, four at a time: the same figures as one at a time gives."""
     options = [*(word for word in TINY if not word.startswith("--data.eval")), "--run.steps=1", "--data.batch_size=4"]
-    two = run_command(
-        *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29629"),
-        *("mpp/pretrain.py", *options, "--data.eval_images=29", f"--run.dir={tmp_path / 'two'}"),
-    )
-    assert two.returncode == 0, two.stderr
-    one = [*options, "--data.eval_images=29", "--data.batch_size=1", f"--run.dir={tmp_path / 'one'}"]
-    assert run_command("python", "mpp/pretrain.py", *one).returncode == 0
+    two = Command("pretrain", *options, "--data.eval_images=29", f"--run.dir={tmp_path / 'two'}", processes=2)
+    assert two.wait() == [0, 0], two.said
+    pretrain_main([*options, "--data.eval_images=29", "--data.batch_size=1", f"--run.dir={tmp_path / 'one'}"])
     for key in ("heldout/loss", "heldout/accuracy", "heldout/nearest"):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-5)

@@ -13,7 +13,8 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, encoded, kill_at, picture, read_metrics, run_command
+from conftest import TINY, encoded, kill_at, picture, read_metrics
+from server import Command
 
 from mpp.config import CorruptionConfig, DataConfig
 from mpp.data import Share, Views
@@ -197,7 +198,6 @@ def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path
 
 
 def test_two_processes_read_a_stream_together(parquet, tmp_path):
-    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29641"]
     options = [
         *TINY,
         f"--data.path={parquet}",
@@ -205,8 +205,8 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path):
         "--run.steps=8",
         f"--run.dir={tmp_path / 'two'}",
     ]
-    ended = run_command(*launch, "mpp/pretrain.py", *options, "--data.workers=2")
-    assert ended.returncode == 0, ended.stderr
+    run = Command("pretrain", *options, "--data.workers=2", processes=2)
+    assert run.wait() == [0, 0], run.said
     places = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "places.json").read_text())
     assert [sorted(each) for each in places] == [["0", "1"]] * 2
     assert np.isfinite(list(read_metrics(tmp_path / "two").values())).all()
