@@ -126,18 +126,12 @@ def time_loading(bench: Bench, config: ThroughputConfig) -> dict[str, list[float
         torch.set_num_threads(1)
         seconds = time_in_turn(alone, config.rounds)
         torch.set_num_threads(threads)
-        drained = lambda: next(islice(updates, DRAIN - 1, None))  # noqa: E731
-        steps = {
-            "updates in memory": lambda: [in_memory() for _ in range(BLOCK)],
-            "updates from JPEG": take(updates, BLOCK),
-        }
-        rounds = []
-        for _ in range(1 + max(1, config.rounds // 3)):
-            memory = seconds_of(steps["updates in memory"])
-            drained()
-            rounds.append((memory, seconds_of(steps["updates from JPEG"])))
+        drain, load_too = take(updates, DRAIN), take(updates, BLOCK)
+        steps = {"updates in memory": lambda: [in_memory() for _ in range(BLOCK)], "drain": drain}
+        seconds |= time_in_turn(steps | {"updates from JPEG": load_too}, max(1, config.rounds // 3), warmup=1)
         updates.close()
-        return seconds | dict(zip(steps, map(list, zip(*rounds[1:], strict=True)), strict=True))
+        del seconds["drain"]
+        return seconds
 
 
 def take(items: Iterator[Any], count: int) -> Callable[[], list[Any]]:

@@ -29,6 +29,7 @@ from torch import nn
 
 from mpp import lock
 from mpp.parsing import changed_keys, to_yaml
+from mpp.preemption import MARKER
 
 MODEL, OPTIMIZER, PLACES = "model.safetensors", "optimizer.safetensors", "places.json"
 Places = dict[int, list[int]]
@@ -52,9 +53,16 @@ def open_run(config: Any) -> Path:
                 f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
                 "choose another run.dir, or the same values to resume"
             )
-    elif folder.is_dir() and any(path.name != lock.NAME for path in folder.iterdir()):
+    elif not is_ours(folder):
         raise ValueError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
     return folder
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is a run's, or has nothing in it but what a run leaves that ended before it began."""
+    if (folder / "config.yaml").is_file() or not folder.is_dir():
+        return True
+    return {path.name for path in folder.iterdir()} <= {lock.NAME, MARKER}
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:

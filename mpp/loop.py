@@ -100,7 +100,7 @@ def fit(
         log = due(done, run.log_every, run.steps)
         micro, waited = load(batches, share.accumulation)
         values, sums = update(step, micro, measure=log)
-        places |= {lane: place for batch in micro if batch.place is not None for lane, *place in [batch.place.tolist()]}
+        places |= places_after(micro)
         speed.waited += waited
         speed.images += share.batch * share.accumulation * share.processes
         tracker.warn_unreadable(update.new_failures)
@@ -129,6 +129,12 @@ def fit(
     with averaged_weights(optimizer.optimizer, average=optim.average is not None):
         if accelerator.is_main_process:
             task.export(bare, folder)
+
+
+def places_after(batches: list[Batch]) -> Places:
+    """How far the lanes that these batches came from are in their stream."""
+    found = (batch.place.tolist() for batch in batches if batch.place is not None)
+    return {lane: place for lane, *place in found}
 
 
 def own_places(places: list[Places], accelerator: Accelerator) -> Places:

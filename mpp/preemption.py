@@ -69,7 +69,8 @@ class Preemption:
 
     def mark(self, reason: str, where: str) -> None:
         """Leave the marker."""
-        if self.accelerator.is_main_process and self.folder.is_dir():
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / MARKER).write_text(f"{reason}, {where}\n")
 
     def listen(self) -> None:

@@ -120,9 +120,9 @@ def write_shard(shard: Shard) -> dict[str, Any]:
 
 def name_of(cell: dict[str, Any] | None, root: str | None) -> str | None:
     """A file's name, from the data set's folder on where it is in there: nothing of the machine."""
-    path = Path((cell or {}).get("path") or "")
-    if root and path.is_absolute() and path.is_relative_to(Path(root).absolute()):
-        return str(path.relative_to(Path(root).absolute()))
+    path, folder = Path((cell or {}).get("path") or ""), Path(root or "").expanduser().absolute()
+    if root and path.is_absolute() and path.is_relative_to(folder):
+        return str(path.relative_to(folder))
     return path.name or None
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from mpp.checkpoint import Places, newest_step, open_run, write_config
+from mpp.checkpoint import Places, is_ours, newest_step, open_run, write_config
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.data import Batch, Share, Views, held_out_loader, training_loader
 from mpp.encoder import export_encoder
@@ -82,7 +82,7 @@ def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) ->
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, precision=precision))  # what is saved
     folder = Path(config.run.dir)
-    if accelerator.is_main_process and (folder / "config.yaml").is_file():
+    if accelerator.is_main_process and folder.is_dir() and is_ours(folder):
         (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat what has the marker
     open_run(config)
     if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():

@@ -28,7 +28,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(line_buffering=True)  # what is said before a kill is said
     os.environ.update(environment)
     from mpp.launch import command
 

@@ -198,6 +198,18 @@ def dawdle() -> None:
     mpp.pretrain.load_photographs = lambda config: (print("building", flush=True), time.sleep(1000))
 
 
+def test_a_signal_before_a_runs_first_step_leaves_the_folder_usable(tmp_path, tally):
+    """Its marker is all that there is: the same command begins."""
+    run = Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", prepare=dawdle)
+    wait_until(lambda: "building" in run.said)
+    run.signal(15)
+    assert run.wait(20) == [EXIT_CODE], run.said[-2000:]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [MARKER]
+    finish(Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}"))
+    assert not (tmp_path / "run" / MARKER).exists()
+    tally("SIGTERM before a run has begun", 1)
+
+
 def test_a_signal_before_training_ends_at_once(tmp_path, tally):
     finish(Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=2"))
     (tmp_path / "run" / "encoder").rename(tmp_path / "moved")

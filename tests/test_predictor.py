@@ -132,11 +132,13 @@ def test_activation_checkpointing_computes_the_same_with_less_memory(dropout):
         encoder = build_encoder(ModelConfig(**numbers, activation_checkpointing=again))
         model = MaskedPatchPredictor(encoder, 8, (0.5,) * 3, (0.5,) * 3).train()
         storages: dict[int, int] = {}
-        keep = lambda tensor, storages=storages: storages.update(  # noqa: E731
-            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()}
-        )
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
         torch.manual_seed(3)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, keep=keep: (keep(t), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(images, corruption).square().mean()
         loss.backward()
         results.append(
