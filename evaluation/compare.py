@@ -1,135 +1,42 @@
-"""One comparison: encoders x evaluations x datasets, into one table.
+"""One comparison: encoders x evaluations x datasets, into a table and a plot for each question.
 
     python evaluation/compare.py --config configs/compare/birds.yaml
 
 Encoders that are not there yet are trained first. Resumable: what is done, by the same settings, is not done again.
+Started several times, on the GPUs of a machine or on machines that share the folder, the processes share the work:
+none does what another is doing.
 """
 
-import copy
-import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 from accelerate import PartialState
 
-from evaluation import fewshot, finetune, knn, linear, supervised
-from evaluation.figures import DPI, plot_bars
-from evaluation.reports import percent, table, write_json
-from mpp import pretrain
-from mpp.config import Config, require
+from evaluation.comparison import Results, write_comparison
+from evaluation.plan import EVALUATIONS, TRAININGS, Case, CompareConfig, EncoderEntry, Options, plan
+from evaluation.reports import write_json
 from mpp.encoder import fingerprint
 from mpp.launch import command
+from mpp.lock import Held, hold
 from mpp.parsing import parse
-from mpp.training import train
+from mpp.training import last_scalars
 
-Options = dict[str, Any]
-
-TRAININGS: dict[str, tuple[type, Callable]] = {
-    "pretrain": (Config, lambda config: train(config, pretrain.Pretraining)),
-    "supervised": (supervised.SupervisedConfig, lambda config: train(config, supervised.Supervised)),
-}
-EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
-    "fewshot": (fewshot.FewshotConfig, fewshot.run),
-    "knn": (knn.KnnConfig, knn.run),
-    "linear": (linear.LinearConfig, linear.run),
-    "finetune": (finetune.FinetuneConfig, finetune.run),
-}
-
-
-@dataclass(frozen=True)
-class EncoderEntry:
-    """A row of the table."""
-
-    name: str
-    """What the table calls it."""
-    encoder: str
-    """Folder, timm name or floor; `{seed}` stands for the seed."""
-    random: bool
-    """The folder's architecture with random weights."""
-    options: Options
-    """Further settings of every evaluation, such as {representation: class}."""
-    seeds: tuple[int, ...]
-    """Encoders that differ in their seed alone: what the spread is over."""
-    train: Literal["pretrain", "supervised"] | None
-    """The command that makes it, where it is not there."""
-    train_options: Options
-    """Settings of that command."""
-
-
-@dataclass(frozen=True)
-class EvaluationEntry:
-    """A way to judge an encoder."""
-
-    name: str
-    """What the table calls it."""
-    command: Literal["fewshot", "knn", "linear", "finetune"]
-    """The command that judges."""
-    options: Options
-    """Its settings."""
-
-
-@dataclass(frozen=True)
-class DatasetEntry:
-    """Labelled images."""
-
-    name: str
-    """What the table calls it."""
-    options: Options
-    """Settings of every evaluation on it, such as {data.path: ...}."""
-    group: str | None = None
-    """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """A comparison of encoders."""
-
-    dir: str = "runs/compare"
-    """Folder of results.json, table.md, the plot, and each evaluation's report."""
-    encoders: tuple[dict[str, Any], ...] = ()
-    """Rows: {name, encoder, random, options, seeds, train, train_options}; name and encoder are needed."""
-    evaluations: tuple[dict[str, Any], ...] = ()
-    """{name, command, options}: command is fewshot, knn, linear or finetune."""
-    datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
-    """{name, options, group}: options have data.path and the like."""
-
-    def __post_init__(self):
-        for key in ("encoders", "evaluations", "datasets"):
-            require(len(getattr(self, key)) > 0, key, "empty", "a list in a --config file; see configs/compare")
-
-
-class Case(NamedTuple):
-    """One evaluation of one encoder on one dataset."""
-
-    encoder: EncoderEntry
-    seed: int
-    evaluation: EvaluationEntry
-    dataset: DatasetEntry
-
-
-def entries(kind: type, values: Sequence[dict[str, Any]], key: str, **defaults: Any) -> list:
-    """Entries of the config as their dataclass; ValueError where they are not that."""
-    made = []
-    for value in values:
-        try:
-            made.append(kind(**copy.deepcopy(defaults) | value))
-        except TypeError as error:
-            raise ValueError(f"{key}: {value} is not {{{', '.join(kind.__dataclass_fields__)}}}: {error}") from None
-    names = [entry.name for entry in made]
-    require(len(set(names)) == len(names), f"{key}: names", names, "all different")
-    return made
+PAUSE = 10  # seconds before looking again whether others are done
 
 
 def words(options: Options, seed: int) -> list[str]:
-    """Settings as a command line's words; `{seed}` is filled in."""
+    """Settings as a command line's words; `{seed}` is filled in, several `config` files compose."""
+    options = dict(options)
+    files = options.pop("config", [])
     filled = {
         key: value.replace("{seed}", str(seed)) if isinstance(value, str) else value for key, value in options.items()
     }
-    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in filled.items()]
+    return [f"--config={file}" for file in ([files] if isinstance(files, str) else files)] + [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in filled.items()
+    ]
 
 
 def prepare(entry: EncoderEntry, seed: int) -> None:
@@ -141,108 +48,122 @@ def prepare(entry: EncoderEntry, seed: int) -> None:
     run(parse(config_class, words(options, seed)))
 
 
-def evaluate(case: Case, folder: Path) -> dict[str, Any]:
-    """The report of one case, made now or by an earlier call with the same settings."""
-    entry, seed, evaluation, dataset = case
-    slug = "-".join([entry.name, str(seed), evaluation.name, dataset.name]).replace(" ", "_").replace("/", "_")
-    path = folder / "reports" / f"{slug}.json"
-    options = dataset.options | evaluation.options | entry.options | {"encoder": entry.encoder, "out": str(path)}
-    if evaluation.command == "finetune":
-        options |= {"run.dir": str(folder / "finetuned" / slug), "run.seed": seed}
-        options |= {"init": "random"} if entry.random else {}
-    else:
-        options |= {"random": entry.random, "seed": seed}
-    arguments = words(options, seed)
-    weights = Path(str(options.get("checkpoint") or entry.encoder).replace("{seed}", str(seed)))
-    made_of = {"arguments": arguments, "encoder_sha256": fingerprint(weights)}
-    done = path.with_suffix(".done.json")
-    if done.is_file() and json.loads(done.read_text()) == made_of:
-        return json.loads(path.read_text())
-    config_class, run = EVALUATIONS[evaluation.command]
-    report = run(parse(config_class, arguments))
-    write_json(done, made_of)
-    return report
+class Job(NamedTuple):
+    """How a case is evaluated, and what says that it was."""
+
+    case: Case
+    folder: Path
+
+    @property
+    def report(self) -> Path:
+        """Where the evaluation's report is."""
+        return self.folder / "reports" / f"{self.case.slug}.json"
+
+    @property
+    def note(self) -> Path:
+        """Where stands of what settings and weights the report is."""
+        return self.report.with_suffix(".done.json")
+
+    def weights(self) -> Path:
+        """The folder or file that is evaluated."""
+        entry, seed, *_ = self.case
+        return Path(str(entry.options.get("checkpoint") or entry.encoder).replace("{seed}", str(seed)))
+
+    def arguments(self) -> list[str]:
+        """The evaluation's command line."""
+        entry, seed, evaluation, dataset = self.case
+        if evaluation.command == "masked":  # reads a run's folder: no images, no other settings
+            return words(evaluation.options | {"encoder": entry.encoder, "out": str(self.report)}, seed)
+        options = dataset.options | evaluation.options | entry.options
+        options |= {"encoder": entry.encoder, "out": str(self.report)}
+        if evaluation.command == "finetune":
+            options |= {"run.dir": str(self.folder / "finetuned" / self.case.slug), "run.seed": seed}
+            options |= {"init": "random"} if entry.random else {}
+        else:
+            options |= {"random": entry.random, "seed": seed}
+        return words(options, seed)
+
+    def made_of(self) -> dict[str, Any]:
+        """What the report depends on."""
+        return {"arguments": self.arguments(), "encoder_sha256": fingerprint(self.weights())}
+
+    def found(self) -> dict[str, Any] | None:
+        """The report, if there is one of these settings and weights."""
+        try:
+            done = self.note.is_file() and json.loads(self.note.read_text()) == self.made_of()
+        except ValueError:  # no encoder there yet
+            return None
+        return json.loads(self.report.read_text()) if done else None
+
+    def carry_out(self) -> None:
+        """Train and evaluate what is not done yet. Raises Held where another process is at it."""
+        prepare(self.case.encoder, self.case.seed)
+        with hold(self.report.with_suffix(""), "dir"):
+            if self.found() is None:
+                config_class, run = EVALUATIONS[self.case.evaluation.command]
+                run(parse(config_class, self.arguments()))
+                write_json(self.note, self.made_of())
 
 
-def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of a report, each with what it is of; of several depths the one that counts."""
-    chosen = report["protocol"].get("chosen_depth")
-    about = {"encoder": case.encoder.name, "encoder_seed": case.seed, "evaluation": case.evaluation.name}
-    about |= {"dataset": case.dataset.name, "group": case.dataset.group}
-    key = {"fewshot": "shots", "knn": "neighbours"}.get(case.evaluation.command)
-    return [
-        about
-        | {"case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
-        | {"accuracy": result["accuracy"]}
-        for result in report["results"]
-        if result.get("depth", chosen) == chosen
-    ]
+def share_out(jobs: Sequence[Job]) -> None:
+    """Carry out all jobs; those that another process is at come last, or are waited for."""
+    while jobs:
+        left = []
+        for job in jobs:
+            try:
+                job.carry_out()
+            except Held:
+                left.append(job)
+        if len(left) == len(jobs):
+            time.sleep(PAUSE)
+        jobs = left
 
 
-def spread(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets only the mean is taken."""
-    of_seeds: dict[tuple, list[float]] = {}
-    for row in rows:
-        of_seeds.setdefault((row["encoder_seed"], row["seed"]), []).append(row["accuracy"])
-    values = [np.mean(each) for each in of_seeds.values()]
-    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "count": len(values)}
-
-
-def columns_of(results: list[dict[str, Any]]) -> dict[str, Callable[[dict[str, Any]], bool]]:
-    """Headings and which results they are of: each dataset's cases, then the means over groups of datasets."""
-    several = len({row["dataset"] for row in results}) > 1
-    columns: dict[str, Callable] = {}
-    for dataset, evaluation, case in dict.fromkeys((r["dataset"], r["evaluation"], r["case"]) for r in results):
-        name = " ".join(part for part in (dataset if several else "", evaluation, case) if part)
-        key = (dataset, evaluation, case)
-        columns[name] = lambda row, key=key: (row["dataset"], row["evaluation"], row["case"]) == key
-    for group, evaluation, case in dict.fromkeys(
-        (r["group"], r["evaluation"], r["case"]) for r in results if r["group"]
-    ):
-        name = " ".join(part for part in (f"mean {group}", evaluation, case) if part)
-        columns[name] = lambda row, key=(group, evaluation, case): (row["group"], row["evaluation"], row["case"]) == key
-    return columns
-
-
-def comparison_table(results: list[dict[str, Any]]) -> tuple[str, dict[str, dict[str, dict[str, float]]]]:
-    """The Markdown table and its numbers: encoder -> column -> mean, standard deviation, count."""
-    columns, numbers = columns_of(results), {}
-    for encoder in dict.fromkeys(row["encoder"] for row in results):
-        mine = [row for row in results if row["encoder"] == encoder]
-        cells = {name: [row for row in mine if belongs(row)] for name, belongs in columns.items()}
-        numbers[encoder] = {name: spread(rows) for name, rows in cells.items() if rows}
-    body = [[name, *(percent(of[c]) if c in of else "-" for c in columns)] for name, of in numbers.items()]
-    return table(["accuracy (%)", *columns], body), numbers
+def collect(jobs: Sequence[Job]) -> Results:
+    """What the reports that are there say; of several depths the one that counts, and the dev split's curve."""
+    results, pflop = Results(), {}
+    for job in jobs:
+        report = job.found()
+        if report is None:
+            continue
+        case, protocol = job.case, report["protocol"]
+        about = {"encoder": case.encoder.name, "encoder_seed": case.seed, "evaluation": case.evaluation.name}
+        about |= {"dataset": case.dataset.name}
+        chosen = protocol.get("chosen_depth")
+        key = {"fewshot": "shots", "knn": "neighbours"}.get(case.evaluation.command)
+        results.rows += [
+            about
+            | {"group": case.dataset.group, "case": str(result.get("case", result.get(key, "")))}
+            | {"seed": result.get("seed", 0), "accuracy": result["accuracy"]}
+            | {name: result[name] for name in ("depth", "lr") if name in result}
+            for result in report["results"]
+            if result.get("depth", chosen) == chosen
+        ]
+        by_depth = protocol.get("dev_accuracy_by_depth", {})
+        results.curves += [about | {"depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
+        if case.encoder.train and not case.encoder.random:
+            pflop.setdefault(case.encoder.name, last_scalars(job.weights(), "speed/pflop")["speed/pflop"])
+    results.compute |= pflop
+    return results
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
     """Train what is missing, evaluate everything, write the results."""
     if PartialState().num_processes > 1:
-        raise ValueError("a comparison is one process; train its encoders with `accelerate launch` first")
+        raise ValueError(
+            "a comparison is one process; start the command several times, and the processes share the work"
+        )
     folder = Path(config.dir)
-    plain = dict(random=False, options={}, seeds=(0,), train=None, train_options={})
-    encoders = entries(EncoderEntry, config.encoders, "encoders", **plain)
-    evaluations = entries(EvaluationEntry, config.evaluations, "evaluations", options={})
-    dataset_entries = entries(DatasetEntry, config.datasets, "datasets", options={})
-    for evaluation in evaluations:
-        require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, " or ".join(EVALUATIONS))
-    for entry in encoders:
-        require(entry.train in (None, *TRAININGS), "encoders: train", entry.train, " or ".join(TRAININGS))
-    results: list[dict[str, Any]] = []
-    for entry in encoders:
-        for seed in entry.seeds:
-            prepare(entry, seed)
-            for evaluation, dataset in itertools.product(evaluations, dataset_entries):
-                if evaluation.command == "finetune" and entry.encoder.startswith("floor:"):
-                    continue  # a floor has no weights
-                case = Case(entry, seed, evaluation, dataset)
-                results += rows_of(case, evaluate(case, folder))
-    text, numbers = comparison_table(results)
-    write_json(folder / "results.json", {"results": results, "summary": numbers})
-    (folder / "table.md").write_text(text + "\n")
-    plot_bars(numbers).savefig(folder / "comparison.png", dpi=DPI)
-    print(f"\n{text}\nwrote {folder}: results.json, table.md, comparison.png, reports/")
-    return {"results": results, "summary": numbers}
+    questions, cases = plan(config)
+    jobs = [Job(case, folder) for case in cases]
+    if not config.tabulate:
+        share_out(jobs)
+    return write_comparison(
+        folder,
+        questions,
+        collect(jobs),
+        {"encoders": config.encoders, "evaluations": config.evaluations, "datasets": config.datasets},
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
 PALETTE = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
 WIDTH = 7.5  # inches
 DPI = 110
+MARKERS = "osD^vPX"  # lines differ in these too
 
 
 def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, objective: str) -> Figure:
@@ -145,6 +146,60 @@ def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) ->
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
+
+
+def plot_depths(curves: dict[str, dict[str, dict[int, dict[str, float]]]]) -> Figure:
+    """A panel for each evaluation, with each encoder's accuracy on the dev split by depth; one depth is a line across.
+
+    Args:
+        curves: evaluation -> encoder -> depth -> mean and standard deviation.
+    """
+    figure = Figure(figsize=(WIDTH, 1.2 + 2.6 * -(-len(curves) // 3)), layout="constrained")
+    panels = figure.subplots(-(-len(curves) // 3), min(3, len(curves)), squeeze=False).flat
+    names = list(dict.fromkeys(name for encoders in curves.values() for name in encoders))
+    for panel, (evaluation, encoders) in zip(panels, curves.items(), strict=False):
+        for name, of_depth in encoders.items():
+            style = dict(color=PALETTE(0.9 * names.index(name) / max(1, len(names) - 1)), label=name)
+            depths, means = list(of_depth), np.array([100 * each["mean"] for each in of_depth.values()])
+            if len(depths) == 1:
+                panel.axhline(means[0], linestyle="--", **style)
+                continue
+            spreads = np.array([100 * each["std"] for each in of_depth.values()])
+            panel.plot(depths, means, marker=MARKERS[names.index(name) % len(MARKERS)], ms=5, **style)
+            panel.fill_between(depths, means - spreads, means + spreads, color=style["color"], alpha=0.2, linewidth=0)
+            panel.set_xticks(depths)
+        panel.set(title=evaluation, xlabel="depth (blocks)")
+        panel.grid(alpha=0.3)
+    for panel in list(panels):
+        panel.set_visible(False)
+    figure.axes[0].set_ylabel("accuracy on the dev split (%)")
+    legend_below(figure, figure.axes[0])
+    return figure
+
+
+def plot_lines(numbers: dict[str, dict[str, dict[str, float]]], places: dict[str, float], label: str) -> Figure:
+    """A panel for each column: accuracy against where each encoder is on the (logarithmic) x-axis."""
+    columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
+    figure = Figure(figsize=(WIDTH, 1.0 + 2.6 * -(-len(columns) // 3)), layout="constrained")
+    panels = figure.subplots(-(-len(columns) // 3), min(3, len(columns)), squeeze=False).flat
+    for panel, column in zip(panels, columns, strict=False):
+        cells = sorted((places[name], of[column]) for name, of in numbers.items() if column in of)
+        means, spreads = ([100 * cell[key] for _, cell in cells] for key in ("mean", "std"))
+        at = [place for place, _ in cells]
+        panel.errorbar(at, means, yerr=spreads, marker="o", color=PALETTE(0.1), capsize=3)
+        panel.set(title=column, xlabel=label, xscale="log")
+        panel.set_xticks(at, [f"{place:g}" for place in at])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    for panel in list(panels):
+        panel.set_visible(False)
+    figure.axes[0].set_ylabel("accuracy (%)")
+    return figure
+
+
+def legend_below(figure: Figure, axes) -> None:
+    """The legend of one panel, for all, under them."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
 
 
 def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:

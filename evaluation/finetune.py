@@ -46,6 +46,8 @@ class FinetuneConfig:
     """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
     dev_fraction: float = 0.1
     """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
+    dev_steps: int | None = None
+    """Updates of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
     test: bool = True
     """Train on all of train at the best rate and test. False: stop after the comparison."""
     out: str | None = plumbing(None)
@@ -60,6 +62,7 @@ class FinetuneConfig:
         as_lists(self, "lrs")
         require(len(self.lrs) > 0 and min(self.lrs) > 0, "lrs", list(self.lrs), "a list of positive numbers")
         require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
+        require(self.dev_steps is None or self.dev_steps >= 1, "dev_steps", self.dev_steps, "at least 1, or null")
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values |= {"lrs": (lr,), "test": True, "on_dev": on_dev, "encoder_sha256": weights_of(config)}
     place = str(Path(config.run.dir) / name)
-    values["run"] = dataclasses.replace(config.run, dir=place, eval_every=config.run.steps)
+    steps = (on_dev and config.dev_steps) or config.run.steps
+    values["run"] = dataclasses.replace(config.run, dir=place, steps=steps, eval_every=steps)
     values["optim"] = dataclasses.replace(config.optim, lr=lr)
     folder = train(OneRunConfig(**values), Finetuning)
     PartialState().wait_for_everyone()

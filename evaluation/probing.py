@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import Accelerator
 
 from evaluation.features import Features, FeaturesConfig, extract_features, load_features
 from evaluation.reports import report_path, summarize, write_report
 from mpp.config import RunConfig, plumbing
+from mpp.encoder import fingerprint
 from mpp.launch import start
 
+LATEST: dict[str, dict[int, Features]] = {}
 OF_AN_ENCODER = [field.name for field in dataclasses.fields(FeaturesConfig) if field.name != "out"]
 
 
@@ -38,13 +41,23 @@ def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     saved = config.features and load_features(Path(config.features))
-    by_depth = {0: saved} if saved else extract_features(config, accelerator)
+    by_depth = {0: saved} if saved else extract_once(config, accelerator)
     report: dict[str, Any] = {}
     if accelerator.is_main_process:
         report = judge(config, by_depth, evaluate, key)
         path = report_path(config.out, config.encoder, f"{command}.json", config.features)
         write_report(path, report, key)
     return report  # the others are done: they do not wait for a probe that may take hours
+
+
+def extract_once(config: ProbeConfig, accelerator: Accelerator) -> dict[int, Features]:
+    """Features by depth; the latest are kept, for the probes of a comparison that look at the same ones in turn."""
+    of_features = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
+    key = repr(of_features | {"out": None, "weights": fingerprint(Path(config.checkpoint or config.encoder))})
+    if key not in LATEST:
+        LATEST.clear()
+        LATEST[key] = extract_features(config, accelerator)
+    return LATEST[key]
 
 
 def judge(
@@ -55,7 +68,7 @@ def judge(
     if config.features:
         protocol = {key: value for key, value in protocol.items() if key not in OF_AN_ENCODER}
     chosen = max(by_depth)
-    if config.depth == "dev" and len(by_depth) > 1:
+    if config.depth == "dev" and not config.features:
         on_dev = {depth: summarize(evaluate(features.dev()), key) for depth, features in by_depth.items()}
         means = {depth: float(np.mean([row["mean"] for row in rows.values()])) for depth, rows in on_dev.items()}
         chosen = max(means, key=means.get)

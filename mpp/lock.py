@@ -12,6 +12,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 NAME = ".lock"
+
+
+class Held(ValueError):
+    """Another process holds the folder."""
+
+
 held: set[int] = set()  # descriptors; loader processes inherit them, and must not outlive the run as its holders
 
 
@@ -31,7 +37,7 @@ def hold(folder: Path, key: str) -> Iterator[None]:
     Args:
         key: the setting that names the folder.
     Raises:
-        ValueError: another process holds it.
+        Held: another process does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
@@ -44,7 +50,7 @@ def hold(folder: Path, key: str) -> Iterator[None]:
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
             message = f"{key} is {folder}, which {holder} is writing; wait for it, or choose another {key}"
-            raise ValueError(message) from None
+            raise Held(message) from None
         except OSError as error:  # Lustre mounted without flock, say
             print(f"warning: {folder} cannot be locked ({error}): start no second run in it", file=sys.stderr)
         yield
@@ -58,16 +64,16 @@ def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     """Hold the run folder while open, for all processes of this run.
 
     Raises:
-        ValueError: on every process, where another run holds it.
+        Held: on every process, where another run holds it.
     """
     with ExitStack() as stack:
         refusal = None
         if accelerator.is_main_process:
             try:
                 stack.enter_context(hold(folder, "run.dir"))
-            except ValueError as error:
+            except Held as error:
                 refusal = str(error)
         refusals = [each for each in gather_object([refusal]) if each]
         if refusals:
-            raise ValueError(refusals[0])
+            raise Held(refusals[0])
         yield

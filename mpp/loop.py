@@ -92,6 +92,7 @@ def fit(
         accelerator.print(f"resuming {folder} after step {start}")
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, share, run)
+    images = share.batch * share.accumulation * share.processes
     speed, bar = Speed(flops), progress(accelerator, run.steps, start)
     places = own_places(places, accelerator)
     batches = iter(task.batches(start, places))
@@ -102,13 +103,14 @@ def fit(
         values, sums = update(step, micro, measure=log)
         places |= places_after(micro)
         speed.waited += waited
-        speed.images += share.batch * share.accumulation * share.processes
+        speed.images += images
         tracker.warn_unreadable(update.new_failures)
         stop = preemption.agreed() and done < run.steps
         bar.update()
         if log:
             scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read(accelerator.device) | {"unreadable": tracker.count_unreadable()}
+            scalars |= speed.read(accelerator.device) | {"speed/pflop": flops * images * done / 1e15}
+            scalars |= {"unreadable": tracker.count_unreadable()}
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
         if due(done, run.eval_every, run.steps):

@@ -118,5 +118,17 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
 
 def last_evaluation(folder: Path) -> dict[str, float]:
     """The scalars of the last evaluation of a run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return next(line for line in reversed(lines) if "heldout/loss" in line)
+    return last_scalars(folder, "heldout/loss")
+
+
+def last_scalars(folder: Path, name: str) -> dict[str, float]:
+    """The scalars of a run that were logged last together with the one of that name.
+
+    Raises:
+        ValueError: no run there, or none that logs it.
+    """
+    try:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return next(line for line in reversed(lines) if name in line)
+    except (FileNotFoundError, StopIteration):
+        raise ValueError(f"{folder} is no run with {name} in its metrics.jsonl") from None

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from conftest import ROOT, encoded, picture
 
-from evaluation import compare
+from evaluation import compare, plan
 from evaluation.encoders import load_frozen
 from evaluation.finetune import FinetuneConfig
 from evaluation.supervised import SupervisedConfig
@@ -20,7 +20,7 @@ FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        *((path, compare.CompareConfig) for path in COMPARISONS),
+        *((path, plan.CompareConfig) for path in COMPARISONS),
         *((path, SupervisedConfig) for path in sorted((ROOT / "configs" / "supervised").glob("*.yaml"))),
         *((path, FinetuneConfig) for path in sorted((ROOT / "configs" / "finetune").glob("*.yaml"))),
     ],
@@ -35,13 +35,17 @@ def test_config_files_parse_and_say_command_time_and_result(path, kind):
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_every_case_of_a_comparison_file_parses(path):
-    config = yaml.safe_load(path.read_text())
-    assert any(entry.get("random") for entry in config["encoders"])  # always beside random weights and a floor
-    assert any(entry["encoder"].startswith("floor:") for entry in config["encoders"])
-    for evaluation in config["evaluations"]:
-        kind, _ = compare.EVALUATIONS[evaluation["command"]]
-        for dataset in config["datasets"]:
-            parse(kind, compare.words(dataset.get("options", {}) | evaluation.get("options", {}), 0))
+    config = parse(plan.CompareConfig, ["--config", str(path)])
+    assert any(entry.get("random") for entry in config.encoders)  # always beside random weights and a floor
+    assert any(entry["encoder"].startswith("floor:") for entry in config.encoders)
+    asked = plan.plan(config)
+    assert {case.encoder.name for case in asked.cases} == {entry["name"] for entry in config.encoders}
+    for case in asked.cases:
+        kind, _ = plan.EVALUATIONS[case.evaluation.command]
+        parse(kind, compare.Job(case, ROOT).arguments())
+        if case.encoder.train:
+            kind, _ = plan.TRAININGS[case.encoder.train]
+            parse(kind, compare.words(case.encoder.train_options, case.seed))
 
 
 def test_vtab_has_its_19_tasks_in_three_groups():
@@ -89,7 +93,7 @@ def small(tmp_path):
 def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, capsys, monkeypatch):
     compare.main(["--config", str(small)])
     report = json.loads((tmp_path / "out" / "results.json").read_text())
-    summary = report["summary"]
+    summary = report["summary"]["comparison"]
     assert list(summary) == ["pre-trained", "random", "floor"]
     shots = [f"{place} few-shot {shots}" for place in ("one", "two", "mean all") for shots in (1, 5)]
     assert set(summary["floor"]) == set(shots)  # a floor cannot be fine-tuned
@@ -113,7 +117,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     text = (tmp_path / "out" / "table.md").read_text()
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
-    for commands in (compare.EVALUATIONS, compare.TRAININGS):
+    for commands in (plan.EVALUATIONS, plan.TRAININGS):
         for name, (kind, run) in list(commands.items()):
             finished = {"pretrain": run}.get(name)  # a finished run says so by itself
             monkeypatch.setitem(commands, name, (kind, finished or (lambda config: pytest.fail("done twice"))))

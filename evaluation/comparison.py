@@ -1,0 +1,162 @@
+"""What a comparison found: results in, a table and a plot for each question out."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from evaluation.figures import DPI, plot_bars, plot_depths, plot_lines
+from evaluation.reports import percent, table, write_json
+from mpp.config import require
+
+Row = dict[str, Any]
+Numbers = dict[str, dict[str, dict[str, float]]]
+"""Encoder -> column -> mean, standard deviation, count."""
+
+LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Some of the encoders by some of the evaluations: a table and a plot."""
+
+    name: str
+    """File name of the plot."""
+    title: str = ""
+    """What is asked."""
+    encoders: Sequence[str] | Mapping[str, float] | None = None
+    """Names of rows; with numbers, the plot is against these. null: all."""
+    evaluations: Sequence[str] | None = None
+    """Names of evaluations. null: all."""
+    plot: Literal["bars", "lines", "depth"] = "bars"
+    """bars; lines: against x; depth: against the encoder's depth, on the dev split."""
+    x: str = ""
+    """What the numbers of `encoders` are; `compute`: PFLOP executed by the encoder's training, in place of numbers."""
+
+    def __post_init__(self):
+        require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")
+        numbered = isinstance(self.encoders, Mapping) or self.x == "compute"
+        require(numbered or self.plot != "lines", "questions: encoders", self.encoders, "{name: number} to plot lines")
+
+
+@dataclass
+class Results:
+    """What all evaluations together found."""
+
+    rows: list[Row] = field(default_factory=list)
+    """Accuracies: encoder, encoder_seed, evaluation, dataset, group, case, seed, accuracy."""
+    curves: list[Row] = field(default_factory=list)
+    """Accuracies on the dev split by depth: encoder, encoder_seed, evaluation, dataset, depth, accuracy."""
+    compute: dict[str, float] = field(default_factory=dict)
+    """PFLOP that training an encoder executed."""
+
+    def of(self, question: Question) -> "Results":
+        """Those that a question is about, encoders in its order."""
+        asked = list(question.encoders) if question.encoders is not None else unique(self.rows, "encoder")
+        evaluations = question.evaluations or unique(self.rows, "evaluation")
+
+        def chosen(rows: list[Row]) -> list[Row]:
+            kept = [row for row in rows if row["encoder"] in asked and row["evaluation"] in evaluations]
+            return sorted(kept, key=lambda row: (asked.index(row["encoder"]), evaluations.index(row["evaluation"])))
+
+        return Results(chosen(self.rows), chosen(self.curves), self.compute)
+
+
+def unique(rows: list[Row], key: str) -> list[Any]:
+    """The different values of a key, in order."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def spread(rows: list[Row]) -> dict[str, float]:
+    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets only the mean is taken."""
+    of_seeds: dict[tuple, list[float]] = {}
+    for row in rows:
+        of_seeds.setdefault((row["encoder_seed"], row["seed"]), []).append(row["accuracy"])
+    values = [np.mean(each) for each in of_seeds.values()]
+    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "count": len(values)}
+
+
+def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
+    """Headings and which results they are of: each dataset's cases, then the means over groups of datasets."""
+    several = len(unique(rows, "dataset")) > 1
+    columns: dict[str, Callable] = {}
+    for dataset, evaluation, case in dict.fromkeys((r["dataset"], r["evaluation"], r["case"]) for r in rows):
+        name = " ".join(part for part in (dataset if several else "", evaluation, case) if part)
+        key = (dataset, evaluation, case)
+        columns[name] = lambda row, key=key: (row["dataset"], row["evaluation"], row["case"]) == key
+    for group, evaluation, case in dict.fromkeys((r["group"], r["evaluation"], r["case"]) for r in rows if r["group"]):
+        name = " ".join(part for part in (f"mean {group}", evaluation, case) if part)
+        columns[name] = lambda row, key=(group, evaluation, case): (row["group"], row["evaluation"], row["case"]) == key
+    return columns
+
+
+def numbers_of(rows: list[Row]) -> Numbers:
+    """The numbers of a table."""
+    columns, numbers = columns_of(rows), {}
+    for encoder in unique(rows, "encoder"):
+        mine = [row for row in rows if row["encoder"] == encoder]
+        cells = {name: [row for row in mine if belongs(row)] for name, belongs in columns.items()}
+        numbers[encoder] = {name: spread(of) for name, of in cells.items() if of}
+    return numbers
+
+
+def table_of(numbers: Numbers) -> str:
+    """The numbers as a Markdown table."""
+    columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
+    body = [[name, *(percent(of[c]) if c in of else "-" for c in columns)] for name, of in numbers.items()]
+    return table(["accuracy (%)", *columns], body)
+
+
+def curves_of(rows: list[Row]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
+    """Evaluation -> encoder -> depth -> mean and standard deviation over encoders' seeds."""
+    curves: dict = {}
+    for row in rows:
+        of_depth = curves.setdefault(row["evaluation"], {}).setdefault(row["encoder"], {})
+        of_depth.setdefault(row["depth"], []).append(row["accuracy"])
+    return {
+        evaluation: {
+            encoder: {depth: {"mean": np.mean(each), "std": np.std(each)} for depth, each in sorted(of.items())}
+            for encoder, of in encoders.items()
+        }
+        for evaluation, encoders in curves.items()
+    }
+
+
+def draw(question: Question, results: Results, numbers: Numbers) -> Figure | None:
+    """The question's plot; None: there is nothing to draw yet."""
+    if question.plot == "depth":
+        curves = curves_of(results.curves)
+        return plot_depths(curves) if curves else None
+    if question.plot == "lines":
+        places = results.compute if question.x == "compute" else dict(question.encoders or {})
+        label = "training compute (PFLOP executed)" if question.x == "compute" else question.x
+        numbers = {name: of for name, of in numbers.items() if name in places}
+        return plot_lines(numbers, places, label) if numbers else None
+    return plot_bars(numbers) if numbers else None
+
+
+def write_comparison(folder: Path, questions: Sequence[Question], results: Results, settings: Row) -> Row:
+    """Write results.json, table.md and the plots, and print the tables; the summary: question -> numbers."""
+    summary, texts = {}, []
+    for question in questions:
+        mine = results.of(question)
+        numbers = summary[question.name] = numbers_of(mine.rows)
+        heading = f"### {question.title}\n\n" if question.title else ""
+        texts.append(heading + table_of(numbers))
+        figure = draw(question, mine, numbers)
+        if figure:
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / f"{question.name}.png", dpi=DPI)
+    about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+    found = {"results": results.rows, "dev_by_depth": results.curves, "training_pflop": results.compute}
+    write_json(folder / "results.json", {"summary": summary, **found, "versions": about, "settings": settings})
+    text = "\n\n".join(texts)
+    (folder / "table.md").write_text(text + "\n")
+    plots = ", ".join(f"{question.name}.png" for question in questions)
+    print(f"\n{text}\nwrote {folder}: results.json, table.md, {plots}, reports/")
+    return {"results": results.rows, "summary": summary}

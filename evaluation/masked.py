@@ -1,0 +1,54 @@
+"""How well a pre-training run predicts what it does not see: held-out masked patches, beside lines that need no model.
+
+    python evaluation/masked.py --encoder runs/birds
+
+The numbers are those of the run's last evaluation; nothing is computed anew.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation.reports import report_path, table, write_json
+from mpp.launch import command
+from mpp.parsing import parse
+from mpp.training import last_evaluation
+
+LINES = {"model": "accuracy", "nearest": "nearest", "most frequent": "most_frequent"}
+"""What the table calls a line, and what the run's metrics do."""
+
+
+@dataclass(frozen=True)
+class MaskedConfig:
+    """Held-out accuracy on masked patches."""
+
+    encoder: str = "runs/birds"
+    """Folder of a pre-training run."""
+    out: str | None = None
+    """File that is written. null: evaluation/ in the run folder."""
+
+
+def run(config: MaskedConfig) -> dict[str, Any]:
+    """Read and report; the report."""
+    last = last_evaluation(Path(config.encoder))
+    missing = [name for name in LINES.values() if f"heldout/{name}" not in last]
+    if missing:
+        raise ValueError(f"encoder is {config.encoder}; it must be a pre-training run: it has no heldout/{missing[0]}")
+    results = [{"case": line, "accuracy": last[f"heldout/{name}"]} for line, name in LINES.items()]
+    report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}
+    print(table(["masked patches", "accuracy (%)"], [[r["case"], f"{100 * r['accuracy']:.1f}"] for r in results]))
+    path = report_path(config.out, config.encoder, "masked.json")
+    write_json(path, report)
+    print(f"wrote {path}")
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Report as the command line, or `arguments`, say."""
+    run(parse(MaskedConfig, arguments, prog="python evaluation/masked.py"))
+
+
+if __name__ == "__main__":
+    command(main)
