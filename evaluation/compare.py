@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from accelerate import PartialState
 
 from evaluation.comparison import Results, write_comparison
-from evaluation.plan import EVALUATIONS, TRAININGS, Case, CompareConfig, EncoderEntry, Options, plan
+from evaluation.plan import EVALUATIONS, TRAININGS, Case, CompareConfig, Options, plan
 from evaluation.reports import write_json
 from mpp.encoder import fingerprint
 from mpp.launch import command
@@ -37,15 +37,6 @@ def words(options: Options, seed: int) -> list[str]:
     return [f"--config={file}" for file in ([files] if isinstance(files, str) else files)] + [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in filled.items()
     ]
-
-
-def prepare(entry: EncoderEntry, seed: int) -> None:
-    """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on."""
-    if entry.train is None:
-        return
-    config_class, run = TRAININGS[entry.train]
-    options = {"run.seed": seed} | entry.train_options | {"run.dir": entry.encoder}
-    run(parse(config_class, words(options, seed)))
 
 
 class Job(NamedTuple):
@@ -95,9 +86,20 @@ class Job(NamedTuple):
             return None
         return json.loads(self.report.read_text()) if done else None
 
+    def prepare(self) -> None:
+        """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on."""
+        entry = self.case.encoder
+        if entry.train is None:
+            return
+        with hold(self.weights(), "encoder"):
+            pass  # another process may be at it: to know that, nothing need be loaded
+        config_class, train = TRAININGS[entry.train]
+        options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
+        train(parse(config_class, words(options, self.case.seed)))
+
     def carry_out(self) -> None:
         """Train and evaluate what is not done yet. Raises Held where another process is at it."""
-        prepare(self.case.encoder, self.case.seed)
+        self.prepare()
         with hold(self.report.with_suffix(""), "dir"):
             if self.found() is None:
                 config_class, run = EVALUATIONS[self.case.evaluation.command]

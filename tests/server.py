@@ -16,7 +16,7 @@ from pathlib import Path
 
 from conftest import wait_until
 
-MODULES = {"pretrain": "mpp.pretrain", "supervised": "evaluation.supervised", "finetune": "evaluation.finetune"}
+MODULES = {"pretrain": "mpp.pretrain"} | {n: f"evaluation.{n}" for n in ("supervised", "finetune", "compare")}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(MODULES.values()))
 
@@ -43,7 +43,7 @@ class Command:
     """A command of ours as one or two processes, in one process group.
 
     Args:
-        module: pretrain, supervised or finetune.
+        module: one of MODULES.
         prepare: called in each process before the command, to break something. Must be picklable.
     """
 

@@ -91,6 +91,16 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
     assert "is finished" in capsys.readouterr().out
 
 
+def test_rates_are_compared_over_dev_steps(tmp_path, encoder):
+    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=[0.01,0.1]", "--dev_steps=3"])
+    folders = {path.name: path for path in tmp_path.iterdir() if path.is_dir()}
+    for name, folder in folders.items():
+        assert list(read_metrics(folder, "heldout/accuracy")) == [3 if name.startswith("dev") else 4]
+    best = next(name for name in folders if name.startswith("lr"))
+    short, whole = (read_metrics(folders[name], "optim/lr")[3] for name in (f"dev_{best}", best))
+    assert 0 < short < whole  # a whole schedule of its own, not a part of the longer one
+
+
 def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, monkeypatch):
     kill_at(monkeypatch, 0)
     seen = []

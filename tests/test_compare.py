@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, encoded, picture
+from conftest import ROOT, encoded, picture, read_metrics
+from server import Command
 
-from evaluation import compare, plan
+from evaluation import compare, masked, plan
 from evaluation.encoders import load_frozen
 from evaluation.finetune import FinetuneConfig
 from evaluation.supervised import SupervisedConfig
@@ -125,6 +126,77 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
 
 
+def test_processes_share_a_comparison(small, tmp_path):
+    """Two at once: none trains or judges what the other does, and both end with all results."""
+    config = yaml.safe_load(small.read_text())
+    config["evaluations"] = config["evaluations"][:1]
+    small.write_text(yaml.safe_dump(config))
+    both = [Command("compare", "--config", str(small), prepare=hurry) for _ in range(2)]
+    assert [command.wait() for command in both] == [[0], [0]], both[0].said + both[1].said
+    said = [command.said for command in both]
+    for seed in (0, 1):
+        assert sum(f"wrote {tmp_path}/encoders/{seed}: encoder/" in each for each in said) == 1
+    reports = [path for path in (tmp_path / "out" / "reports").glob("*.json") if ".done" not in path.name]
+    assert len(reports) == 2 * (2 + 2 + 1)
+    for report in reports:
+        assert sum(each.count(f"wrote {report}\n") for each in said) == 1
+    tables = [each[each.index("| accuracy (%)") :] for each in said]
+    assert tables[0] == tables[1]
+
+
+def hurry() -> None:
+    compare.PAUSE = 0.2
+
+
+def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys):
+    config = yaml.safe_load(small.read_text())
+    (trained, random, floor), (fewshot, _) = config["encoders"], config["evaluations"]
+    longer = trained | {"name": "longer", "encoder": str(tmp_path / "longer"), "seeds": [0]}
+    longer |= {"train_options": trained["train_options"] | {"run.steps": 6}}
+    config["encoders"] = [trained, longer, random, floor]
+    config["evaluations"] = [fewshot, {"name": "hidden", "command": "masked"}]
+    config["datasets"] = config["datasets"][:1]
+    of_both = {"encoders": {"longer": 6, "pre-trained": 2}, "evaluations": ["hidden"], "plot": "lines"}
+    config["questions"] = [
+        {"name": "hidden", "title": "Hidden?", "encoders": ["pre-trained", "random"], "evaluations": ["hidden"]},
+        {"name": "depth", "evaluations": ["few-shot"], "plot": "depth"},
+        {"name": "length", **of_both, "x": "steps"},
+        {"name": "compute", **of_both, "x": "compute"},
+    ]
+    small.write_text(yaml.safe_dump(config))
+    compare.main(["--config", str(small), "--tabulate", "true"])
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["results"] == []  # nothing is there
+    compare.main(["--config", str(small)])
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(report["summary"]["hidden"]) == ["pre-trained"]  # random weights have predicted nothing
+    assert list(report["summary"]["length"]) == ["longer", "pre-trained"]  # in the question's order
+    assert set(report["summary"]["depth"]) == {"pre-trained", "longer", "random", "floor"}
+    last = (
+        read_metrics(tmp_path / "longer", "heldout/accuracy")[6],
+        read_metrics(tmp_path / "longer", "heldout/nearest")[6],
+    )
+    columns = report["summary"]["length"]["longer"]
+    assert (columns["hidden model"]["mean"], columns["hidden nearest"]["mean"]) == last
+    assert report["training_pflop"]["longer"] == pytest.approx(3 * report["training_pflop"]["pre-trained"])
+    depths = {(row["encoder"], row["encoder_seed"], row["depth"]) for row in report["dev_by_depth"]}
+    assert {("pre-trained", 1, 1), ("pre-trained", 1, 2), ("random", 0, 2), ("floor", 0, 1)} <= depths
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert text.startswith("### Hidden?\n\n| accuracy (%)") and text.count("accuracy (%)") == 4
+    for question in config["questions"]:
+        assert (tmp_path / "out" / f"{question['name']}.png").stat().st_size > 1000
+    before = report["results"]
+    compare.main(["--config", str(small), "--tabulate", "true"])
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["results"] == before
+
+
+def test_a_run_that_predicts_no_patches_has_no_masked_accuracy(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "heldout/loss": 1.0, "heldout/accuracy": 0.5}\n')
+    with pytest.raises(ValueError, match="it must be a pre-training run: it has no heldout/nearest"):
+        masked.main(["--encoder", str(tmp_path)])
+    with pytest.raises(ValueError, match="is no run with heldout/loss"):
+        masked.main(["--encoder", str(tmp_path / "none")])
+
+
 def test_floors_are_colour_statistics():
     import torch
 
@@ -148,6 +220,9 @@ def test_floors_are_colour_statistics():
         ({"encoders": [{"name": "a"}]}, "encoders: {'name': 'a'} is not {name, encoder"),
         ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
         ({"evaluations": [{"name": "a", "command": "magic"}]}, "command is magic; it must be fewshot or knn"),
+        ({"questions": [{"name": "a", "encoders": ["b"]}]}, "questions: a is b; it must be one of floor"),
+        ({"questions": [{"name": "a", "plot": "lines"}]}, "questions: encoders is None; it must be {name: number}"),
+        ({"questions": [{"name": "a", "plot": "pie"}]}, "questions: plot is pie; it must be bars, lines or depth"),
         ({"evaluations": [{"name": "a", "command": "fewshot", "options": {"shotz": 1}}]}, "unknown setting shotz"),
     ],
 )
