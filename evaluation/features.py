@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from evaluation.encoders import FrozenEncoder, Representation, load_frozen
 from evaluation.labelled import load_labelled
@@ -29,6 +28,7 @@ from mpp.launch import command, start
 from mpp.parsing import parse
 from mpp.randomness import Stream, permutation
 from mpp.sources import Photographs
+from mpp.tracking import progress_bar
 
 DEV_SEED = 0
 
@@ -165,7 +165,7 @@ def extract(
     size = config.data.batch_size or 64
     loader = held_out_loader(views, size, accelerator.num_processes, accelerator.process_index)
     rows: list[list[torch.Tensor]] = [[] for _ in depths]
-    for batch in tqdm(loader, desc="features", disable=not accelerator.is_main_process):
+    for batch in progress_bar(loader, desc="features", disable=not accelerator.is_main_process):
         if batch.unreadable:
             first = f"{batch.unreadable[0]} ({photographs.split})"
             raise ValueError(f"{first}; a probe needs all images: take this one out")

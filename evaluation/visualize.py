@@ -43,6 +43,7 @@ from mpp.panels import prediction_columns
 from mpp.parsing import parse
 from mpp.pretrain import is_pretraining, reopen
 from mpp.sources import Photographs, load_photographs
+from mpp.tracking import progress_bar
 
 Picture = Literal["predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"]
 Numbers = dict[str, Any]
@@ -155,7 +156,7 @@ def attention_distances(subject: Subject) -> tuple[Figure, Numbers]:
     count = min(subject.config.attention_images, len(subject.held_out))
     grid = grid_of(model)
     uniform = float(distances(grid, encoder.img_size / grid[0]).mean())
-    batches = tqdm(subject.images(count), desc="attention", unit="batch")
+    batches = progress_bar(subject.images(count), desc="attention", unit="batch")
     with subject.accelerator.autocast():
         found = attention_distance(encoder, batches)
     numbers = {"unit": "pixels", "images": count, "uniform_attention": uniform}

@@ -25,7 +25,7 @@ from mpp.metrics import Sums, add, total
 from mpp.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.preemption import Preemption
 from mpp.randomness import Stream, words
-from mpp.tracking import Speed, Tracker
+from mpp.tracking import Speed, Tracker, progress_bar
 
 FEW = 32  # images that have to be seen before "most are unreadable" means something
 
@@ -165,13 +165,12 @@ def checkpoint(
 
 def progress(accelerator: Accelerator, steps: int, start: int) -> tqdm:
     """The progress bar: steps, time left, loss, images/s; on the main process."""
-    return tqdm(
+    return progress_bar(
         total=steps,
         initial=start,
         unit="step",
         desc="training",
         disable=not accelerator.is_main_process,
-        dynamic_ncols=True,
     )
 
 

@@ -24,7 +24,6 @@ import datasets
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional
-from tqdm import tqdm
 
 from mpp import lock
 from mpp.checkpoint import sync
@@ -35,6 +34,7 @@ from mpp.lock import hold
 from mpp.parsing import changed_keys, parse, to_yaml
 from mpp.randomness import Stream, permutation
 from mpp.sources import describe, encoded_bytes, find_image_column, load_splits
+from mpp.tracking import progress_bar
 
 NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes for data
 
@@ -215,7 +215,7 @@ def carry_out(config: PrepareConfig, shards: list[Shard]) -> None:
     print(f"{describe(config.data)}: {total} images to {len(shards)} shards, {len(done)} of them there already")
     notes = [json.loads(notes_of(shard.file).read_text()) for shard in done]
     workers = min(config.workers or len(os.sched_getaffinity(0)), max(1, len(missing)))
-    with tqdm(total=total, initial=sum(len(s.rows) for s in done), unit="image", desc="preparing") as bar:
+    with progress_bar(total=total, initial=sum(len(s.rows) for s in done), unit="image", desc="preparing") as bar:
         for shard, written in write_all(missing, workers):
             notes.append(written)
             bar.update(len(shard.rows))

@@ -24,6 +24,11 @@ CHARTS = {  # drawn together; the tags are patterns
 }
 
 
+def progress_bar(*iterable: Any, **options: Any) -> tqdm:
+    """tqdm's bar; in a log file, where it cannot be redrawn, a line every half minute."""
+    return tqdm(*iterable, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **options)
+
+
 class Tracker:
     """Writes metrics on the main process; resuming cuts what lies after the checkpoint, so that no curve doubles back.
 
