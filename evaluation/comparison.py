@@ -113,10 +113,12 @@ def table_of(numbers: Numbers) -> str:
 
 
 def curves_of(rows: list[Row]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
-    """Evaluation -> encoder -> depth -> mean and standard deviation over encoders' seeds."""
+    """Evaluation (of a dataset) -> encoder -> depth -> mean and standard deviation over encoders' seeds."""
+    several = len(unique(rows, "dataset")) > 1
     curves: dict = {}
     for row in rows:
-        of_depth = curves.setdefault(row["evaluation"], {}).setdefault(row["encoder"], {})
+        name = f"{row['dataset']} {row['evaluation']}" if several else row["evaluation"]
+        of_depth = curves.setdefault(name, {}).setdefault(row["encoder"], {})
         of_depth.setdefault(row["depth"], []).append(row["accuracy"])
     return {
         evaluation: {
@@ -142,7 +144,8 @@ def draw(question: Question, results: Results, numbers: Numbers) -> Figure | Non
 
 def write_comparison(folder: Path, questions: Sequence[Question], results: Results, settings: Row) -> Row:
     """Write results.json, table.md and the plots, and print the tables; the summary: question -> numbers."""
-    summary, texts = {}, []
+    folder.mkdir(parents=True, exist_ok=True)
+    summary, texts, drawn = {}, [], []
     for question in questions:
         mine = results.of(question)
         numbers = summary[question.name] = numbers_of(mine.rows)
@@ -150,13 +153,12 @@ def write_comparison(folder: Path, questions: Sequence[Question], results: Resul
         texts.append(heading + table_of(numbers))
         figure = draw(question, mine, numbers)
         if figure:
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / f"{question.name}.png", dpi=DPI)
+            drawn.append(f"{question.name}.png")
+            figure.savefig(folder / drawn[-1], dpi=DPI)
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     found = {"results": results.rows, "dev_by_depth": results.curves, "training_pflop": results.compute}
     write_json(folder / "results.json", {"summary": summary, **found, "versions": about, "settings": settings})
     text = "\n\n".join(texts)
     (folder / "table.md").write_text(text + "\n")
-    plots = ", ".join(f"{question.name}.png" for question in questions)
-    print(f"\n{text}\nwrote {folder}: results.json, table.md, {plots}, reports/")
+    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', *drawn])}; see reports/")
     return {"results": results.rows, "summary": summary}
