@@ -8,20 +8,24 @@ none does what another is doing.
 """
 
 import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import PartialState
 
-from evaluation.comparison import Results, write_comparison
+from evaluation.findings import Results, unique, write_findings
 from evaluation.plan import EVALUATIONS, TRAININGS, Case, CompareConfig, Options, plan
+from evaluation.probing import forget_features
 from evaluation.reports import write_json
 from mpp.encoder import fingerprint
 from mpp.launch import command
 from mpp.lock import Held, hold
-from mpp.parsing import parse
+from mpp.parsing import parse, plain, settings
 from mpp.training import last_scalars
 
 PAUSE = 10  # seconds before looking again whether others are done
@@ -39,7 +43,13 @@ def words(options: Options, seed: int) -> list[str]:
     ]
 
 
-class Job(NamedTuple):
+def matter(config: Any) -> dict[str, Any]:
+    """The settings that a result depends on, as JSON has them."""
+    return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("plumbing")}
+
+
+@dataclass(frozen=True)
+class Job:
     """How a case is evaluated, and what says that it was."""
 
     case: Case
@@ -55,6 +65,7 @@ class Job(NamedTuple):
         """Where stands of what settings and weights the report is."""
         return self.report.with_suffix(".done.json")
 
+    @property
     def weights(self) -> Path:
         """The folder or file that is evaluated."""
         entry, seed, *_ = self.case
@@ -74,9 +85,24 @@ class Job(NamedTuple):
             options |= {"random": entry.random, "seed": seed}
         return words(options, seed)
 
+    @cached_property
+    def evaluation(self) -> Any:
+        """The evaluation's config."""
+        return parse(EVALUATIONS[self.case.evaluation.command][0], self.arguments())
+
+    @cached_property
+    def training(self) -> Any:
+        """The config of the encoder's training; None: nothing says how."""
+        entry = self.case.encoder
+        if entry.train is None:
+            return None
+        options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
+        return parse(TRAININGS[entry.train][0], words(options, self.case.seed))
+
     def made_of(self) -> dict[str, Any]:
-        """What the report depends on."""
-        return {"arguments": self.arguments(), "encoder_sha256": fingerprint(self.weights())}
+        """What the report depends on: settings, but for the plumbing, and weights."""
+        trained = matter(self.training) if self.training and not self.case.encoder.random else None
+        return {"settings": matter(self.evaluation), "trained": trained, "encoder_sha256": fingerprint(self.weights)}
 
     def found(self) -> dict[str, Any] | None:
         """The report, if there is one of these settings and weights."""
@@ -88,27 +114,27 @@ class Job(NamedTuple):
 
     def prepare(self) -> None:
         """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on."""
-        entry = self.case.encoder
-        if entry.train is None:
+        if self.training is None:
             return
-        with hold(self.weights(), "encoder"):
+        with hold(self.weights, "encoder"):
             pass  # another process may be at it: to know that, nothing need be loaded
-        config_class, train = TRAININGS[entry.train]
-        options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
-        train(parse(config_class, words(options, self.case.seed)))
+        forget_features()
+        TRAININGS[self.case.encoder.train][1](self.training)
 
     def carry_out(self) -> None:
         """Train and evaluate what is not done yet. Raises Held where another process is at it."""
-        self.prepare()
         with hold(self.report.with_suffix(""), "dir"):
-            if self.found() is None:
-                config_class, run = EVALUATIONS[self.case.evaluation.command]
-                run(parse(config_class, self.arguments()))
-                write_json(self.note, self.made_of())
+            if self.found() is not None:
+                return
+            self.prepare()
+            self.note.unlink(missing_ok=True)  # what it says will not be true of the next report
+            EVALUATIONS[self.case.evaluation.command][1](self.evaluation)
+            write_json(self.note, self.made_of())
 
 
-def share_out(jobs: Sequence[Job]) -> None:
-    """Carry out all jobs; those that another process is at come last, or are waited for."""
+def share_out(jobs: Sequence[Job]) -> list[str]:
+    """Carry out all jobs; what failed, and why. Those that another process is at come last, or are waited for."""
+    failures = []
     while jobs:
         left = []
         for job in jobs:
@@ -116,56 +142,74 @@ def share_out(jobs: Sequence[Job]) -> None:
                 job.carry_out()
             except Held:
                 left.append(job)
+            except (ValueError, FloatingPointError) as error:
+                failures.append(f"{job.case.slug}: {error}")
+                print(f"warning: {failures[-1]}", file=sys.stderr)
         if len(left) == len(jobs):
             time.sleep(PAUSE)
         jobs = left
+    return failures
 
 
 def collect(jobs: Sequence[Job]) -> Results:
-    """What the reports that are there say; of several depths the one that counts, and the dev split's curve."""
-    results, pflop = Results(), {}
+    """What the reports that are there say."""
+    results = Results()
     for job in jobs:
         report = job.found()
         if report is None:
             continue
-        case, protocol = job.case, report["protocol"]
-        about = {"encoder": case.encoder.name, "encoder_seed": case.seed, "evaluation": case.evaluation.name}
-        about |= {"dataset": case.dataset.name}
-        chosen = protocol.get("chosen_depth")
-        key = {"fewshot": "shots", "knn": "neighbours"}.get(case.evaluation.command)
-        results.rows += [
-            about
-            | {"group": case.dataset.group, "case": str(result.get("case", result.get(key, "")))}
-            | {"seed": result.get("seed", 0), "accuracy": result["accuracy"]}
-            | {name: result[name] for name in ("depth", "lr") if name in result}
-            for result in report["results"]
-            if result.get("depth", chosen) == chosen
-        ]
-        by_depth = protocol.get("dev_accuracy_by_depth", {})
+        about = {"encoder": job.case.encoder.name, "encoder_seed": job.case.seed}
+        about |= {"evaluation": job.case.evaluation.name, "dataset": job.case.dataset.name}
+        results.rows += [about | {"group": job.case.dataset.group} | row for row in rows_of(job.case, report)]
+        by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
         results.curves += [about | {"depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
-        if case.encoder.train and not case.encoder.random:
-            pflop.setdefault(case.encoder.name, last_scalars(job.weights(), "speed/pflop")["speed/pflop"])
-    results.compute |= pflop
     return results
 
 
+def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of a report; of several depths the one that counts."""
+    chosen = report["protocol"].get("chosen_depth")
+    key = {"fewshot": "shots", "knn": "neighbours"}.get(case.evaluation.command)
+    return [
+        {"case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
+        | {"accuracy": result["accuracy"]}
+        | {name: result[name] for name in ("depth", "lr") if name in result}
+        for result in report["results"]
+        if result.get("depth", chosen) == chosen
+    ]
+
+
+def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]:
+    """PFLOP that training these encoders executed, of those that are there."""
+    folders = {job.case.encoder.name: job.weights for job in jobs if job.case.encoder.name in encoders}
+    found = {name: folder for name, folder in folders.items() if (folder / "encoder").is_dir()}
+    return {name: last_scalars(folder, "compute/pflop")["compute/pflop"] for name, folder in found.items()}
+
+
 def compare(config: CompareConfig) -> dict[str, Any]:
-    """Train what is missing, evaluate everything, write the results."""
+    """Train what is missing, evaluate everything, write the results.
+
+    Raises:
+        ValueError: an entry that is none, before anything is done; an evaluation that failed, after all others.
+    """
     if PartialState().num_processes > 1:
-        raise ValueError(
-            "a comparison is one process; start the command several times, and the processes share the work"
-        )
+        raise ValueError("a comparison is one process; start the command several times, and they share the work")
     folder = Path(config.dir)
     questions, cases = plan(config)
     jobs = [Job(case, folder) for case in cases]
-    if not config.tabulate:
-        share_out(jobs)
-    return write_comparison(
-        folder,
-        questions,
-        collect(jobs),
-        {"encoders": config.encoders, "evaluations": config.evaluations, "datasets": config.datasets},
-    )
+    for job in jobs:
+        _ = job.evaluation, job.training  # parsed: a bad setting is named at once
+    failures = [] if config.tabulate else share_out(jobs)
+    results = collect(jobs)
+    for question in questions:
+        if question.x == "compute":
+            results.compute |= compute_of(jobs, question.encoders or unique(results.rows, "encoder"))
+    asked = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
+    with hold(folder, "dir", wait=True):  # another process may have come to its end too
+        found = write_findings(folder, questions, results, asked)
+    if failures:
+        raise ValueError(f"{len(failures)} of {len(jobs)} evaluations failed, such as {failures[0]}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -157,7 +157,7 @@ def plot_depths(curves: dict[str, dict[str, dict[int, dict[str, float]]]]) -> Fi
     figure = Figure(figsize=(WIDTH, 1.2 + 2.6 * -(-len(curves) // 3)), layout="constrained")
     panels = figure.subplots(-(-len(curves) // 3), min(3, len(curves)), squeeze=False).flat
     names = list(dict.fromkeys(name for encoders in curves.values() for name in encoders))
-    for panel, (evaluation, encoders) in zip(panels, curves.items(), strict=False):
+    for (evaluation, encoders), panel in zip(curves.items(), panels, strict=False):
         for name, of_depth in encoders.items():
             style = dict(color=PALETTE(0.9 * names.index(name) / max(1, len(names) - 1)), label=name)
             depths, means = list(of_depth), np.array([100 * each["mean"] for each in of_depth.values()])
@@ -182,13 +182,14 @@ def plot_lines(numbers: dict[str, dict[str, dict[str, float]]], places: dict[str
     columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
     figure = Figure(figsize=(WIDTH, 1.0 + 2.6 * -(-len(columns) // 3)), layout="constrained")
     panels = figure.subplots(-(-len(columns) // 3), min(3, len(columns)), squeeze=False).flat
-    for panel, column in zip(panels, columns, strict=False):
-        cells = sorted((places[name], of[column]) for name, of in numbers.items() if column in of)
+    for column, panel in zip(columns, panels, strict=False):  # the panels that are left stay in their iterator
+        cells = [(places[name], of[column]) for name, of in numbers.items() if column in of]
+        cells.sort(key=lambda cell: cell[0])
         means, spreads = ([100 * cell[key] for _, cell in cells] for key in ("mean", "std"))
         at = [place for place, _ in cells]
         panel.errorbar(at, means, yerr=spreads, marker="o", color=PALETTE(0.1), capsize=3)
         panel.set(title=column, xlabel=label, xscale="log")
-        panel.set_xticks(at, [f"{place:g}" for place in at])
+        panel.set_xticks(at, [f"{place:,.4g}" for place in at], fontsize=8)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
     for panel in list(panels):
@@ -206,7 +207,7 @@ def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
     """A panel for each column, a bar for each encoder with its standard deviation."""
     columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
     figure = Figure(figsize=(2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(numbers)), layout="constrained")
-    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(columns), sharex=True, sharey=True, squeeze=False)[0]
     colors = PALETTE(np.linspace(0, 0.9, len(numbers)))
     for panel, column in zip(panels, columns, strict=True):
         cells = [of.get(column, {"mean": np.nan, "std": 0}) for of in numbers.values()]

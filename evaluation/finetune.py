@@ -9,6 +9,7 @@ other.
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,13 @@ class FinetuneConfig:
         as_lists(self, "lrs")
         require(len(self.lrs) > 0 and min(self.lrs) > 0, "lrs", list(self.lrs), "a list of positive numbers")
         require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
-        require(self.dev_steps is None or self.dev_steps >= 1, "dev_steps", self.dev_steps, "at least 1, or null")
+        least = self.optim.warmup_steps + 1
+        require(
+            self.dev_steps is None or self.dev_steps >= least,
+            "dev_steps",
+            self.dev_steps,
+            f"at least {least} (optim.warmup_steps and one), or null",
+        )
 
 
 @dataclass(frozen=True)
@@ -95,14 +102,23 @@ class Finetuning(Classification):
 def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float:
     """Carry out one run below `run.dir`; its accuracy at the end. It is evaluated then alone."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    values |= {"lrs": (lr,), "test": True, "on_dev": on_dev, "encoder_sha256": weights_of(config)}
+    values |= {"lrs": (lr,), "dev_steps": None, "test": True, "on_dev": on_dev, "encoder_sha256": weights_of(config)}
     place = str(Path(config.run.dir) / name)
-    steps = (on_dev and config.dev_steps) or config.run.steps
+    steps = config.dev_steps if on_dev and config.dev_steps else config.run.steps
     values["run"] = dataclasses.replace(config.run, dir=place, steps=steps, eval_every=steps)
     values["optim"] = dataclasses.replace(config.optim, lr=lr)
     folder = train(OneRunConfig(**values), Finetuning)
     PartialState().wait_for_everyone()
     return last_evaluation(folder)["heldout/accuracy"]
+
+
+def accuracy_on_dev(config: FinetuneConfig, lr: float) -> float:
+    """How good a rate is; one at which training diverges is as bad as can be."""
+    try:
+        return one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True)
+    except FloatingPointError as error:
+        print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
+        return 0.0
 
 
 def weights_of(config: FinetuneConfig) -> str:
@@ -114,7 +130,7 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
     """Compare rates, fine-tune, test, report; the report."""
     on_dev = {}
     if len(config.lrs) > 1:
-        on_dev = {lr: one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True) for lr in config.lrs}
+        on_dev = {lr: accuracy_on_dev(config, lr) for lr in config.lrs}
     best = max(on_dev, key=on_dev.get) if on_dev else config.lrs[0]
     accuracy = one_run(config, f"lr_{best:g}", best, on_dev=False) if config.test else None
     result = {"seed": config.run.seed, "init": config.init, "lr": best, "accuracy": accuracy}

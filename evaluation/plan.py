@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from evaluation import fewshot, finetune, knn, linear, masked, supervised
-from evaluation.comparison import Question
+from evaluation.findings import Question
 from mpp import pretrain
 from mpp.config import Config, require
 from mpp.training import train
@@ -144,18 +144,34 @@ def plan(config: CompareConfig) -> Plan:
     for evaluation in evaluations.values():
         require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, " or ".join(EVALUATIONS))
     for entry in encoders.values():
-        require(entry.train in (None, *TRAININGS), "encoders: train", entry.train, " or ".join(TRAININGS))
+        check_encoder(entry, encoders.values())
     encoders = {name: as_trained(entry, encoders.values()) for name, entry in encoders.items()}
     cases: dict[str, Case] = {}
     rounds = max(len(entry.seeds) for entry in encoders.values())
     for number, question in itertools.product(range(rounds), questions):
         key = f"questions: {question.name}"
         asked = choose(encoders, question.encoders, key), choose(evaluations, question.evaluations, key)
-        for entry, evaluation, dataset in itertools.product(*asked, datasets):
+        for entry, dataset, evaluation in itertools.product(asked[0], datasets, asked[1]):
             if number < len(entry.seeds) and suits(entry, evaluation):
                 case = Case(entry, entry.seeds[number], evaluation, dataset)
-                cases.setdefault(case.slug, case)
+                same = cases.setdefault(case.slug, case)
+                require(same == case, "names", f"alike as files' names ({case.slug})", "more different")
     return Plan(questions, list(cases.values()))
+
+
+def check_encoder(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> None:
+    """Raise ValueError where an entry cannot be carried out."""
+    key = f"encoders: {entry.name}"
+    require(entry.train in (None, *TRAININGS), f"{key}: train", entry.train, " or ".join(TRAININGS))
+    seeds = entry.seeds
+    require(isinstance(seeds, list | tuple) and len(seeds) > 0, f"{key}: seeds", seeds, "a list that is not empty")
+    if entry.train:
+        several = len(seeds) > 1 and "{seed}" not in entry.encoder
+        require(not several, f"{key}: encoder", entry.encoder, "with {seed} in it, for several seeds")
+        made = (entry.train, entry.train_options)
+        for other in others:
+            alike = other.encoder != entry.encoder or not other.train or (other.train, other.train_options) == made
+            require(alike, f"{key}: train_options", entry.train_options, f"those of {other.name}, in the same folder")
 
 
 def as_trained(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> EncoderEntry:
@@ -174,7 +190,7 @@ def choose(known: dict[str, Any], names: Iterable[str] | None, key: str) -> list
 
 
 def suits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
-    """Whether there is something to evaluate: a floor has no weights, random weights have predicted nothing."""
+    """Whether there is something to evaluate: a floor has no weights, and only pre-training has predicted patches."""
     if entry.encoder.startswith("floor:"):
         return evaluation.command not in OF_LEARNED_WEIGHTS
-    return not (entry.random and evaluation.command == "masked")
+    return evaluation.command != "masked" or not (entry.random or entry.train == "supervised")

@@ -60,6 +60,11 @@ def extract_once(config: ProbeConfig, accelerator: Accelerator) -> dict[int, Fea
     return LATEST[key]
 
 
+def forget_features() -> None:
+    """Free what `extract_once` keeps."""
+    LATEST.clear()
+
+
 def judge(
     config: ProbeConfig, by_depth: dict[int, Features], evaluate: Callable[[Features], list[dict]], key: str
 ) -> dict[str, Any]:

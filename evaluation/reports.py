@@ -1,6 +1,7 @@
 """How results are written: JSON, a table a person can paste, TensorBoard."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def percent(summary: dict[str, float]) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")  # others may write the same
     aside.write_text(json.dumps(value, indent=1))
     aside.replace(path)
 

@@ -31,11 +31,12 @@ os.register_at_fork(after_in_child=let_go)
 
 
 @contextmanager
-def hold(folder: Path, key: str) -> Iterator[None]:
+def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
     """Hold a folder while open; the kernel lets go when the process dies.
 
     Args:
         key: the setting that names the folder.
+        wait: until another process that holds it lets go.
     Raises:
         Held: another process does.
     """
@@ -44,7 +45,7 @@ def hold(folder: Path, key: str) -> Iterator[None]:
     held.add(descriptor)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             os.truncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         except BlockingIOError:

@@ -109,7 +109,7 @@ def fit(
         bar.update()
         if log:
             scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read(accelerator.device) | {"speed/pflop": flops * images * done / 1e15}
+            scalars |= speed.read(accelerator.device) | {"compute/pflop": flops * images * done / 1e15}
             scalars |= {"unreadable": tracker.count_unreadable()}
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")

@@ -9,6 +9,7 @@ import difflib
 import sys
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +29,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
     Raises:
         ValueError: one line that names the wrong key or value and what is allowed.
     """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(exit_on_error=False, prog=prog, description=config_class.__doc__)
-    parser.add_argument("--config", action="config", help="YAML file of settings; several compose, later ones win.")
-    parser.add_class_arguments(config_class)
+    parser = parser_of(config_class, prog)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         values = parser.parse_args(arguments)
@@ -39,6 +37,16 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
         raise ValueError(explain(config_class, str(error))) from None
     values.pop("config")
     return config_class(**vars(parser.instantiate(values)))
+
+
+@lru_cache
+def parser_of(config_class: type, prog: str | None) -> ArgumentParser:
+    """The parser of a config; it takes longer to make than to use."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(exit_on_error=False, prog=prog, description=config_class.__doc__)
+    parser.add_argument("--config", action="config", help="YAML file of settings; several compose, later ones win.")
+    parser.add_class_arguments(config_class)
+    return parser
 
 
 def explain(config_class: type, message: str) -> str:

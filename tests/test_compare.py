@@ -10,6 +10,7 @@ from server import Command
 
 from evaluation import compare, masked, plan
 from evaluation.encoders import load_frozen
+from evaluation.figures import plot_depths, plot_lines
 from evaluation.finetune import FinetuneConfig
 from evaluation.supervised import SupervisedConfig
 from mpp.parsing import parse
@@ -42,11 +43,8 @@ def test_every_case_of_a_comparison_file_parses(path):
     asked = plan.plan(config)
     assert {case.encoder.name for case in asked.cases} == {entry["name"] for entry in config.encoders}
     for case in asked.cases:
-        kind, _ = plan.EVALUATIONS[case.evaluation.command]
-        parse(kind, compare.Job(case, ROOT).arguments())
-        if case.encoder.train:
-            kind, _ = plan.TRAININGS[case.encoder.train]
-            parse(kind, compare.words(case.encoder.train_options, case.seed))
+        job = compare.Job(case, ROOT)
+        assert job.evaluation.encoder and (job.training is None) == (case.encoder.train is None)
 
 
 def test_vtab_has_its_19_tasks_in_three_groups():
@@ -119,11 +117,52 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
     for commands in (plan.EVALUATIONS, plan.TRAININGS):
-        for name, (kind, run) in list(commands.items()):
-            finished = {"pretrain": run}.get(name)  # a finished run says so by itself
-            monkeypatch.setitem(commands, name, (kind, finished or (lambda config: pytest.fail("done twice"))))
+        for name, (kind, _) in list(commands.items()):
+            monkeypatch.setitem(commands, name, (kind, lambda config: pytest.fail("done twice")))
     compare.main(["--config", str(small)])
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
+
+
+@pytest.fixture
+def floors(small, tmp_path):
+    """Few-shot accuracy of a floor: compares within a second. floors(shots=[1]) -> the report of its only case."""
+    config = yaml.safe_load(small.read_text())
+    config |= {"encoders": config["encoders"][-1:], "datasets": config["datasets"][:1]}
+    config["evaluations"] = config["evaluations"][:1]
+
+    def run(encoders=(), **options):
+        config["evaluations"][0]["options"] |= options
+        small.write_text(yaml.safe_dump(config | {"encoders": [*config["encoders"], *encoders]}))
+        compare.main(["--config", str(small)])
+        (path,) = (p for p in (tmp_path / "out" / "reports").glob("floor*.json") if ".done" not in p.name)
+        return json.loads(path.read_text())
+
+    return run
+
+
+def test_a_report_of_other_settings_never_passes_for_these(floors, monkeypatch):
+    floors(shots=[1])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(compare, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        floors(shots=[5])  # killed between its report and the note of what that is
+    assert [row["shots"] for row in floors(shots=[1])["results"]] == [1, 1, 1]
+
+
+def test_a_failed_evaluation_leaves_the_others(floors, tmp_path):
+    broken = [{"name": "broken", "encoder": str(tmp_path / "nowhere")}]
+    with pytest.raises(ValueError, match="1 of 2 evaluations failed, such as broken-0-few-shot-one: encoder is"):
+        floors(broken)
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(report["summary"]["comparison"]) == ["floor"]
+
+
+def test_plots_show_a_panel_for_each_column_and_no_more():
+    cell = {"mean": 0.5, "std": 0.1}
+    numbers = {name: {str(column): cell for column in range(4)} for name in "abc"}
+    figure = plot_lines(numbers, {"a": 1, "b": 1, "c": 2}, "steps")
+    assert sum(axes.get_visible() for axes in figure.axes) == 4
+    depths = {"one": {"a": {1: cell, 2: cell}, "floor": {1: cell}}, "two": {"a": {1: cell, 2: cell}}}
+    assert sum(axes.get_visible() for axes in plot_depths(depths).axes) == 2
 
 
 def test_processes_share_a_comparison(small, tmp_path):
@@ -213,6 +252,10 @@ def test_floors_are_colour_statistics():
         load_frozen("floor:size")
 
 
+TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}
+OTHER = {"name": "c", "encoder": "b", "train": "pretrain", "train_options": {"run.steps": 1}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -220,15 +263,19 @@ def test_floors_are_colour_statistics():
         ({"encoders": [{"name": "a"}]}, "encoders: {'name': 'a'} is not {name, encoder"),
         ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
         ({"evaluations": [{"name": "a", "command": "magic"}]}, "command is magic; it must be fewshot or knn"),
-        ({"questions": [{"name": "a", "encoders": ["b"]}]}, "questions: a is b; it must be one of floor"),
+        ({"questions": [{"name": "a", "encoders": ["b"]}]}, "questions: a is b; it must be one of random, floor"),
         ({"questions": [{"name": "a", "plot": "lines"}]}, "questions: encoders is None; it must be {name: number}"),
+        ({"encoders": [{"name": "a", "encoder": "b", "seeds": 3}]}, "encoders: a: seeds is 3; it must be a list"),
+        ({"encoders": [TRAINED]}, "encoders: a: encoder is b; it must be with {seed} in it, for several seeds"),
+        ({"encoders": [TRAINED | {"seeds": [0]}, OTHER]}, "encoders: a: train_options is .* those of c, in the same"),
+        ({"questions": [{"name": "a", "evaluations": []}]}, r"questions: evaluations is \[\]; it must be null"),
         ({"questions": [{"name": "a", "plot": "pie"}]}, "questions: plot is pie; it must be bars, lines or depth"),
         ({"evaluations": [{"name": "a", "command": "fewshot", "options": {"shotz": 1}}]}, "unknown setting shotz"),
     ],
 )
 def test_bad_comparisons_are_named(small, tmp_path, change, message):
     config = yaml.safe_load(small.read_text()) | change
-    config["encoders"] = config["encoders"][-1:]
+    config["encoders"] = config["encoders"][-2:]
     small.write_text(yaml.safe_dump(config))
     with pytest.raises(ValueError, match=message) as error:
         compare.main(["--config", str(small)])

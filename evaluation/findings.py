@@ -40,6 +40,9 @@ class Question:
 
     def __post_init__(self):
         require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")
+        for name in ("encoders", "evaluations"):
+            value = getattr(self, name)
+            require(value is None or len(value) > 0, f"questions: {name}", value, "null (all), or not empty")
         numbered = isinstance(self.encoders, Mapping) or self.x == "compute"
         require(numbered or self.plot != "lines", "questions: encoders", self.encoders, "{name: number} to plot lines")
 
@@ -108,8 +111,15 @@ def numbers_of(rows: list[Row]) -> Numbers:
 def table_of(numbers: Numbers) -> str:
     """The numbers as a Markdown table."""
     columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
-    body = [[name, *(percent(of[c]) if c in of else "-" for c in columns)] for name, of in numbers.items()]
+    body = [[name, *(cell(of.get(column)) for column in columns)] for name, of in numbers.items()]
     return table(["accuracy (%)", *columns], body)
+
+
+def cell(numbers: dict[str, float] | None) -> str:
+    """A number as the table has it; a single measurement has no spread."""
+    if numbers is None:
+        return "-"
+    return percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
 
 
 def curves_of(rows: list[Row]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
@@ -142,7 +152,7 @@ def draw(question: Question, results: Results, numbers: Numbers) -> Figure | Non
     return plot_bars(numbers) if numbers else None
 
 
-def write_comparison(folder: Path, questions: Sequence[Question], results: Results, settings: Row) -> Row:
+def write_findings(folder: Path, questions: Sequence[Question], results: Results, settings: Row) -> Row:
     """Write results.json, table.md and the plots, and print the tables; the summary: question -> numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     summary, texts, drawn = {}, [], []
