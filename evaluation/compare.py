@@ -162,6 +162,7 @@ def collect(jobs: Sequence[Job]) -> Results:
         about |= {"evaluation": job.case.evaluation.name, "dataset": job.case.dataset.name}
         results.rows += [about | {"group": job.case.dataset.group} | row for row in rows_of(job.case, report)]
         by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
+        about["seed"] = 0
         results.curves += [about | {"depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
     return results
 

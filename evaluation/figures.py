@@ -148,59 +148,61 @@ def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) ->
     return figure
 
 
-def plot_depths(curves: dict[str, dict[str, dict[int, dict[str, float]]]]) -> Figure:
-    """A panel for each evaluation, with each encoder's accuracy on the dev split by depth; one depth is a line across.
+Curves = dict[str, dict[str, dict[float, dict[str, float]]]]
+"""Panel -> line -> x -> mean and standard deviation of an accuracy."""
 
-    Args:
-        curves: evaluation -> encoder -> depth -> mean and standard deviation.
-    """
-    figure = Figure(figsize=(WIDTH, 1.2 + 2.6 * -(-len(curves) // 3)), layout="constrained")
-    panels = figure.subplots(-(-len(curves) // 3), min(3, len(curves)), squeeze=False).flat
+
+def plot_depths(curves: Curves) -> Figure:
+    """Evaluation -> encoder -> depth -> accuracy on the dev split; an encoder with one depth is a line across."""
+    figure, panels = side_by_side(curves, "depth (blocks)")
     names = list(dict.fromkeys(name for encoders in curves.values() for name in encoders))
-    for (evaluation, encoders), panel in zip(curves.items(), panels, strict=False):
+    for panel, encoders in zip(panels, curves.values(), strict=True):
         for name, of_depth in encoders.items():
-            style = dict(color=PALETTE(0.9 * names.index(name) / max(1, len(names) - 1)), label=name)
-            depths, means = list(of_depth), np.array([100 * each["mean"] for each in of_depth.values()])
-            if len(depths) == 1:
-                panel.axhline(means[0], linestyle="--", **style)
-                continue
-            spreads = np.array([100 * each["std"] for each in of_depth.values()])
-            panel.plot(depths, means, marker=MARKERS[names.index(name) % len(MARKERS)], ms=5, **style)
-            panel.fill_between(depths, means - spreads, means + spreads, color=style["color"], alpha=0.2, linewidth=0)
-            panel.set_xticks(depths)
-        panel.set(title=evaluation, xlabel="depth (blocks)")
-        panel.grid(alpha=0.3)
-    for panel in list(panels):
-        panel.set_visible(False)
-    figure.axes[0].set_ylabel("accuracy on the dev split (%)")
-    legend_below(figure, figure.axes[0])
+            color = PALETTE(0.9 * names.index(name) / max(1, len(names) - 1))
+            if len(of_depth) == 1:
+                panel.axhline(100 * next(iter(of_depth.values()))["mean"], linestyle="--", color=color, label=name)
+            else:
+                draw_line(panel, of_depth, name, color, MARKERS[names.index(name) % len(MARKERS)])
+                panel.set_xticks(list(of_depth))
+    panels[0].set_ylabel("accuracy on the dev split (%)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
-def plot_lines(numbers: dict[str, dict[str, dict[str, float]]], places: dict[str, float], label: str) -> Figure:
-    """A panel for each column: accuracy against where each encoder is on the (logarithmic) x-axis."""
-    columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
-    figure = Figure(figsize=(WIDTH, 1.0 + 2.6 * -(-len(columns) // 3)), layout="constrained")
-    panels = figure.subplots(-(-len(columns) // 3), min(3, len(columns)), squeeze=False).flat
-    for column, panel in zip(columns, panels, strict=False):  # the panels that are left stay in their iterator
-        cells = [(places[name], of[column]) for name, of in numbers.items() if column in of]
-        cells.sort(key=lambda cell: cell[0])
-        means, spreads = ([100 * cell[key] for _, cell in cells] for key in ("mean", "std"))
-        at = [place for place, _ in cells]
-        panel.errorbar(at, means, yerr=spreads, marker="o", color=PALETTE(0.1), capsize=3)
-        panel.set(title=column, xlabel=label, xscale="log")
-        panel.set_xticks(at, [f"{place:,.4g}" for place in at], fontsize=8)
+def plot_lines(curves: Curves, label: str) -> Figure:
+    """Evaluation -> case -> x -> accuracy; the x-axis is logarithmic."""
+    figure, panels = side_by_side(curves, label)
+    for panel, cases in zip(panels, curves.values(), strict=True):
+        for number, (name, of_place) in enumerate(cases.items()):
+            draw_line(panel, of_place, name, PALETTE(0.8 * number / max(1, len(cases) - 1)), MARKERS[number])
+        panel.set_xscale("log")
+        panel.set_xticks(list(of_place), [f"{place:,.4g}" for place in of_place], fontsize=7)
         panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    for panel in list(panels):
-        panel.set_visible(False)
-    figure.axes[0].set_ylabel("accuracy (%)")
+        if any(cases):
+            panel.legend(fontsize=7)
+    panels[0].set_ylabel("accuracy (%)")
     return figure
 
 
-def legend_below(figure: Figure, axes) -> None:
-    """The legend of one panel, for all, under them."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+def side_by_side(curves: Curves, label: str) -> tuple[Figure, list]:
+    """A figure with a panel for each key, four in a row."""
+    rows = -(-len(curves) // 4)
+    figure = Figure(figsize=(WIDTH * 1.2, 0.8 + 2.6 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, min(4, len(curves)), squeeze=False).flat)
+    for panel in panels[len(curves) :]:
+        panel.set_visible(False)
+    for panel, name in zip(panels, curves, strict=False):
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel(label, fontsize=9)
+        panel.grid(alpha=0.3)
+    return figure, panels[: len(curves)]
+
+
+def draw_line(panel, numbers: dict[float, dict[str, float]], name: str, color, marker: str) -> None:
+    """x -> mean and standard deviation, as a line and a band."""
+    means, spreads = (np.array([100 * each[key] for each in numbers.values()]) for key in ("mean", "std"))
+    panel.plot(list(numbers), means, marker=marker, ms=5, color=color, label=name)
+    panel.fill_between(list(numbers), means - spreads, means + spreads, color=color, alpha=0.2, linewidth=0)
 
 
 def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
@@ -212,7 +214,9 @@ def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
     for panel, column in zip(panels, columns, strict=True):
         cells = [of.get(column, {"mean": np.nan, "std": 0}) for of in numbers.values()]
         means, spreads = ([100 * cell[key] for cell in cells] for key in ("mean", "std"))
-        panel.barh(list(numbers), means, xerr=spreads, color=colors)
+        bars = panel.barh(list(numbers), means, xerr=spreads, color=colors)
+        panel.bar_label(bars, fmt="%.1f", padding=4, fontsize=8)
         panel.set(title=column, xlabel="accuracy (%)")
+        panel.margins(x=0.28)
     panels[0].invert_yaxis()
     return figure

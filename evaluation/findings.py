@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from evaluation.figures import DPI, plot_bars, plot_depths, plot_lines
+from evaluation.figures import DPI, Curves, plot_bars, plot_depths, plot_lines
 from evaluation.reports import percent, table, write_json
 from mpp.config import require
 
@@ -54,7 +54,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     """Accuracies: encoder, encoder_seed, evaluation, dataset, group, case, seed, accuracy."""
     curves: list[Row] = field(default_factory=list)
-    """Accuracies on the dev split by depth: encoder, encoder_seed, evaluation, dataset, depth, accuracy."""
+    """Accuracies on the dev split by depth: encoder, encoder_seed, evaluation, dataset, depth, seed, accuracy."""
     compute: dict[str, float] = field(default_factory=dict)
     """PFLOP that training an encoder executed."""
 
@@ -122,33 +122,29 @@ def cell(numbers: dict[str, float] | None) -> str:
     return percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
 
 
-def curves_of(rows: list[Row]) -> dict[str, dict[str, dict[int, dict[str, float]]]]:
-    """Evaluation (of a dataset) -> encoder -> depth -> mean and standard deviation over encoders' seeds."""
+def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
+    """Evaluation (of a dataset) -> value of `line` -> x, ascending -> mean and standard deviation."""
     several = len(unique(rows, "dataset")) > 1
-    curves: dict = {}
+    found: dict[str, dict[str, dict[float, list[Row]]]] = {}
     for row in rows:
         name = f"{row['dataset']} {row['evaluation']}" if several else row["evaluation"]
-        of_depth = curves.setdefault(name, {}).setdefault(row["encoder"], {})
-        of_depth.setdefault(row["depth"], []).append(row["accuracy"])
+        found.setdefault(name, {}).setdefault(row[line], {}).setdefault(x(row), []).append(row)
     return {
-        evaluation: {
-            encoder: {depth: {"mean": np.mean(each), "std": np.std(each)} for depth, each in sorted(of.items())}
-            for encoder, of in encoders.items()
-        }
-        for evaluation, encoders in curves.items()
+        name: {value: {place: spread(each) for place, each in sorted(of.items())} for value, of in lines.items()}
+        for name, lines in found.items()
     }
 
 
 def draw(question: Question, results: Results, numbers: Numbers) -> Figure | None:
     """The question's plot; None: there is nothing to draw yet."""
     if question.plot == "depth":
-        curves = curves_of(results.curves)
+        curves = curves_of(results.curves, "encoder", lambda row: row["depth"])
         return plot_depths(curves) if curves else None
     if question.plot == "lines":
         places = results.compute if question.x == "compute" else dict(question.encoders or {})
-        label = "training compute (PFLOP executed)" if question.x == "compute" else question.x
-        numbers = {name: of for name, of in numbers.items() if name in places}
-        return plot_lines(numbers, places, label) if numbers else None
+        label = "training compute (PFLOP)" if question.x == "compute" else question.x
+        rows = [row for row in results.rows if row["encoder"] in places]
+        return plot_lines(curves_of(rows, "case", lambda row: places[row["encoder"]]), label) if rows else None
     return plot_bars(numbers) if numbers else None
 
 
