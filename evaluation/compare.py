@@ -182,8 +182,10 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]:
     """PFLOP that training these encoders executed, of those that are there."""
-    folders = {job.case.encoder.name: job.weights for job in jobs if job.case.encoder.name in encoders}
-    found = {name: folder for name, folder in folders.items() if (folder / "encoder").is_dir()}
+    found: dict[str, Path] = {}
+    for job in jobs:
+        if job.case.encoder.name in encoders and (job.weights / "encoder").is_dir():
+            found.setdefault(job.case.encoder.name, job.weights)  # another seed's is the same
     return {name: last_scalars(folder, "compute/pflop")["compute/pflop"] for name, folder in found.items()}
 
 

@@ -40,6 +40,7 @@ class Question:
 
     def __post_init__(self):
         require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")
+        require(isinstance(self.title, str), "questions: title", self.title, "text (without a colon and a blank)")
         for name in ("encoders", "evaluations"):
             value = getattr(self, name)
             require(value is None or len(value) > 0, f"questions: {name}", value, "null (all), or not empty")
