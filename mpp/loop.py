@@ -85,16 +85,11 @@ def fit(
         task.model.compile()
     model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
     bare = accelerator.unwrap_model(model)
-    start, places = restore(folder, bare, optimizer.optimizer)
-    if len(set(gather_object([start]))) > 1:
-        raise ValueError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
-    if start:
-        accelerator.print(f"resuming {folder} after step {start}")
+    start, places = resume(accelerator, folder, bare, optimizer.optimizer)
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, share, run)
     images = share.batch * share.accumulation * share.processes
     speed, bar = Speed(flops), progress(accelerator, run.steps, start)
-    places = own_places(places, accelerator)
     batches = iter(task.batches(start, places))
     for step in range(start, run.steps):
         done = step + 1
@@ -114,11 +109,9 @@ def fit(
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
         if due(done, run.eval_every, run.steps):
-            paused = time.perf_counter()
             model.eval()
-            with averaged_weights(optimizer.optimizer, average=optim.average is not None):
+            with speed.paused(), averaged_weights(optimizer.optimizer, average=optim.average is not None):
                 tracker.log(done, task.evaluate(bare, done, tracker))
-            speed.begin += time.perf_counter() - paused
         if stop or due(done, run.checkpoint_every, run.steps):
             update.check_finite()
             checkpoint(accelerator, folder, done, bare, optimizer.optimizer, places, run.keep_checkpoints)
@@ -131,6 +124,16 @@ def fit(
     with averaged_weights(optimizer.optimizer, average=optim.average is not None):
         if accelerator.is_main_process:
             task.export(bare, folder)
+
+
+def resume(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer) -> tuple[int, Places]:
+    """Load the newest complete checkpoint, if there is one: the updates that are done, and this process's places."""
+    start, places = restore(folder, model, optimizer)
+    if len(set(gather_object([start]))) > 1:
+        raise ValueError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
+    if start:
+        accelerator.print(f"resuming {folder} after step {start}")
+    return start, own_places(places, accelerator)
 
 
 def places_after(batches: list[Batch]) -> Places:

@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,13 @@ class Speed:
     def __init__(self, flops: int):
         self.flops = flops
         self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile does not count."""
+        begin = time.perf_counter()
+        yield
+        self.begin += time.perf_counter() - begin
 
     def read(self, device: torch.device) -> dict[str, float]:
         """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
