@@ -85,6 +85,6 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     images = (images + torch.where(corruption.shifts > 0, others, 0)) % batch  # (B, K)
     flat = images * embeddings.shape[1] + corruption.sources
     replaced = torch.nn.functional.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
-    masked = (corruption.kinds == Kind.MASK)[..., None]
+    masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
     replaced = torch.where(masked, mask_token.to(embeddings.dtype), replaced)
     return embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)

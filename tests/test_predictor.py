@@ -116,6 +116,16 @@ def test_input_is_normalised_and_corruption_acts_on_embeddings_before_positions(
     assert set(corruption.kinds[0].tolist()) == set(Kind)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "activation checkpointing"])
+def test_the_whole_is_one_graph_to_the_compiler(again):
+    """The compiler leaves what it cannot follow to Python without a word; here it says so."""
+    numbers = dict(width=16, depth=2, heads=2, img_size=32, patch_size=8, activation_checkpointing=again)
+    model = MaskedPatchPredictor(build_encoder(ModelConfig(**numbers)), 5, (0.5,) * 3, (0.5,) * 3)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for sort in (model.train(), model.eval()):
+        torch.testing.assert_close(compiled(*images_and_corruption()), sort(*images_and_corruption()))
+
+
 def test_every_parameter_learns():
     model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, (0.5,) * 3, (0.5,) * 3)
     model(*images_and_corruption()).square().sum().backward()
