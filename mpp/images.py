@@ -20,6 +20,8 @@ except ImportError:  # torchvision 0.29 announces their removal: PIL then decode
     decode_jpeg = None
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
+LONGEST = 16  # times the shorter side: what of an image is resized for its centre crop
+Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 
 
@@ -126,5 +128,8 @@ def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[floa
 
 def centre_crop(image: Tensor, size: int, share: float) -> Tensor:
     """The held-out view: the shorter side resized to size / share, then the centre; (3, H, W) to (3, size, size)."""
+    shorter, longer = sorted(image.shape[-2:])
+    if longer > LONGEST * shorter:  # a line of pixels would become gigabytes, of which the crop shows the middle
+        image = functional.center_crop(image, [min(side, LONGEST * shorter) for side in image.shape[-2:]])
     image = functional.resize(image, [max(size, round(size / share))], antialias=True)
     return functional.center_crop(image, [size, size])

@@ -9,6 +9,7 @@ import torch
 from conftest import encoded, picture
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2 import functional
 
 from mpp.config import DataConfig
 from mpp.images import UnreadableImage, centre_crop, crop_box, decode, random_crop
@@ -126,6 +127,8 @@ def test_a_bomb_is_refused_from_its_header():
         decode(bytes(bomb), LIMIT)
     with pytest.raises(UnreadableImage, match=r"more than data\.max_pixels"):
         decode(JPEG, 100)
+    with pytest.raises(UnreadableImage, match=r"^(?!.*Bomb)"):  # who allows more is not stopped by PIL's own limit
+        decode(bytes(bomb), 10**10)
 
 
 def test_crop_areas_and_ratios_are_torchvisions():
@@ -160,3 +163,16 @@ def test_centre_crop_is_the_centre():
     assert torch.equal(centre_crop(ramp, 40, 1.0), ramp[:, :, 20:60])
     assert centre_crop(ramp, 28, 0.875).shape == (3, 28, 28)
     assert centre_crop(torch.zeros(3, 1, 1, dtype=torch.uint8), 8, 0.875).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("upright", [False, True])
+def test_a_line_of_pixels_is_not_resized_to_gigabytes(monkeypatch, upright):
+    line = torch.arange(64_000).remainder(251).to(torch.uint8).expand(3, 1, -1)
+    turned = line.transpose(1, 2) if upright else line
+    sizes, resize = [], functional.resize
+    monkeypatch.setattr(functional, "resize", lambda *a, **k: sizes.append(resize(*a, **k).numel()) or resize(*a, **k))
+    seen = centre_crop(turned, 32, 1.0)
+    seen = seen.transpose(1, 2) if upright else seen
+    assert sizes == [3 * 32 * 32 * 16]
+    middle = line[:, :, 31_999:32_001]  # what 32 of 2,048,000 columns show
+    assert middle.min() <= seen.min() and seen.max() <= middle.max()
