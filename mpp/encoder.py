@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mpp.checkpoint import digest
 from mpp.config import ModelConfig, check_grid
+from mpp.hardware import uses_gpu
 
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 
@@ -57,7 +58,7 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     if encoder.attn_pool is not None:
         raise ValueError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
     check_grid(encoder.patch_embed.img_size[0], encoder.patch_embed.patch_size[0])
-    fused = config.attention == "fused" or (config.attention == "auto" and torch.cuda.is_available())
+    fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
     encoder.set_grad_checkpointing(config.activation_checkpointing)
     if config.init_from:

@@ -11,11 +11,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import TensorBoardTracker, get_available_trackers
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from mpp.config import RunConfig
+from mpp.hardware import bf16_is_native, cores, uses_gpu
 from mpp.preemption import Preempted
 from mpp.workers import explain
+
+DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+OUT_OF_MEMORY = (
+    "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same), or "
+    "set model.activation_checkpointing"
+)
 
 
 def command(main: Callable[[], None]) -> None:
@@ -44,6 +51,8 @@ def command(main: Callable[[], None]) -> None:
 
 def in_one_line(error: Exception) -> str | None:
     """What a user is told of an error; None: it is a bug and keeps its traceback."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
     if isinstance(error, RuntimeError):
         return explain(error)
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -61,21 +70,25 @@ def start(run: RunConfig) -> Accelerator:
     """Set threads and precision and join the other processes.
 
     Raises:
-        ValueError: the launcher promised several processes and started one, or wants a precision that there is not; a
-            tracker is not installed.
+        ValueError: the launcher promised several processes and started one, or wants a precision or a parallelism
+            that there is not; a tracker is not installed.
     """
     check_promise()
     check_trackers(run)
     precision, reason = choose_precision(run)
     AcceleratorState._reset_state()  # one process may do several runs, one after the other, each in its own precision
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
+        cpu=not uses_gpu(),
         mixed_precision="bf16" if precision == "bf16" else "no",
         log_with=[*tensorboard(run), *(name for name in run.trackers if name != "tensorboard")] or None,
         project_dir=run.dir,
+        dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
         # long enough for one process to download and prepare a data set while the others wait
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
     )
+    if accelerator.distributed_type not in DATA_PARALLEL:
+        asked = accelerator.distributed_type.value
+        raise ValueError(f"the launcher's configuration asks for {asked}; here all is data parallel: use MULTI_GPU")
     threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     accelerator.print(
@@ -127,16 +140,7 @@ def choose_precision(run: RunConfig) -> tuple[str, str]:
     return ("bf16", "computed by this hardware") if bf16_is_native() else ("fp32", "no bf16 in this hardware")
 
 
-def bf16_is_native() -> bool:
-    """Whether bf16 is computed by the hardware, not emulated."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not in every torch
-    return any(getattr(torch.cpu, ask, bool)() for ask in asks)
-
-
 def choose_threads(run: RunConfig, local_processes: int) -> int:
     """Threads of this process. `accelerate launch` sets OMP_NUM_THREADS=1 by itself: 1 is nobody's choice."""
     chosen = int(os.environ.get("OMP_NUM_THREADS") or 1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return run.threads or (chosen if chosen > 1 else max(1, cores // local_processes))
+    return run.threads or (chosen if chosen > 1 else max(1, cores() // local_processes))

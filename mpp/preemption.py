@@ -93,7 +93,7 @@ class Preemption:
         asking = self.accelerator.reduce(asking, "sum")
         if not self.lag:
             return bool(asking)
-        answer = torch.empty((), pin_memory=torch.cuda.is_available()).copy_(asking, non_blocking=True)
+        answer = torch.empty((), pin_memory=asking.is_cuda).copy_(asking, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self.answers.append((answer, event))

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import io
 import json
-import os
 import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -28,6 +27,7 @@ from torchvision.transforms.v2 import functional
 from mpp import lock
 from mpp.checkpoint import sync
 from mpp.config import ImagesConfig, plumbing, require
+from mpp.hardware import cores
 from mpp.images import UnreadableImage, decode
 from mpp.launch import command
 from mpp.lock import hold
@@ -214,7 +214,7 @@ def carry_out(config: PrepareConfig, shards: list[Shard]) -> None:
     total = sum(len(shard.rows) for shard in shards)
     print(f"{describe(config.data)}: {total} images to {len(shards)} shards, {len(done)} of them there already")
     notes = [json.loads(notes_of(shard.file).read_text()) for shard in done]
-    workers = min(config.workers or len(os.sched_getaffinity(0)), max(1, len(missing)))
+    workers = min(config.workers or cores(), max(1, len(missing)))
     with progress_bar(total=total, initial=sum(len(s.rows) for s in done), unit="image", desc="preparing") as bar:
         for shard, written in write_all(missing, workers):
             notes.append(written)

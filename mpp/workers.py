@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from mpp.hardware import uses_gpu
+
 DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
 NOTHING = -1
 mine: np.ndarray | None = None  # in a loader process: [its pid, the index of the image that it reads]
@@ -67,7 +69,7 @@ class WatchedLoader:
         self.name = name
         self.watch = torch.zeros(max(1, options["num_workers"]), 2, dtype=torch.int64).share_memory_()
         own = torch.Generator().manual_seed(0)  # the loader would draw from the global one
-        shared = dict(pin_memory=torch.cuda.is_available(), generator=own, worker_init_fn=partial(begin, self.watch))
+        shared = dict(pin_memory=uses_gpu(), generator=own, worker_init_fn=partial(begin, self.watch))
         self.loader = DataLoader(dataset, **shared, **options)
         alive.add(self)
         if cleared_by != os.getpid():

@@ -3,10 +3,13 @@
 import os
 
 import pytest
-from conftest import run_command
+import torch
+from conftest import Killed, kill_at, read_metrics, run_command
 
+from mpp import launch
 from mpp.config import RunConfig
-from mpp.launch import bf16_is_native, check_promise, check_trackers, choose_precision, choose_threads
+from mpp.hardware import bf16_is_native, uses_gpu
+from mpp.launch import check_promise, check_trackers, choose_precision, choose_threads, in_one_line
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -75,6 +78,33 @@ def test_several_processes_that_meet_are_fine(monkeypatch, joined):
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"} | joined).items():
         monkeypatch.setenv(name, value)
     check_promise()
+
+
+def test_the_launchers_compiler_does_not_rename_the_weights(pretrain, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            pretrain()
+    assert 4 in read_metrics(pretrain())  # found its weights in the checkpoint
+
+
+def test_other_parallelism_is_refused(monkeypatch):
+    monkeypatch.setattr(launch, "DATA_PARALLEL", ())
+    with pytest.raises(ValueError, match="asks for NO; here all is data parallel"):
+        launch.start(RunConfig(trackers=()))
+
+
+def test_a_gpu_out_of_memory_is_told_what_to_do():
+    assert "lower data.batch_size" in in_one_line(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert in_one_line(RuntimeError("size mismatch")) is None  # a bug keeps its traceback
+
+
+def test_a_launcher_that_was_told_cpu_leaves_the_gpu_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert uses_gpu()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert not uses_gpu()
 
 
 def test_a_tracker_that_is_not_there_is_named():
