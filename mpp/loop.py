@@ -114,7 +114,8 @@ def fit(
                 tracker.log(done, task.evaluate(bare, done, tracker))
         if stop or due(done, run.checkpoint_every, run.steps):
             update.check_finite()
-            checkpoint(accelerator, folder, done, bare, optimizer.optimizer, places, run.keep_checkpoints)
+            with speed.paused():
+                checkpoint(accelerator, folder, done, bare, optimizer.optimizer, places, run.keep_checkpoints)
         if stop:
             bar.close()
             tracker.close()

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from mpp.hardware import uses_gpu
 from mpp.parsing import flatten, to_yaml
 
 SHOWN = ("accuracy", "nearest", "most_frequent")
@@ -128,7 +129,9 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done meanwhile does not count."""
+        """What is done meanwhile does not count; what a GPU has yet to do of the updates before does."""
+        if uses_gpu():
+            torch.cuda.synchronize()
         begin = time.perf_counter()
         yield
         self.begin += time.perf_counter() - begin

@@ -92,6 +92,7 @@ def train(config: Any, build: Callable[[Any, Accelerator, Share], ImageTask]) ->
         carry_out(config, folder, build, accelerator, preemption)
         accelerator.free_memory()
         gc.collect()  # a prepared model refers to itself; a process may have other runs to do
+        torch.compiler.reset()  # and what is compiled for this model would count against the next
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if preemption.asked_of_any():
             preemption.leave("when this run was finished")  # there may be others to come
