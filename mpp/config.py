@@ -212,7 +212,7 @@ class CorruptionConfig:
     keep: float = 0.1
     """Share that stays as it is."""
     source: Literal["image", "batch"] = "image"
-    """Where the other patch is: in the same image, or in another of the forward pass, which then must be the same."""
+    """Where the other patch is: in the same image, or in another of the forward pass, whose size then matters."""
 
     def __post_init__(self):
         require(0 < self.rate < 1, "corruption.rate", self.rate, "above 0 and below 1")
