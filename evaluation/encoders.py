@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mpp.config import check_grid, require
 from mpp.encoder import Normalize, encoder_folder, set_attention
+from mpp.hardware import uses_gpu
 from mpp.metrics import patchify
 from mpp.objectives import quantize
 
@@ -135,7 +136,7 @@ def load_frozen(
         encoder: a folder, or a timm name, which is randomly initialised unless `checkpoint` is given; or
             `floor:pixels` or `floor:colors`.
         checkpoint: local .safetensors file with the weights of a timm name.
-        random: the folder's architecture with random weights.
+        random: the architecture with random weights, whatever weights there are.
         img_size: another input size (ViTs resample their position embeddings).
         seed: of random weights.
     Raises:
@@ -154,10 +155,10 @@ def load_frozen(
         if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
             raise ValueError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
         name, options = encoder, {"pretrained": False}
-        if checkpoint:
+        if checkpoint and not random:
             options = {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
     model = create(name, img_size, **options)
-    if not torch.cuda.is_available():
+    if not uses_gpu():
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:
         check_grid(img_size, model.patch_embed.patch_size[0], "img_size")

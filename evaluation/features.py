@@ -7,6 +7,7 @@ The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from evaluation.encoders import FrozenEncoder, Representation, load_frozen
 from evaluation.labelled import load_labelled
 from evaluation.reports import report_path
-from mpp.config import RunConfig, SourceConfig, require
+from mpp.config import RunConfig, SourceConfig, plumbing, require
 from mpp.data import Views, held_out_loader
 from mpp.launch import command, start
 from mpp.parsing import parse
@@ -31,6 +32,7 @@ from mpp.sources import Photographs
 from mpp.tracking import progress_bar
 
 DEV_SEED = 0
+ROWS = 4096  # of each process, exchanged at a time: what bounds the memory of those that only send
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class EncoderConfig:
     checkpoint: str | None = None
     """Local .safetensors file with the weights of a timm model name."""
     random: bool = False
-    """Take a folder's architecture with random weights: the floor that pre-training has to beat."""
+    """Take the architecture with random weights: the floor that pre-training has to beat."""
     seed: int = 0
     """Seed of random weights."""
     img_size: int | None = None
@@ -64,6 +66,13 @@ class EncoderConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
+
+    def variant(self) -> str:
+        """What is not as usual, for the names of files: one report does not take another's place."""
+        parts = [f"random_{self.seed}"] if self.random else []
+        parts += [f"{self.img_size}px"] if self.img_size else []
+        parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
+        return "".join(f"_{part}" for part in parts)
 
 
 @dataclass(frozen=True)
@@ -74,8 +83,11 @@ class FeaturesConfig(EncoderConfig):
     """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
     depth: int | Literal["last", "all", "dev"] = "last"
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
-    out: str | None = None
+    out: str | None = plumbing(None)
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+
+    def variant(self) -> str:
+        return super().variant() + (f"_{self.representation}" if self.representation != "mean" else "")
 
 
 class Features(NamedTuple):
@@ -156,26 +168,30 @@ def extract(
     depths: list[int],
     accelerator: Accelerator,
 ) -> list[NDArray[np.float32]]:
-    """Features of all photographs after each depth, (N, D) each, on every process.
+    """Features of all photographs after each depth, (N, D) each; of several processes the main one has them.
 
     Raises:
         ValueError: an image cannot be decoded: features of another in its place would be no measurement.
     """
+    rank, processes = accelerator.process_index, accelerator.num_processes
     views = views_for(encoder, photographs, config.data)
     size = config.data.batch_size or 64
-    loader = held_out_loader(views, size, accelerator.num_processes, accelerator.process_index)
-    rows: list[list[torch.Tensor]] = [[] for _ in depths]
+    loader = held_out_loader(views, size, processes, rank)
+    mine = [np.empty((0, 0), np.float32) for _ in depths]
+    done = 0
     for batch in progress_bar(loader, desc="features", disable=not accelerator.is_main_process):
         if batch.unreadable:
             first = f"{batch.unreadable[0]} ({photographs.split})"
             raise ValueError(f"{first}; a probe needs all images: take this one out")
         with torch.inference_mode(), accelerator.autocast():
             pooled = encoder(batch.images.to(accelerator.device, non_blocking=True), config.representation, depths)
-        for of_depth, part in zip(rows, pooled, strict=True):
-            of_depth.append(part.cpu())
-    mine = [torch.cat(of_depth).numpy() if of_depth else None for of_depth in rows]
-    parts = gather_object([mine])  # process r has images r, r + processes, ...
-    return [interleave([part[depth] for part in parts if part[depth] is not None]) for depth in range(len(depths))]
+        if not done:
+            count = len(range(rank, len(photographs), processes))
+            mine = [np.empty((count, part.shape[1]), np.float32) for part in pooled]
+        for of_depth, part in zip(mine, pooled, strict=True):
+            of_depth[done : done + len(part)] = part.cpu()
+        done += len(batch.images)
+    return mine if processes == 1 else [interleave(part, len(photographs), accelerator) for part in mine]
 
 
 def views_for(encoder: FrozenEncoder, photographs: Photographs, data: ProbeDataConfig) -> Views:
@@ -183,16 +199,27 @@ def views_for(encoder: FrozenEncoder, photographs: Photographs, data: ProbeDataC
     return Views(photographs, dataclasses.replace(data, eval_crop=data.eval_crop or encoder.crop_pct), encoder.img_size)
 
 
-def interleave(parts: list[NDArray]) -> NDArray:
-    """Arrays that hold every len(parts)-th row, from the first on, to one."""
-    whole = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
-    for number, part in enumerate(parts):
-        whole[number :: len(parts)] = part
+def interleave(mine: NDArray, count: int, accelerator: Accelerator) -> NDArray:
+    """All rows on the main process, of which process r has the rows r, r + processes, ...; nothing on the others.
+
+    Args:
+        mine: the rows of this process.
+        count: rows of all.
+    """
+    processes = accelerator.num_processes
+    whole = np.empty((count, mine.shape[1]) if accelerator.is_main_process else (0, 0), mine.dtype)
+    for first in range(0, -(-count // processes), ROWS):
+        parts = gather_object([mine[first : first + ROWS]])
+        if accelerator.is_main_process:
+            block = whole[first * processes : (first + ROWS) * processes]
+            for number, part in enumerate(parts):
+                if len(part):  # there may be fewer images than processes
+                    block[number::processes] = part
     return whole
 
 
 def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[int, Features]:
-    """Depth -> features of the labelled images.
+    """Depth -> features of the labelled images; nothing but on the main process.
 
     Raises:
         ValueError: no labels, or an encoder, images or depth that there is not.
@@ -208,6 +235,8 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
     encoder.to(accelerator.device)
     train, test = (extract(encoder, part, config, depths, accelerator) for part in photographs)
     labels = [part.labels for part in photographs]
+    if not accelerator.is_main_process:
+        return {}
     return {
         depth: Features(train[i], labels[0], test[i], labels[1]).check(config.encoder) for i, depth in enumerate(depths)
     }
@@ -221,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     by_depth = extract_features(config, accelerator)
     if accelerator.is_main_process:
         for depth, features in by_depth.items():
-            path = report_path(config.out, config.encoder, "features.npz")
+            path = report_path(config.out, config.encoder, f"features{config.variant()}.npz")
             path = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path
             save_features(path, features)
             print(f"wrote {path}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")

@@ -38,6 +38,7 @@ class FewshotConfig(ProbeConfig):
     """Penalties. Where there are several, each has a line of its own: none is chosen on test labels."""
 
     def __post_init__(self):
+        super().__post_init__()
         as_lists(self, "shots", "seeds", "l2")
         require(len(self.shots) > 0 and min(self.shots) >= 1, "shots", list(self.shots), "a list of numbers from 1")
         require(len(self.seeds) > 0 and min(self.seeds) >= 0, "seeds", list(self.seeds), "a list of numbers from 0")

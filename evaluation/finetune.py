@@ -128,6 +128,8 @@ def weights_of(config: FinetuneConfig) -> str:
 
 def run(config: FinetuneConfig) -> dict[str, Any]:
     """Compare rates, fine-tune, test, report; the report."""
+    lr = config.optim.lr
+    require(lr == FinetuneConfig().optim.lr, "optim.lr", lr, "left out: the rates of fine-tuning are lrs (--lrs 0.01)")
     on_dev = {}
     if len(config.lrs) > 1:
         on_dev = {lr: accuracy_on_dev(config, lr) for lr in config.lrs}

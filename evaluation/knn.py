@@ -12,6 +12,7 @@ import torch
 from evaluation.features import Features
 from evaluation.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
+from mpp.hardware import uses_gpu
 from mpp.launch import command
 from mpp.metrics import is_right
 from mpp.parsing import parse
@@ -28,6 +29,7 @@ class KnnConfig(ProbeConfig):
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
 
     def __post_init__(self):
+        super().__post_init__()
         as_lists(self, "neighbours")
         require(
             len(self.neighbours) > 0 and min(self.neighbours) >= 1,
@@ -40,7 +42,7 @@ class KnnConfig(ProbeConfig):
 
 def evaluate(features: Features, config: KnnConfig) -> list[dict]:
     """Accuracy for every number of neighbours."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if uses_gpu() else "cpu"
     train, labels, test = (torch.from_numpy(part).to(device) for part in features[:3])
     predicted = knn_predict(train.float(), labels, test.float(), config.neighbours, config.temperature)
     truth = torch.from_numpy(features.test_labels).to(device)

@@ -3,11 +3,11 @@
 from accelerate import Accelerator
 
 from mpp.config import SourceConfig
-from mpp.sources import Photographs, load_photographs
+from mpp.sources import Photographs, describe, load_photographs
 
 
 def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[Photographs]:
-    """The labelled images of the training and the held-out split.
+    """The labelled images of the training and the held-out split; says which these are.
 
     Raises:
         ValueError: there are none.
@@ -21,4 +21,6 @@ def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[Photogra
     if photographs[0].labels.ndim > 1:
         raise ValueError("training images have several labels each; only held-out ones may")
     train, held_out = photographs
-    return [train.choose(data.train_images, data.eval_seed), held_out]
+    train = train.choose(data.train_images, data.eval_seed)
+    accelerator.print(f"{describe(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by")
+    return [train, held_out]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from evaluation.features import Features
 from evaluation.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
+from mpp.hardware import uses_gpu
 from mpp.launch import command
 from mpp.metrics import is_right
 from mpp.parsing import parse
@@ -44,6 +45,7 @@ class LinearConfig(ProbeConfig):
     """At most so many iterations of L-BFGS."""
 
     def __post_init__(self):
+        super().__post_init__()
         as_lists(self, "l2", "lr", "seeds")
         for name in ("l2", "lr", "seeds"):
             require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
@@ -102,7 +104,7 @@ def zero_classifier(features: Tensor, classes: int) -> nn.Linear:
 
 def fitted_accuracy(features: Features, config: LinearConfig, classes: int, choice: float, seed: int) -> float:
     """Test accuracy of the classifier with this penalty or learning rate."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if uses_gpu() else "cpu"
     train, labels, test, truth = (torch.from_numpy(part).to(device) for part in features)
     mean, std = train.float().mean(0), train.float().std(0, correction=0) + 1e-6
     train, test = (train.float() - mean) / std, (test.float() - mean) / std

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.reports import report_path, table, write_json
+from mpp.config import plumbing
 from mpp.launch import command
 from mpp.parsing import parse
 from mpp.training import last_evaluation
@@ -26,7 +27,7 @@ class MaskedConfig:
 
     encoder: str = "runs/birds"
     """Folder of a pre-training run."""
-    out: str | None = None
+    out: str | None = plumbing(None)
     """File that is written. null: evaluation/ in the run folder."""
 
 

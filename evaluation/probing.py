@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from evaluation.features import Features, FeaturesConfig, extract_features, load_features
 from evaluation.reports import report_path, summarize, write_report
-from mpp.config import RunConfig, plumbing
+from mpp.config import RunConfig, plumbing, require
 from mpp.encoder import fingerprint
 from mpp.launch import start
 
@@ -27,6 +27,13 @@ class ProbeConfig(FeaturesConfig):
     """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
     threads: int = plumbing(0)
     """CPU threads of the encoder. 0: all cores."""
+
+    def __post_init__(self):
+        if self.features:
+            usual = FeaturesConfig()
+            for name in OF_AN_ENCODER:
+                value = getattr(self, name)
+                require(value == getattr(usual, name), name, value, "left out: features are already of some encoder")
 
 
 def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list[dict]], key: str) -> dict[str, Any]:
@@ -45,7 +52,8 @@ def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list
     report: dict[str, Any] = {}
     if accelerator.is_main_process:
         report = judge(config, by_depth, evaluate, key)
-        path = report_path(config.out, config.encoder, f"{command}.json", config.features)
+        name = command if config.features else command + config.variant()
+        path = report_path(config.out, config.encoder, f"{name}.json", config.features)
         write_report(path, report, key)
     return report  # the others are done: they do not wait for a probe that may take hours
 

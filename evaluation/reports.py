@@ -68,7 +68,8 @@ def write_report(path: Path, report: dict[str, Any], key: str) -> None:
         [str(depth) if depth else "-", *(percent(of_depth[n]) for n in names)] for depth, of_depth in by_depth.items()
     ]
     print(table(["depth", *(f"{key} {name}" for name in names)], rows))
-    with SummaryWriter(str(path.with_suffix(""))) as writer:
+    events = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
+    with SummaryWriter(str(events)) as writer:
         for depth, of_depth in by_depth.items():
             for name, summary in of_depth.items():
                 writer.add_scalar(f"accuracy_by_depth/{key}_{name}", 100 * summary["mean"], int(depth))

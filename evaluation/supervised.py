@@ -24,6 +24,7 @@ from mpp.data import Share
 from mpp.encoder import build_encoder
 from mpp.launch import command
 from mpp.parsing import parse
+from mpp.sources import in_words
 from mpp.training import last_evaluation, train
 
 VITS = ("vision_transformer", "vision_transformer_hybrid")
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})
         print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
         print(f"wrote {folder / 'supervised.json'}")
-        print(f"next: accelerate launch evaluation/finetune.py --encoder {folder} --run.dir {folder}_finetuned")
+        after = f"--encoder {folder} --run.dir {folder}_finetuned{in_words(config.data)}"
+        print(f"next: accelerate launch evaluation/finetune.py {after}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -227,10 +227,10 @@ def visualize(config: VisualizeConfig) -> list[str]:
     Raises:
         ValueError: no such encoder or images, or nothing to draw.
     """
-    if PartialState().num_processes > 1:
-        raise ValueError("pictures are drawn by one process: start it with python, without a launcher")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    folder = Path(config.out) if config.out else report_path(None, config.encoder, "pictures")
+    if accelerator.num_processes > 1:
+        raise ValueError("pictures are drawn by one process: start it with python, without a launcher")
+    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     encoder = load_frozen(config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
     _, held_out = load_photographs(config.data)

@@ -30,7 +30,7 @@ from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import knn_accuracy, patch_means
 from mpp.randomness import FIXED
 from mpp.shards import load_streamed
-from mpp.sources import Photographs, load_photographs
+from mpp.sources import Photographs, in_words, load_photographs
 from mpp.tracking import Tracker
 from mpp.training import ImageTask, last_evaluation, train
 
@@ -118,13 +118,14 @@ class Pretraining(ImageTask):
         if train is None or test is None or train.labels.ndim > 1:
             return {}
         seed = self.data.eval_seed
-        train_features, train_labels = self.features(model, train.choose(self.config.probe.images, seed))
-        test_features, test_labels = self.features(model, test.choose(self.data.eval_images, seed))
-        neighbours = self.config.probe.neighbours
-        return {
-            f"knn/depth_{depth + 1:02d}": knn_accuracy(before, train_labels, after, test_labels, neighbours)
-            for depth, (before, after) in enumerate(zip(train_features, test_features, strict=True))
-        }
+        known = self.features(model, train.choose(self.config.probe.images, seed))
+        unseen = self.features(model, test.choose(self.data.eval_images, seed))
+        device, neighbours = self.accelerator.device, self.config.probe.neighbours
+        mine = {}
+        for depth in range(self.share.rank, len(known[0]), self.share.processes):  # each process its depths
+            train, test = ((part[depth].to(device), labels.to(device)) for part, labels in (known, unseen))
+            mine[f"knn/depth_{depth + 1:02d}"] = knn_accuracy(*train, *test, neighbours)
+        return dict(sorted(item for each in gather_object([mine]) for item in each.items()))
 
     def features(self, model: MaskedPatchPredictor, photographs: Photographs) -> tuple[Tensor, Tensor]:
         """Features (depth, N, D) and labels (N,) of photographs, gathered from all processes."""
@@ -181,12 +182,13 @@ def is_pretraining(folder: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pre-train as the command line, or `arguments`, say."""
-    folder = train(parse(Config, arguments, prog="accelerate launch mpp/pretrain.py"), Pretraining)
+    config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
+    folder = train(config, Pretraining)
     if PartialState().is_main_process:
-        report(folder)
+        report(folder, config.data)
 
 
-def report(folder: Path) -> None:
+def report(folder: Path, images: SourceConfig) -> None:
     """Say what came out and what to do next."""
     last = last_evaluation(folder)
     if "heldout/accuracy" in last:
@@ -194,7 +196,8 @@ def report(folder: Path) -> None:
             f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; copying the nearest visible patch "
             f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
         )
-    print(f"next: python evaluation/fewshot.py --encoder {folder}    and    tensorboard --logdir {folder.parent}")
+    print(f"next: tensorboard --logdir {folder.parent}")
+    print(f"next: python evaluation/fewshot.py --encoder {folder}{in_words(images)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Where images come from: what `datasets` can load, as encoded images with their labels."""
 
+import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,14 @@ def load_photographs(config: SourceConfig) -> tuple[Photographs, Photographs]:
 def describe(config: ImagesConfig) -> str:
     """The data set, for messages."""
     return f"data.path {config.path}" if config.path else "the package's birds"
+
+
+def in_words(config: SourceConfig) -> str:
+    """The settings that name this data set and its splits, as a command line has them: for what to do next."""
+    names = [*(field.name for field in dataclasses.fields(ImagesConfig)), "split", "eval_split", "eval_label_column"]
+    usual = SourceConfig()
+    words = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
+    return "".join(f" --data.{name} {shlex.quote('null' if value is None else str(value))}" for name, value in words)
 
 
 def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]:

@@ -91,6 +91,11 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
     assert "is finished" in capsys.readouterr().out
 
 
+def test_finetunings_rates_are_lrs(tmp_path, encoder):
+    with pytest.raises(ValueError, match=r"optim\.lr is 0\.5; it must be left out: the rates of fine-tuning are lrs"):
+        finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--optim.lr=0.5"])
+
+
 def test_rates_are_compared_over_dev_steps(tmp_path, encoder):
     finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=[0.01,0.1]", "--dev_steps=3"])
     folders = {path.name: path for path in tmp_path.iterdir() if path.is_dir()}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from test_fewshot import features
 
 from evaluation import fewshot, knn, linear
 from evaluation.encoders import load_frozen
-from evaluation.features import Features, interleave, load_features
+from evaluation.features import Features, interleave, load_features, save_features
 from evaluation.features import main as extract
 from evaluation.linear import LinearConfig, fit_lbfgs
 from mpp.config import DataConfig
@@ -116,9 +117,21 @@ def test_an_image_size_that_does_not_fit_is_named(vit):
         load_frozen(str(vit[1]), img_size=36)
 
 
-def test_interleave_is_the_inverse_of_sharing_out():
-    whole = np.arange(22).reshape(11, 2)
-    assert (interleave([whole[rank::3] for rank in range(3)]) == whole).all()
+@pytest.mark.parametrize("count", [11, 12, 2])
+def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count):
+    whole = np.arange(2 * count).reshape(count, 2)
+    shares = [whole[rank::3] if rank < count else np.empty((0, 0), int) for rank in range(3)]
+    firsts = iter((0, 2))
+
+    def gathered(mine):
+        first = next(firsts)
+        assert (mine[0] == shares[0][first : first + 2]).all()
+        return [share[first : first + 2] for share in shares]
+
+    monkeypatch.setattr("evaluation.features.ROWS", 2)
+    monkeypatch.setattr("evaluation.features.gather_object", gathered)
+    main = SimpleNamespace(num_processes=3, is_main_process=True)
+    assert (interleave(shares[0], count, main) == whole).all()
 
 
 def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit, tmp_path):
@@ -167,6 +180,41 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
     with pytest.raises(ValueError, match="depth is 4; it must be from 1 to 3"):
         fewshot.main([*common, "--depth=4"])
+
+
+def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
+    folder = shutil.copytree(vit[1], tmp_path / "run" / "encoder").parent
+    for more in ([], ["--random=true"], ["--representation=class"], ["--random=true", "--seed=3", "--img_size=16"]):
+        fewshot.main([f"--encoder={folder}", "--shots=1", "--seeds=0", *more, *FAST])
+    reports = {path.name for path in (folder / "evaluation").glob("*.json")}
+    names = ("fewshot", "fewshot_random_0", "fewshot_class", "fewshot_random_3_16px")
+    assert reports == {f"{name}.json" for name in names}
+    assert "the package's birds: 430 labelled images to learn from, 286 to judge by" in capsys.readouterr().out
+    classes = tmp_path / "my classes"
+    for name in ("cat", "dog"):
+        (classes / name).mkdir(parents=True)
+        for number in range(4):
+            (classes / name / f"{number}.png").write_bytes(encoded(picture(number)))
+    fewshot.main([f"--encoder={folder}", "--shots=1", "--seeds=0", f"--data.path={classes}", *FAST])
+    assert (folder / "evaluation" / "fewshot_my_classes.json").is_file()
+    fewshot.main([f"--encoder={folder}", "--shots=1", "--seeds=0", f"--out={tmp_path / 'plain'}", *FAST])
+    assert json.loads((tmp_path / "plain").read_text())["results"]  # a name without a suffix
+
+
+def test_features_are_already_of_some_encoder(tmp_path):
+    save_features(tmp_path / "f.npz", features())
+    for setting in ("--depth=dev", "--representation=class", "--data.eval_crop=1", "--encoder=runs/other"):
+        name = setting.removeprefix("--").split("=")[0].split(".")[0]
+        with pytest.raises(ValueError, match=f"{name} is .* left out: features are already of some encoder"):
+            knn.main([f"--features={tmp_path / 'f.npz'}", setting])
+
+
+def test_random_means_random_whatever_weights_there_are(vit, tmp_path):
+    save_file({"nothing": torch.zeros(1)}, tmp_path / "w.safetensors")
+    words = dict(encoder="vit_tiny_patch16_224", img_size=32, random=True)
+    with_file, without = load_frozen(**words, checkpoint=str(tmp_path / "w.safetensors")), load_frozen(**words)
+    pairs = zip(with_file.model.parameters(), without.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_labels_and_readable_images_are_needed(vit, tmp_path):
@@ -221,6 +269,10 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     results = linear.evaluate(data, LinearConfig(solver=solver, epochs=20, seeds=(0, 1)))
     assert len(results) == (1 if solver == "lbfgs" else 2)
     assert all(result["accuracy"] > 0.95 for result in results)
+    wrong = data._replace(test_labels=(data.test_labels + 1) % 3)  # nothing that is chosen may follow from these
+    swapped = linear.evaluate(wrong, LinearConfig(solver=solver, epochs=20, seeds=(0, 1)))
+    chosen = [{key: value for key, value in result.items() if key != "accuracy"} for result in results]
+    assert chosen == [{key: value for key, value in result.items() if key != "accuracy"} for result in swapped]
 
 
 @pytest.mark.parametrize("module", [knn, linear])
