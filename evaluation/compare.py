@@ -10,6 +10,7 @@ none does what another is doing.
 import json
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,8 @@ from evaluation.plan import EVALUATIONS, TRAININGS, Case, CompareConfig, Options
 from evaluation.probing import forget_features
 from evaluation.reports import write_json
 from mpp.encoder import fingerprint
-from mpp.launch import command
+from mpp.hardware import uses_gpu
+from mpp.launch import command, in_one_line
 from mpp.lock import Held, hold
 from mpp.parsing import parse, plain, settings
 from mpp.training import last_scalars
@@ -134,7 +136,7 @@ class Job:
 
 def share_out(jobs: Sequence[Job]) -> list[str]:
     """Carry out all jobs; what failed, and why. Those that another process is at come last, or are waited for."""
-    failures = []
+    failures, announced = [], False
     while jobs:
         left = []
         for job in jobs:
@@ -142,10 +144,16 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
                 job.carry_out()
             except Held:
                 left.append(job)
-            except (ValueError, FloatingPointError) as error:
-                failures.append(f"{job.case.slug}: {error}")
+            except (ValueError, FloatingPointError, RuntimeError) as error:  # out of memory, a loader that died
+                known = in_one_line(error)
+                if known is None:
+                    traceback.print_exc()
+                failures.append(f"{job.case.slug}: {known or error}")
                 print(f"warning: {failures[-1]}", file=sys.stderr)
         if len(left) == len(jobs):
+            if not announced:
+                print(f"waiting for other processes, which do {left[0].case.slug} or what it needs", flush=True)
+            announced = True
             time.sleep(PAUSE)
         jobs = left
     return failures
@@ -181,10 +189,11 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]:
-    """PFLOP that training these encoders executed, of those that are there."""
+    """PFLOP that training these encoders executed, of those that are there; random weights cost none."""
     found: dict[str, Path] = {}
     for job in jobs:
-        if job.case.encoder.name in encoders and (job.weights / "encoder").is_dir():
+        trained = not job.case.encoder.random and (job.weights / "encoder").is_dir()
+        if trained and job.case.encoder.name in encoders:
             found.setdefault(job.case.encoder.name, job.weights)  # another seed's is the same
     return {name: last_scalars(folder, "compute/pflop")["compute/pflop"] for name, folder in found.items()}
 
@@ -195,7 +204,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     Raises:
         ValueError: an entry that is none, before anything is done; an evaluation that failed, after all others.
     """
-    if PartialState().num_processes > 1:
+    if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise ValueError("a comparison is one process; start the command several times, and they share the work")
     folder = Path(config.dir)
     questions, cases = plan(config)

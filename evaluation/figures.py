@@ -174,7 +174,8 @@ def plot_lines(curves: Curves, label: str) -> Figure:
     figure, panels = side_by_side(curves, label)
     for panel, cases in zip(panels, curves.values(), strict=True):
         for number, (name, of_place) in enumerate(cases.items()):
-            draw_line(panel, of_place, name, PALETTE(0.8 * number / max(1, len(cases) - 1)), MARKERS[number])
+            color = PALETTE(0.8 * number / max(1, len(cases) - 1))
+            draw_line(panel, of_place, name, color, MARKERS[number % len(MARKERS)])
         panel.set_xscale("log")
         panel.set_xticks(list(of_place), [f"{place:,.4g}" for place in of_place], fontsize=7)
         panel.minorticks_off()

@@ -101,12 +101,23 @@ def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
 
 def numbers_of(rows: list[Row]) -> Numbers:
     """The numbers of a table."""
-    columns, numbers = columns_of(rows), {}
-    for encoder in unique(rows, "encoder"):
-        mine = [row for row in rows if row["encoder"] == encoder]
-        cells = {name: [row for row in mine if belongs(row)] for name, belongs in columns.items()}
-        numbers[encoder] = {name: spread(of) for name, of in cells.items() if of}
+    numbers: Numbers = {encoder: {} for encoder in unique(rows, "encoder")}
+    for name, belongs in columns_of(rows).items():
+        column = [row for row in rows if belongs(row)]
+        datasets = set(unique(column, "dataset"))
+        for encoder, cells in numbers.items():
+            mine = complete([row for row in column if row["encoder"] == encoder], datasets)
+            if mine:
+                cells[name] = spread(mine)
     return numbers
+
+
+def complete(rows: list[Row], datasets: set[str]) -> list[Row]:
+    """Results of the seeds that have all of these data sets: a mean over some of them would pass for one over all."""
+    have: dict[tuple, set[str]] = {}
+    for row in rows:
+        have.setdefault((row["encoder_seed"], row["seed"]), set()).add(row["dataset"])
+    return [row for row in rows if have[row["encoder_seed"], row["seed"]] == datasets]
 
 
 def table_of(numbers: Numbers) -> str:
@@ -154,18 +165,18 @@ def write_findings(folder: Path, questions: Sequence[Question], results: Results
     folder.mkdir(parents=True, exist_ok=True)
     summary, texts, drawn = {}, [], []
     for question in questions:
-        mine = results.of(question)
-        numbers = summary[question.name] = numbers_of(mine.rows)
+        numbers = summary[question.name] = numbers_of(results.of(question).rows)
         heading = f"### {question.title}\n\n" if question.title else ""
         texts.append(heading + table_of(numbers))
-        figure = draw(question, mine, numbers)
-        if figure:
-            drawn.append(f"{question.name}.png")
-            figure.savefig(folder / drawn[-1], dpi=DPI)
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     found = {"results": results.rows, "dev_by_depth": results.curves, "training_pflop": results.compute}
     write_json(folder / "results.json", {"summary": summary, **found, "versions": about, "settings": settings})
     text = "\n\n".join(texts)
     (folder / "table.md").write_text(text + "\n")
+    for question in questions:
+        figure = draw(question, results.of(question), summary[question.name])
+        if figure:
+            drawn.append(f"{question.name}.png")
+            figure.savefig(folder / drawn[-1], dpi=DPI)
     print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', *drawn])}; see reports/")
     return {"results": results.rows, "summary": summary}

@@ -11,6 +11,7 @@ from server import Command
 from evaluation import compare, masked, plan
 from evaluation.encoders import load_frozen
 from evaluation.figures import plot_depths, plot_lines
+from evaluation.findings import numbers_of
 from evaluation.finetune import FinetuneConfig
 from evaluation.supervised import SupervisedConfig
 from mpp.parsing import parse
@@ -33,6 +34,7 @@ def test_config_files_parse_and_say_command_time_and_result(path, kind):
     header = path.read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in header.splitlines())
     assert all(word in header for word in ("Command:", "Time:", "Result:", path.name))
+    assert not any(word in header for word in ("TIME", "RESULT"))  # somebody meant to say it later
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
@@ -156,9 +158,38 @@ def test_a_failed_evaluation_leaves_the_others(floors, tmp_path):
     assert list(report["summary"]["comparison"]) == ["floor"]
 
 
+def test_an_error_of_the_machine_leaves_the_others_too(floors, tmp_path, monkeypatch, capsys):
+    def fail(config):
+        raise RuntimeError("CUDA error: of some sort")
+
+    monkeypatch.setitem(plan.EVALUATIONS, "knn", (plan.EVALUATIONS["knn"][0], fail))
+    config = yaml.safe_load((tmp_path / "compare.yaml").read_text())
+    failing = {"name": "kNN", "command": "knn", "options": FAST}
+    config = {key: config[key][-1:] for key in ("encoders", "datasets")} | {"dir": config["dir"]}
+    config["evaluations"] = [failing, {"name": "few-shot", "command": "fewshot", "options": FAST | {"shots": [1]}}]
+    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match="1 of 2 evaluations failed, such as floor-0-kNN-two: CUDA error"):
+        compare.main(["--config", str(tmp_path / "compare.yaml")])
+    assert list(json.loads((tmp_path / "out" / "results.json").read_text())["summary"]["comparison"]) == ["floor"]
+    assert "Traceback" in capsys.readouterr().err  # what nobody foresaw can be looked into
+
+
+def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
+    def row(encoder, dataset, accuracy, seed=0):
+        about = {"encoder": encoder, "encoder_seed": seed, "dataset": dataset, "accuracy": accuracy}
+        return about | {"seed": 0, "evaluation": "kNN", "case": "", "group": "natural"}
+
+    whole = [row("a", "easy", 0.9), row("a", "hard", 0.3), row("a", "easy", 0.5, seed=1)]
+    numbers = numbers_of([*whole, row("b", "easy", 0.85)])
+    assert numbers["a"]["mean natural kNN"] == {"mean": pytest.approx(0.6), "std": 0, "count": 1}
+    assert numbers["a"]["easy kNN"]["count"] == 2
+    assert "mean natural kNN" not in numbers["b"] and numbers["b"]["easy kNN"]["mean"] == 0.85
+
+
 def test_plots_show_a_panel_for_each_column_and_no_more():
     cell = {"mean": 0.5, "std": 0.1}
     figure = plot_lines({str(name): {"5": {1: cell, 2: cell}, "25": {1: cell}} for name in range(5)}, "steps")
+    assert len(plot_lines({"many": {str(case): {1: cell} for case in range(9)}}, "steps").axes[0].lines) == 9
     assert sum(axes.get_visible() for axes in figure.axes) == 5
     depths = {"one": {"a": {1: cell, 2: cell}, "floor": {1: cell}}, "two": {"a": {1: cell, 2: cell}}}
     assert sum(axes.get_visible() for axes in plot_depths(depths).axes) == 2
