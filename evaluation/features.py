@@ -70,6 +70,7 @@ class EncoderConfig:
     def variant(self) -> str:
         """What is not as usual, for the names of files: one report does not take another's place."""
         parts = [f"random_{self.seed}"] if self.random else []
+        parts += [Path(self.checkpoint).stem] if self.checkpoint else []
         parts += [f"{self.img_size}px"] if self.img_size else []
         parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
         return "".join(f"_{part}" for part in parts)
