@@ -129,6 +129,20 @@ def test_dropout_and_seed_matter(pretrain, tmp_path):
     assert len({weights(run) for run in runs}) == 3
 
 
+def test_compiled_training_is_the_same_and_goes_on(pretrain, tmp_path, monkeypatch):
+    whole = pretrain(dir=tmp_path / "whole")
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
+    with monkeypatch.context() as context:
+        kill_at(context, 3)
+        with pytest.raises(Killed):
+            pretrain("--run.compile=true")
+    resumed = pretrain("--run.compile=true")
+    for key in ("loss", "heldout/loss"):
+        assert read_metrics(resumed, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
+    assert list(mpp.load_encoder(resumed).state_dict()) == list(mpp.load_encoder(whole).state_dict())
+
+
 def test_accumulation_equals_the_big_batch(pretrain, tmp_path):
     whole = pretrain(dir=tmp_path / "whole")
     parts = pretrain("--data.batch_size=2", dir=tmp_path / "parts")
