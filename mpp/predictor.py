@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.corruption import Corruption, corrupt
-from mpp.encoder import Normalize
+from mpp.encoder import Normalize, set_attention
 
 
 class MaskedPatchPredictor(nn.Module):
@@ -116,6 +116,7 @@ def executed_flops(model: nn.Module, *inputs: Tensor | Corruption) -> int:
     What the last block skips does not count. Matrix products count two operations a multiply-add, the rest nothing.
     """
     model = copy.deepcopy(model).to("meta")
+    set_attention(model, fused=False)  # the same products; not every torch counts those of fused kernels
     with FlopCounterMode(display=False) as counter:
         model(*(part.to("meta") for part in inputs)).sum().backward()
     return counter.get_total_flops()
