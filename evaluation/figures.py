@@ -3,6 +3,8 @@
 Colours are cividis's, which those who confuse red and green see as others do. Nothing here computes a result.
 """
 
+import textwrap
+
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
@@ -217,7 +219,7 @@ def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
         means, spreads = ([100 * cell[key] for cell in cells] for key in ("mean", "std"))
         bars = panel.barh(list(numbers), means, xerr=spreads, color=colors)
         panel.bar_label(bars, fmt="%.1f", padding=4, fontsize=8)
-        panel.set(title=column, xlabel="accuracy (%)")
+        panel.set(title=textwrap.fill(column, 20), xlabel="accuracy (%)")
         panel.margins(x=0.28)
     panels[0].invert_yaxis()
     return figure
