@@ -179,7 +179,8 @@ def plot_lines(curves: Curves, label: str) -> Figure:
             color = PALETTE(0.8 * number / max(1, len(cases) - 1))
             draw_line(panel, of_place, name, color, MARKERS[number % len(MARKERS)])
         panel.set_xscale("log")
-        panel.set_xticks(list(of_place), [f"{place:,.4g}" for place in of_place], fontsize=7)
+        labels = [f"{place:,.0f}" if place >= 100 else f"{place:.3g}" for place in of_place]
+        panel.set_xticks(list(of_place), labels, fontsize=7)
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7)
