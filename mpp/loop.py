@@ -89,7 +89,7 @@ def fit(
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, share, run)
     images = share.batch * share.accumulation * share.processes
-    speed, bar = Speed(flops), progress(accelerator, run.steps, start)
+    speed, bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, start)
     batches = iter(task.batches(start, places))
     for step in range(start, run.steps):
         done = step + 1
@@ -104,7 +104,7 @@ def fit(
         bar.update()
         if log:
             scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read(accelerator.device) | {"compute/pflop": flops * images * done / 1e15}
+            scalars |= speed.read() | {"compute/pflop": flops * images * done / 1e15}
             scalars |= {"unreadable": tracker.count_unreadable()}
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")

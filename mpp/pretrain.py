@@ -118,13 +118,14 @@ class Pretraining(ImageTask):
         if train is None or test is None or train.labels.ndim > 1:
             return {}
         seed = self.data.eval_seed
-        known = self.features(model, train.choose(self.config.probe.images, seed))
-        unseen = self.features(model, test.choose(self.data.eval_images, seed))
+        known, classes = self.features(model, train.choose(self.config.probe.images, seed))
+        unseen, truth = self.features(model, test.choose(self.data.eval_images, seed))
         device, neighbours = self.accelerator.device, self.config.probe.neighbours
+        classes, truth = classes.to(device), truth.to(device)
         mine = {}
-        for depth in range(self.share.rank, len(known[0]), self.share.processes):  # each process its depths
-            train, test = ((part[depth].to(device), labels.to(device)) for part, labels in (known, unseen))
-            mine[f"knn/depth_{depth + 1:02d}"] = knn_accuracy(*train, *test, neighbours)
+        for depth in range(self.share.rank, len(known), self.share.processes):  # each process its depths
+            before, after = known[depth].to(device), unseen[depth].to(device)  # a depth at a time: what fits on a GPU
+            mine[f"knn/depth_{depth + 1:02d}"] = knn_accuracy(before, classes, after, truth, neighbours)
         return dict(sorted(item for each in gather_object([mine]) for item in each.items()))
 
     def features(self, model: MaskedPatchPredictor, photographs: Photographs) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from mpp.hardware import uses_gpu
 from mpp.parsing import flatten, to_yaml
 
 SHOWN = ("accuracy", "nearest", "most_frequent")
@@ -121,28 +120,28 @@ class Speed:
 
     Args:
         flops: executed per image, forward and backward.
+        device: on which.
     """
 
-    def __init__(self, flops: int):
-        self.flops = flops
+    def __init__(self, flops: int, device: torch.device):
+        self.flops, self.device, self.cuda = flops, device, device.type == "cuda"
         self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What is done meanwhile does not count; what a GPU has yet to do of the updates before does."""
-        if uses_gpu():
-            torch.cuda.synchronize()
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         yield
         self.begin += time.perf_counter() - begin
 
-    def read(self, device: torch.device) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
         seconds = time.perf_counter() - self.begin
         result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": self.waited / seconds}
         result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
-        cuda = device.type == "cuda"
-        used = torch.cuda.max_memory_allocated(device) if cuda else psutil.Process().memory_info().rss
+        used = torch.cuda.max_memory_allocated(self.device) if self.cuda else psutil.Process().memory_info().rss
         result["speed/memory_gb"] = used / 1e9
         self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
         return result

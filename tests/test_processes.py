@@ -10,7 +10,8 @@ from mpp.pretrain import main as pretrain_main
 
 
 def test_two_processes_are_one_run(tmp_path):
-    arguments = ["mpp/pretrain.py", *TINY, "--run.steps=10", "--data.workers=1"]
+    arguments = ["mpp/pretrain.py", *TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10"]
+    arguments += ["--data.eval_images=64"]
     one = run_command("accelerate", "launch", *arguments, f"--run.dir={tmp_path / 'one'}")
     assert one.returncode == 0, one.stderr
     two = run_command(
@@ -24,6 +25,9 @@ def test_two_processes_are_one_run(tmp_path):
     assert read_metrics(tmp_path / "two") == pytest.approx(losses, abs=1e-4)
     for key in ("accuracy", "nearest", "most_frequent", "heldout/loss", "heldout/accuracy"):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-4)
+    for depth in range(1, 3):  # each process has judged one of them
+        ours, theirs = (read_metrics(tmp_path / name, f"knn/depth_{depth:02d}") for name in ("two", "one"))
+        assert len(theirs) == 1 and ours == pytest.approx(theirs, abs=0.02)  # of 64 one may be a tie
 
 
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):
