@@ -9,6 +9,7 @@ class, features whitened by the support set, a penalised bias of 100, targets -1
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,12 @@ def predict(
     return [np.concatenate(of_l2) for of_l2 in predictions]
 
 
+@cache
+def note(text: str) -> None:
+    """Say it once, not again at every depth."""
+    print(f"note: {text}")
+
+
 def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
     """Accuracy for every number of shots, seed and l2."""
     classes = int(max(features.train_labels.max(), features.test_labels.max())) + 1
@@ -106,9 +113,7 @@ def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
     for shots in config.shots:
         short = int((counts < shots).sum())
         if short:
-            print(
-                f"note: {short} of {classes} classes have fewer than {shots} training images; they give what they have"
-            )
+            note(f"classes with fewer than {shots} training images ({short} of {classes}) give what they have")
     results = []
     for seed in config.seeds:
         drawn = orders(features.train_labels, seed)
