@@ -183,7 +183,7 @@ def plot_lines(curves: Curves, label: str) -> Figure:
         panel.set_xticks(list(of_place), labels, fontsize=7)
         panel.minorticks_off()
         if any(cases):
-            panel.legend(fontsize=7)
+            panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # not over the bars
     panels[0].set_ylabel("accuracy (%)")
     return figure
 
@@ -203,10 +203,9 @@ def side_by_side(curves: Curves, label: str) -> tuple[Figure, list]:
 
 
 def draw_line(panel, numbers: dict[float, dict[str, float]], name: str, color, marker: str) -> None:
-    """x -> mean and standard deviation, as a line and a band."""
+    """x -> mean and standard deviation, as a line and bars: a band would shrink towards what was measured once."""
     means, spreads = (np.array([100 * each[key] for each in numbers.values()]) for key in ("mean", "std"))
-    panel.plot(list(numbers), means, marker=marker, ms=5, color=color, label=name)
-    panel.fill_between(list(numbers), means - spreads, means + spreads, color=color, alpha=0.2, linewidth=0)
+    panel.errorbar(list(numbers), means, spreads, marker=marker, ms=5, color=color, label=name)
 
 
 def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
