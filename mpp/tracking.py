@@ -124,13 +124,13 @@ class Speed:
     """
 
     def __init__(self, flops: int, device: torch.device):
-        self.flops, self.device, self.cuda = flops, device, device.type == "cuda"
+        self.flops, self.device = flops, device
         self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What is done meanwhile does not count; what a GPU has yet to do of the updates before does."""
-        if self.cuda:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         yield
@@ -141,7 +141,8 @@ class Speed:
         seconds = time.perf_counter() - self.begin
         result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": self.waited / seconds}
         result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
-        used = torch.cuda.max_memory_allocated(self.device) if self.cuda else psutil.Process().memory_info().rss
+        cuda = self.device.type == "cuda"
+        used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
         result["speed/memory_gb"] = used / 1e9
         self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
         return result
