@@ -1,6 +1,6 @@
 """Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torchvision.transforms import v2
 
 from evaluation.encoders import pool
-from mpp.config import DataConfig, RunConfig
+from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data import Batch, Share, collate
 from mpp.encoder import Normalize
 from mpp.metrics import Sums, add, is_right, total
@@ -53,7 +54,11 @@ def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "m
 
 
 class Classification(ImageTask):
-    """Softmax cross-entropy on labelled images; top-1 accuracy."""
+    """Softmax cross-entropy on labelled images; top-1 accuracy.
+
+    Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: what is mixed with what is
+    a function of (seed, update, forward pass), and changes with the images in a forward pass, not with the processes.
+    """
 
     def __init__(
         self,
@@ -61,18 +66,28 @@ class Classification(ImageTask):
         share: Share,
         run: RunConfig,
         data: DataConfig,
+        augment: AugmentConfig,
         photographs: Sequence[Photographs],
     ):
         super().__init__(accelerator, share, run, data)
+        self.augment, self.randaugment = augment, augment.randaugment
         self.train = photographs[0]
         self.held_out = photographs[1].choose(data.eval_images, data.eval_seed)
         self.classes = count_classes(photographs)
+        self.mix = build_mix(augment, self.classes)
+        if self.mix:
+            require(share.batch > 1, "data.batch_size", share.batch, "above 1 with augment.mixup or augment.cutmix")
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
-        labels = batch.labels.to(device, non_blocking=True)
-        logits = model(batch.images.to(device, non_blocking=True))
-        loss = F.cross_entropy(logits, labels if labels.ndim == 1 else labels[:, 0])
+        images, labels = (part.to(device, non_blocking=True) for part in (batch.images, batch.labels))
+        target, smoothing = labels if labels.ndim == 1 else labels[:, 0], 0.0
+        if model.training:
+            smoothing = self.augment.label_smoothing
+            if self.mix:
+                images, target = self.mix(images.float(), target)  # (B, C) now
+        logits = model(images)
+        loss = F.cross_entropy(logits, target, label_smoothing=smoothing)
         if not measure:
             return loss, {}
         right = is_right(logits.argmax(-1), labels).double().sum()
@@ -96,6 +111,13 @@ class Classification(ImageTask):
             "heldout/loss": float(sums["loss"] / sums["images"]),
             "heldout/accuracy": self.describe(sums)["accuracy"],
         }
+
+
+def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Images (B, 3, S, S) float32 and labels (B,) to mixed images and shares of classes (B, C); None: no mixing."""
+    chosen = [(v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix)]
+    transforms = [transform(alpha=alpha, num_classes=classes) for transform, alpha in chosen if alpha > 0]
+    return v2.RandomChoice(transforms) if len(transforms) > 1 else next(iter(transforms), None)
 
 
 def count_classes(photographs: Sequence[Photographs]) -> int:

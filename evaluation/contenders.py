@@ -42,6 +42,7 @@ class Bench(NamedTuple):
     batch_size: int
     compile: bool
     accelerator: Accelerator
+    optimizer: str = "adam"  # what all contenders have; Muon's cost is a contender of its own
 
     @property
     def config(self) -> Config:
@@ -49,7 +50,7 @@ class Bench(NamedTuple):
         return Config(
             run=RunConfig(dir="unused", trackers=()),
             model=ModelConfig(name=self.model),
-            optim=OptimConfig(global_batch_size=self.batch_size),
+            optim=OptimConfig(name=self.optimizer, global_batch_size=self.batch_size),
         )
 
 
@@ -139,7 +140,7 @@ def timm_bare(bench: Bench, fused: bool = True) -> Contender:
 
 def training_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Contender:
     """Forward, backward, clipping, and the optimiser that we use."""
-    optimizer = build_optimizer(model, OptimConfig())
+    optimizer = build_optimizer(model, OptimConfig(name="adam"))
 
     def step() -> None:
         with bench.accelerator.autocast():
@@ -229,6 +230,7 @@ def matrix_product(bench: Bench, dtype: torch.dtype) -> Contender:
 
 TRAINING: dict[str, Callable[[Bench], Contender]] = {
     "mpp update": mpp_update,
+    "mpp update, Muon": lambda bench: mpp_update(bench._replace(optimizer="muon")),
     "mpp forward, backward, optimiser": mpp_bare,
     "timm as it comes": timm_bare,
     "timm, attention unfused": lambda bench: timm_bare(bench, fused=False),

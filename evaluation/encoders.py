@@ -128,7 +128,12 @@ class ColorFloor(nn.Module):
 
 
 def load_frozen(
-    encoder: str, checkpoint: str | None = None, random: bool = False, img_size: int | None = None, seed: int = 0
+    encoder: str,
+    checkpoint: str | None = None,
+    random: bool = False,
+    img_size: int | None = None,
+    seed: int = 0,
+    **changes: Any,
 ) -> FrozenEncoder | ColorFloor:
     """The encoder of a run folder, an encoder folder, or a timm model name; or a floor.
 
@@ -139,6 +144,7 @@ def load_frozen(
         random: the architecture with random weights, whatever weights there are.
         img_size: another input size (ViTs resample their position embeddings).
         seed: of random weights.
+        changes: other arguments of timm's that differ from the encoder's own, such as `drop_path_rate`.
     Raises:
         ValueError: nothing of that name, or an encoder of another sort of input.
     """
@@ -157,7 +163,7 @@ def load_frozen(
         name, options = encoder, {"pretrained": False}
         if checkpoint and not random:
             options = {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
-    model = create(name, img_size, **options)
+    model = create(name, img_size, **options, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:

@@ -21,7 +21,7 @@ from evaluation.classify import Classification, Classifier, Pooling, zero_head
 from evaluation.encoders import load_frozen
 from evaluation.labelled import load_labelled
 from evaluation.reports import table, write_json
-from mpp.config import DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
+from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
 from mpp.data import Share
 from mpp.encoder import fingerprint
 from mpp.launch import command
@@ -43,6 +43,8 @@ class FinetuneConfig:
     """Side of the images; position embeddings are interpolated in 2-D. The paper: 384. null: the encoder's own."""
     pooling: Pooling = "auto"
     """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
+    drop_path: float | None = None
+    """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
     lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
     """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
     dev_fraction: float = 0.1
@@ -55,6 +57,7 @@ class FinetuneConfig:
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_finetuned", steps=500))
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64)
     )
@@ -62,6 +65,8 @@ class FinetuneConfig:
     def __post_init__(self):
         as_lists(self, "lrs")
         require(len(self.lrs) > 0 and min(self.lrs) > 0, "lrs", list(self.lrs), "a list of positive numbers")
+        drop_path = self.drop_path
+        require(drop_path is None or 0 <= drop_path < 1, "drop_path", drop_path, "at least 0 and below 1, or null")
         require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
         least = self.optim.warmup_steps + 1
         require(
@@ -88,10 +93,11 @@ class Finetuning(Classification):
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, share: Share):
         train, test = load_labelled(config.data, accelerator)
         photographs = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
-        super().__init__(accelerator, share, config.run, config.data, photographs)
+        super().__init__(accelerator, share, config.run, config.data, config.augment, photographs)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
         random = config.init == "random"
-        loaded = load_frozen(config.encoder, config.checkpoint, random, config.img_size, config.run.seed)
+        drop_path = {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
+        loaded = load_frozen(config.encoder, config.checkpoint, random, config.img_size, config.run.seed, **drop_path)
         if getattr(loaded.model, "attn_pool", None) is not None:
             raise ValueError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size

@@ -19,7 +19,7 @@ from torch import nn
 from evaluation.classify import Classification, Classifier, Pooling, zero_head
 from evaluation.labelled import load_labelled
 from evaluation.reports import table, write_json
-from mpp.config import DataConfig, ModelConfig, OptimConfig, RunConfig, require
+from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, require
 from mpp.data import Share
 from mpp.encoder import build_encoder
 from mpp.launch import command
@@ -46,16 +46,18 @@ class SupervisedConfig:
 
     run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_supervised"))
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(name="adam", lr=1e-3))
 
 
 class Supervised(Classification):
     """The task: classify, from random weights."""
 
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, share: Share):
-        super().__init__(accelerator, share, config.run, config.data, load_labelled(config.data, accelerator))
+        photographs = load_labelled(config.data, accelerator)
+        super().__init__(accelerator, share, config.run, config.data, config.augment, photographs)
         encoder, self.img_size = build_backbone(config.model)
         head = build_head(config.head, encoder.num_features, self.classes)
         self.model = Classifier(encoder, head, config.head.pooling, config.model.mean, config.model.std)

@@ -88,6 +88,7 @@ RATIOS = [
     Ratio("Hugging Face ViTForMaskedImageModeling", "mpp update", 1.5, device="cpu"),
     Ratio("Hugging Face ViTForMaskedImageModeling", "mpp update", 1.3, device="cuda"),
     Ratio("mpp update", "mpp forward, backward, optimiser", 1.05, at_most=True),
+    Ratio("mpp update, Muon", "mpp update", 1.1, at_most=True),
     Ratio("features", "timm forward", 1.05, at_most=True),
     Ratio("updates in memory", "updates from JPEG", 0.9),
     Ratio("ImageFolder with PIL", "mpp's loading", 1.4),

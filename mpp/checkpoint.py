@@ -189,9 +189,10 @@ def newest_step(folder: Path) -> int:
 
 
 def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. Hyperparameters come from the config."""
+    """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. All else, such as rates, comes from the config."""
     state = optimizer.state_dict()["state"]
-    return {f"{number}.{name}": tensor for number, tensors in state.items() for name, tensor in tensors.items()}
+    named = ((f"{number}.{name}", value) for number, values in state.items() for name, value in values.items())
+    return {name: value for name, value in named if torch.is_tensor(value)}  # timm's Muon notes a bool, too
 
 
 def load_flat_state(optimizer: torch.optim.Optimizer, flat: dict[str, torch.Tensor]) -> None:

@@ -126,6 +126,9 @@ class DataConfig(SourceConfig):
     """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
     eval_images: int = 2048
     """At most so many held-out images, a seeded choice, are evaluated."""
+    cache_gb: float = plumbing(0.5)
+    """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
+    whose loader processes share them. 0: none are."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed or downloaded. Pre-training only."""
     shuffle_block: int = 512
@@ -134,12 +137,34 @@ class DataConfig(SourceConfig):
     def __post_init__(self):
         super().__post_init__()
         require(0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "above 0 and at most 1")
+        require(0 <= self.cache_gb < math.inf, "data.cache_gb", self.cache_gb, "0 or more")
         require(self.eval_images >= 1, "data.eval_images", self.eval_images, "at least 1")
         require(self.shuffle_block >= 1, "data.shuffle_block", self.shuffle_block, "at least 1")
         low, high = self.crop_area
         require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
         low, high = self.crop_ratio
         require(0 < low <= high, "data.crop_ratio", list(self.crop_ratio), "two ascending positive numbers")
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """Augmentation beyond crop and flip, and what goes with it: for training with labels (DeiT, BEiT, MAE)."""
+
+    randaugment: int = 0
+    """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020; DeiT: 9). 0: none."""
+    mixup: float = 0.0
+    """Alpha of mixup: each image is blended with another of its forward pass, whose size then matters. 0: none."""
+    cutmix: float = 0.0
+    """Alpha of CutMix: a part of each image comes from another. With mixup too, a forward pass draws one of them."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes."""
+
+    def __post_init__(self):
+        require(0 <= self.randaugment <= 30, "augment.randaugment", self.randaugment, "from 1 to 30, or 0: none")
+        for name in ("mixup", "cutmix"):
+            require(0 <= getattr(self, name) < math.inf, f"augment.{name}", getattr(self, name), "0 (none) or more")
+        smoothing = self.label_smoothing
+        require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -242,10 +267,12 @@ class ObjectiveConfig:
 class OptimConfig:
     """The optimiser: warm-up, decay, clipping, averaging."""
 
-    name: Literal["adam", "sgd"] = "adam"
-    """adam: with decoupled weight decay, for pre-training; sgd: with momentum, for fine-tuning."""
-    lr: float = 3e-3
-    """Base learning rate, reached after the warm-up. It never depends on the number of processes."""
+    name: Literal["muon", "adam", "sgd"] = "muon"
+    """muon: orthogonalised momentum for the blocks' matrices and Adam for all else (Jordan et al., 2024; timm's);
+    adam: with decoupled weight decay, the paper's; sgd: with momentum, the paper's for fine-tuning."""
+    lr: float = 1e-2
+    """Base learning rate, reached after the warm-up. It never depends on the number of processes. Muon's is at Adam's
+    scale (Liu et al., 2025), and is for both of its parts."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay to 0 over the steps after the warm-up."""
     warmup_steps: int = 100
@@ -254,21 +281,28 @@ class OptimConfig:
     """Images per update over all processes; accumulation follows from data.batch_size and the processes."""
     weight_decay: float = 0.1
     """Weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
+    layer_decay: float | None = None
+    """Each layer's learning rate, as a share of that of the layer above it (BEiT and MAE fine-tune with 0.65 to 0.75).
+    null: one rate for all."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's decay rates."""
-    momentum: float = 0.9
-    """SGD's momentum."""
+    """Adam's decay rates, also those of muon's Adam."""
+    momentum: float | None = None
+    """Momentum of muon (Nesterov's; null: 0.95) or sgd (null: 0.9)."""
     clip: float | None = 1.0
     """Largest global norm of the gradient. null: no clipping."""
     average: float | None = None
     """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. null: none."""
 
     def __post_init__(self):
+        if self.momentum is None:
+            object.__setattr__(self, "momentum", 0.95 if self.name == "muon" else 0.9)
         require(0 < self.lr < math.inf, "optim.lr", self.lr, "above 0")
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
         require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
         require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
         require(all(0 <= b < 1 for b in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
+        decay = self.layer_decay
+        require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, "above 0 and at most 1, or null")
         require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "at least 0 and below 1")
         require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "above 0, or null")
         require(self.average is None or 0 < self.average < 1, "optim.average", self.average, "in (0, 1), or null")

@@ -5,11 +5,12 @@ step alone says which images come next; there is no partial batch and no padding
 function of (seed, epoch, index): see mpp/randomness.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -18,7 +19,7 @@ from mpp import corruption, images
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption
 from mpp.randomness import FIXED, Stream, permutation, words
-from mpp.sources import Photographs
+from mpp.sources import Decoded, Photographs
 from mpp.workers import NOTHING, WatchedLoader, reading
 
 REPLACEMENTS = 64  # so many unreadable images in a row do not happen where fewer than half are
@@ -48,6 +49,7 @@ class Views(Dataset):
     seed: int = 0
     corruption: CorruptionConfig | None = None
     patches: int = 0
+    randaugment: int = 0
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         """A sample: a Batch whose tensors lack the leading B."""
@@ -57,6 +59,7 @@ class Views(Dataset):
             crop = images.centre_crop(pixels, self.img_size, self.data.eval_crop)
         else:
             crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
+            crop = images.augment(crop, self.randaugment, self.seed, epoch, index)
         seed = self.data.eval_seed if epoch == FIXED else self.seed  # runs of other seeds are judged on the same
         drawn = self.corruption and corruption.draw(self.corruption, self.patches, seed, epoch, index)
         labels = self.photographs.labels
@@ -130,6 +133,46 @@ class Positions(Sampler[list[tuple[int, int]]]):
             yield [(epoch, int(order(epoch)[place])) for epoch, place in keys]
 
 
+@dataclass(frozen=True)
+class Whole(Dataset):
+    """Whole images by index, flat: pixels (3 * H * W,) uint8, H, W; nothing, 0, 0 where one cannot be decoded."""
+
+    photographs: Photographs
+    data: DataConfig
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        reading(index)
+        try:
+            pixels = self.photographs.decode(index, self.data.max_pixels)
+        except images.UnreadableImage:
+            pixels = torch.empty(3, 0, 0, dtype=torch.uint8)  # it is named when its turn comes
+        reading(NOTHING)
+        return pixels.flatten(), *pixels.shape[1:]
+
+
+def hold(photographs: Photographs, data: DataConfig) -> Photographs:
+    """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else as they are."""
+    most = int(data.cache_gb * 1e9)
+    batches = torch.arange(len(photographs)).split(64)
+    parts: list[Tensor] = []
+    shapes: list[tuple[int, int]] = []
+    taken = 0
+    for pixels, heights, widths in loader(Whole(photographs, data), [batch.tolist() for batch in batches], flatten):
+        parts.append(pixels)
+        shapes.extend(zip(heights, widths, strict=True))
+        taken += len(pixels)
+        if taken > most or taken * len(photographs) > 2 * most * len(shapes):  # it is, or by all appearance will be
+            return photographs
+    sizes = np.array(shapes)
+    return photographs.held_as(Decoded(torch.cat(parts), 3 * sizes.prod(1).cumsum(), sizes))
+
+
+def flatten(samples: list[tuple[Tensor, int, int]]) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Whole images to one piece of memory."""
+    pixels, heights, widths = zip(*samples, strict=True)
+    return torch.cat(pixels), heights, widths
+
+
 def training_loader(views: Views, share: Share, start: int, stop: int) -> WatchedLoader:
     """Batches of this process, from update `start` to `stop`."""
     return loader(views, Positions(len(views.photographs), views.seed, share, start, stop))
@@ -141,12 +184,12 @@ def held_out_loader(views: Views, batch: int, processes: int = 1, rank: int = 0)
     return loader(views, [keys[i : i + batch] for i in range(0, len(keys), batch)])
 
 
-def loader(views: Views, batches: Sampler | list) -> WatchedLoader:
-    """torch's loader over batches of keys."""
+def loader(dataset: Views | Whole, batches: Sampler | list, together: Callable = collate) -> WatchedLoader:
+    """torch's loader over batches of keys, each put together by `together`."""
     return WatchedLoader(
-        views,
-        views.photographs.name,
+        dataset,
+        dataset.photographs.name,
         batch_sampler=batches,
-        num_workers=views.data.workers,
-        collate_fn=collate,
+        num_workers=dataset.data.workers,
+        collate_fn=together,
     )

@@ -3,16 +3,18 @@
 import io
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from mpp.config import DataConfig
-from mpp.randomness import Stream, uniform
+from mpp.randomness import Stream, uniform, words
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
@@ -98,6 +100,29 @@ def random_crop(image: Tensor, size: int, config: DataConfig, seed: int, epoch: 
     top, left, crop_height, crop_width = crop_box(height, width, config, numbers)
     crop = resize(image[:, top : top + crop_height, left : left + crop_width], size, size)
     return crop.flip(-1) if config.flip and flip < 0.5 else crop
+
+
+def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) -> Tensor:
+    """RandAugment: torchvision's two random operations; a function of (magnitude, seed, epoch, index).
+
+    Args:
+        image: (3, H, W) uint8.
+        magnitude: 1 to 30; 0 leaves the image as it is.
+    Returns:
+        (3, H, W) uint8.
+    """
+    if magnitude == 0:
+        return image
+    number = int(words(Stream.AUGMENT, seed, epoch, index, 1)[0] >> np.uint64(1))
+    with torch.random.fork_rng(devices=[]):  # dropout, which may draw in this process, goes on as if nothing was drawn
+        torch.default_generator.manual_seed(number)
+        return rand_augment(magnitude)(image)
+
+
+@lru_cache
+def rand_augment(magnitude: int) -> v2.RandAugment:
+    """torchvision's transform."""
+    return v2.RandAugment(magnitude=magnitude)
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:

@@ -205,7 +205,7 @@ class Update:
         self.model.train()
         rate = learning_rate(self.optim, step, self.run.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_scale", 1.0)
         losses, sums = [], {}
         for number, batch in enumerate(micro):
             torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place

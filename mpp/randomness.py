@@ -24,6 +24,7 @@ class Stream(IntEnum):
     CUT = 4  # splits and choices of images
     MODEL = 5  # dropout and the like: seeds of torch's generator
     BLOCK = 6  # the order of rows in a block of a stream
+    AUGMENT = 7  # seeds of torch's generator for augmentation beyond the crop
 
 
 def words(stream: Stream, seed: int, epoch: int, index: int, count: int) -> NDArray[np.uint64]:

@@ -3,7 +3,7 @@
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import fsspec
@@ -35,13 +35,21 @@ class Photographs:
 
     def __init__(self, rows: datasets.Dataset, image_column: str, labels: NDArray[np.int64] | None, split: str):
         self.rows, self.image_column, self.labels, self.split = rows, image_column, labels, split
+        self.decoded: Decoded | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def decode(self, index: int, max_pixels: int) -> Tensor:
         """The image as (3, H, W) uint8; raises UnreadableImage."""
-        return decode_cell(self.rows[index][self.image_column], max_pixels)
+        held = self.decoded and self.decoded.get(index)
+        return decode_cell(self.rows[index][self.image_column], max_pixels) if held is None else held
+
+    def held_as(self, decoded: "Decoded") -> "Photographs":
+        """The same images, decoded."""
+        held = Photographs(self.rows, self.image_column, self.labels, self.split)
+        held.decoded = decoded
+        return held
 
     def other(self, word: int) -> int:
         """An image by a random number."""
@@ -80,6 +88,21 @@ class Photographs:
         kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
         held_out.split = name
         return kept, held_out
+
+
+class Decoded(NamedTuple):
+    """Decoded images in one piece of memory, which loader processes inherit and share."""
+
+    pixels: Tensor  # uint8: (3, H, W) of one image after the other
+    ends: NDArray[np.int64]  # (n,): where each image ends
+    shapes: NDArray[np.int64]  # (n, 2): H, W; 0, 0 where an image cannot be decoded
+
+    def get(self, index: int) -> Tensor | None:
+        """The image as (3, H, W) uint8; None where it cannot be decoded."""
+        height, width = self.shapes[index].tolist()
+        if height == 0:
+            return None
+        return self.pixels[self.ends[index] - 3 * height * width : self.ends[index]].view(3, height, width)
 
 
 def decode_cell(cell: dict[str, Any] | None, max_pixels: int) -> Tensor:

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import multiprocessing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from mpp.checkpoint import Places, is_ours, newest_step, open_run, write_config
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
-from mpp.data import Batch, Share, Views, held_out_loader, training_loader
+from mpp.data import Batch, Share, Views, held_out_loader, hold, training_loader
 from mpp.encoder import export_encoder
 from mpp.launch import start
 from mpp.lock import exclusive
@@ -34,6 +35,7 @@ class ImageTask:
     model: nn.Module
     corruption: CorruptionConfig | None = None
     patches = 0
+    randaugment = 0
 
     def __init__(self, accelerator: Accelerator, share: Share, run: RunConfig, data: DataConfig):
         self.accelerator, self.share, self.run, self.data = accelerator, share, run, data
@@ -44,12 +46,22 @@ class ImageTask:
 
     def views(self, photographs: Photographs | Shards) -> Views:
         """Crops (and corruptions) of these photographs."""
-        return Views(photographs, self.data, self.img_size, self.run.seed, self.corruption, self.patches)
+        return Views(
+            photographs, self.data, self.img_size, self.run.seed, self.corruption, self.patches, self.randaugment
+        )
 
     def batches(self, start: int, places: Places) -> Iterable[Batch]:
         if self.data.streaming:
             return streaming_loader(self.views(self.train), self.share, start, self.run.steps, places)
-        return training_loader(self.views(self.train), self.share, start, self.run.steps)
+        return training_loader(self.views(self.held_in_memory(start)), self.share, start, self.run.steps)
+
+    def held_in_memory(self, start: int) -> Photographs:
+        """The training images from update `start` on: decoded, where they fit and are seen more than once."""
+        images = (self.run.steps - start) * self.share.batch * self.share.accumulation  # of this process
+        inherited = self.data.workers == 0 or multiprocessing.get_start_method() == "fork"  # else each had its copy
+        if images < 2 * len(self.train) or not inherited:
+            return self.train
+        return hold(self.train, self.data)
 
     def name(self, index: int) -> str:
         return self.train.name(index)

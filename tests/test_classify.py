@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
 from conftest import TINY, kill_at, read_metrics
 from safetensors.torch import load_file
 
 import mpp
 from evaluation import finetune, supervised
+from evaluation.classify import Classification
+from evaluation.labelled import load_labelled
 from mpp.checkpoint import complete_checkpoints
-from mpp.config import DataConfig, ModelConfig, OptimConfig
+from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
+from mpp.data import Batch, Share
 from mpp.encoder import export_encoder
 from mpp.optim import averaged_weights, build_optimizer
 from mpp.sources import load_photographs
@@ -42,7 +47,17 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert "held-out accuracy (%)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [("--head.name=linear", "--head.pooling=mean"), ("--optim.average=0.9",)])
+MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--head.name=linear", "--head.pooling=mean"),
+        ("--optim.average=0.9", "--optim.name=muon"),
+        (*MIXED, "--optim.layer_decay=0.7", "--model.drop_path=0.1"),
+    ],
+)
 def test_supervised_goes_on_with_the_same_bits(tmp_path, monkeypatch, arguments):
     def run(name):
         supervised.main([*BASE, *SMALL, *arguments, "--model.dropout=0.1", f"--run.dir={tmp_path / name}"])
@@ -171,6 +186,71 @@ def test_polyak_average_by_hand(optimizer):
     assert torch.equal(model.weight.detach(), weight)
     with averaged_weights(built, average=False):
         assert torch.equal(model.weight.detach(), weight)
+
+
+def classification(augment, batch=4):
+    """A task on the birds, whose model is one linear layer on the pixels."""
+    data, run = DataConfig(), RunConfig()
+    accelerator = Accelerator(cpu=True)
+    task = Classification(accelerator, Share(batch, 1, 1, 0), run, data, augment, load_labelled(data, accelerator))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, task.classes))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (batch, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    return task, model, Batch(images, None, torch.tensor([0, 3, 3, 8])[:batch], torch.arange(batch), [])
+
+
+def test_mixup_by_hand():
+    task, model, batch = classification(AugmentConfig(mixup=0.8, label_smoothing=0.1))
+    model[1].weight.data /= 100
+    torch.manual_seed(7)
+    share = torch.distributions.Beta(torch.tensor([0.8]), torch.tensor([0.8])).sample().item()
+    mixed = [
+        share * part + (1 - share) * part.roll(1, 0) for part in (batch.images.float(), F.one_hot(batch.labels, 9))
+    ]
+    target = 0.9 * mixed[1] + 0.1 / 9
+    torch.manual_seed(7)
+    model.train()
+    loss, sums = task.loss(model, batch, True)
+    torch.testing.assert_close(loss, -(target * model(mixed[0]).log_softmax(-1)).sum(-1).mean())
+    assert sums["images"] == 4  # what is right counts against the image's own label
+    plain = F.cross_entropy(model.eval()(batch.images.float()), batch.labels)
+    torch.testing.assert_close(task.loss(Scaled(model).eval(), batch, False)[0], plain)  # none of it where it is judged
+
+
+class Scaled(torch.nn.Module):
+    """A model that takes uint8."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(images.float())
+
+
+def test_cutmix_takes_a_part_of_the_image_before():
+    task, _, batch = classification(AugmentConfig(cutmix=1.0))
+    for seed in range(20):
+        torch.manual_seed(seed)
+        images, target = task.mix(batch.images.float(), batch.labels)
+        own, other = (images == part for part in (batch.images, batch.images.roll(1, 0)))
+        assert (own | other).all() and (target.sum(-1) - 1).abs().max() < 1e-6
+        assert target[0, 0].item() == pytest.approx(own[0].all(0).double().mean().item(), abs=0.05)
+
+
+def test_mixing_needs_two_images():
+    with pytest.raises(ValueError, match=r"data\.batch_size is 1; it must be above 1 with augment\.mixup"):
+        classification(AugmentConfig(mixup=0.8), batch=1)
+
+
+def test_finetuning_takes_the_modern_recipe(tmp_path, encoder, monkeypatch):
+    seen = []
+    build = finetune.Finetuning.__init__
+    monkeypatch.setattr(finetune.Finetuning, "__init__", lambda self, *a: (build(self, *a), seen.append(self))[0])
+    modern = [*MIXED, "--drop_path=0.2", "--optim.name=adam", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05"]
+    finetune.main([*BASE, f"--encoder={encoder}", "--lrs=0.001", *modern, f"--run.dir={tmp_path / 'run'}"])
+    assert seen[0].model.encoder.blocks[-1].drop_path1.drop_prob == pytest.approx(0.2)
+    assert len(read_metrics(tmp_path / "run" / "lr_0.001")) == 4
 
 
 def test_labels_are_needed(tmp_path, image_folder):

@@ -11,7 +11,7 @@ from conftest import encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
-from mpp.data import Positions, Share, Views, held_out_loader, training_loader
+from mpp.data import Positions, Share, Views, held_out_loader, hold, training_loader
 from mpp.images import UnreadableImage
 from mpp.randomness import FIXED
 from mpp.sources import decode_cell, load_photographs
@@ -232,3 +232,20 @@ def test_a_cell_may_hold_a_url(image_folder):
     assert all(torch.equal(first, other) for other in others)
     with pytest.raises(UnreadableImage, match="no bytes"):
         decode_cell({"bytes": None, "path": "nosuch://x"}, 10**6)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
+    (image_folder / "cat" / "01.png").write_bytes(b"no image")
+    photographs, _ = load_photographs(DataConfig(path=str(image_folder), eval_split=None))
+    held = hold(photographs, DataConfig(workers=workers))
+    broken = [index for index in range(len(photographs)) if photographs.name(index).endswith("01.png")]
+    for index in set(range(len(photographs))) - set(broken):
+        assert torch.equal(held.decode(index, 10**6), photographs.decode(index, 10**6))
+        assert held.decode(index, 1).shape == (3, 40, 48)  # it is not decoded again
+    for index in broken:
+        with pytest.raises(UnreadableImage):
+            held.decode(index, 10**6)
+    needed = sum(held.decoded.shapes.prod(1) * 3)
+    assert hold(photographs, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
+    assert not hold(photographs, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded

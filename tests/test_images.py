@@ -9,10 +9,11 @@ import torch
 from conftest import encoded, picture
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
-from torchvision.transforms.v2 import functional
+from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig
-from mpp.images import UnreadableImage, centre_crop, crop_box, decode, random_crop
+from mpp.images import UnreadableImage, augment, centre_crop, crop_box, decode, random_crop
+from mpp.randomness import Stream, words
 
 LIMIT = 10_000_000
 RGB = picture()
@@ -176,3 +177,19 @@ def test_a_line_of_pixels_is_not_resized_to_gigabytes(monkeypatch, upright):
     assert sizes == [3 * 32 * 32 * 16]
     middle = line[:, :, 31_999:32_001]  # what 32 of 2,048,000 columns show
     assert middle.min() <= seen.min() and seen.max() <= middle.max()
+
+
+def test_randaugment_is_torchvisions_and_a_function_of_the_sample():
+    image = torch.from_numpy(RGB).permute(2, 0, 1)
+    assert augment(image, 0, 0, 0, 0) is image
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = [augment(image, 9, 0, epoch, index) for epoch in range(2) for index in range(4)]
+    assert torch.equal(torch.get_rng_state(), state)  # the model's dropout draws from it
+    torch.manual_seed(4)
+    again = [augment(image, 9, 0, epoch, index) for epoch in range(2) for index in range(4)]
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert len({part.numpy().tobytes() for part in first}) > 5  # two operations each, now and then none
+    number = int(words(Stream.AUGMENT, 0, 1, 2, 1)[0]) >> 1
+    torch.manual_seed(number)
+    assert torch.equal(first[6], RandAugment(magnitude=9)(image))

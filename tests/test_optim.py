@@ -1,11 +1,32 @@
-"""Schedules at their corners, and what decays."""
+"""Schedules at their corners, what decays, what Muon does and to which parameters."""
 
+import numpy as np
 import pytest
+import timm
+import torch
 
 from mpp.config import ModelConfig, OptimConfig
 from mpp.encoder import build_encoder
 from mpp.optim import build_optimizer, learning_rate
 from mpp.predictor import MaskedPatchPredictor
+
+QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def predictor(**model):
+    return MaskedPatchPredictor(build_encoder(ModelConfig(**{"depth": 1} | model)), 5, (0.5,) * 3, (0.5,) * 3)
+
+
+def names_where(model, optimizer, chosen):
+    """Names of the parameters in the groups for which `chosen` is true."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)] for group in optimizer.param_groups if chosen(group) for p in group["params"]}
 
 
 @pytest.mark.parametrize(("schedule", "halfway", "last"), [("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)])
@@ -17,13 +38,11 @@ def test_schedule_at_its_corners(schedule, halfway, last):
     assert learning_rate(config, 110, 110) == pytest.approx(2 * last)
 
 
-def test_only_matrices_and_filters_decay():
-    model = MaskedPatchPredictor(build_encoder(ModelConfig(depth=1)), 5, (0.5,) * 3, (0.5,) * 3)
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.3))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed = {
-        names[id(p)] for group in optimizer.param_groups if group["weight_decay"] == 0.3 for p in group["params"]
-    }
+@pytest.mark.parametrize("optimizer", ["muon", "adam", "sgd"])
+def test_only_matrices_and_filters_decay(optimizer):
+    model = predictor()
+    built = build_optimizer(model, OptimConfig(name=optimizer, weight_decay=0.3))
+    decayed = names_where(model, built, lambda group: group["weight_decay"] == 0.3)
     assert decayed == {
         "encoder.patch_embed.proj.weight",
         "encoder.blocks.0.attn.qkv.weight",
@@ -32,5 +51,93 @@ def test_only_matrices_and_filters_decay():
         "encoder.blocks.0.mlp.fc2.weight",
         "head.weight",
     }
-    rest = {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] == 0 for p in group["params"]}
-    assert decayed | rest == set(names.values()) and not decayed & rest
+    rest = names_where(model, built, lambda group: group["weight_decay"] == 0)
+    assert decayed | rest == {name for name, _ in model.named_parameters()} and not decayed & rest
+
+
+MATRICES = {f"encoder.blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+ALL_ELSE = {
+    *("mask_token", "head.weight", "head.bias", "encoder.norm.weight", "encoder.norm.bias"),
+    *("encoder.cls_token", "encoder.pos_embed", "encoder.patch_embed.proj.weight", "encoder.patch_embed.proj.bias"),
+    *(f"encoder.blocks.0.{name}.bias" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")),
+    *(f"encoder.blocks.0.{name}.{what}" for name in ("norm1", "norm2") for what in ("weight", "bias")),
+}
+
+
+POOLED = {"encoder.reg_token", "encoder.fc_norm.weight", "encoder.fc_norm.bias"}
+UNPOOLED = {"encoder.cls_token", "encoder.norm.weight", "encoder.norm.bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "fewer"),
+    [
+        (None, set(), set()),
+        ("vit_base_patch16_reg4_gap_256", POOLED, UNPOOLED),
+        ("vit_tiny_r_s16_p8_224", set(), set()),
+    ],
+)
+def test_muon_is_for_the_blocks_matrices(name, more, fewer):
+    """Every parameter is in one of these lists: a new one has to be put in one."""
+    model = predictor(name=name)
+    optimizer = build_optimizer(model, OptimConfig(name="muon"))
+    orthogonal, rest = (names_where(model, optimizer, lambda g, use=use: g["use_muon"] is use) for use in (True, False))
+    rest = {part for part in rest if not part.startswith("encoder.patch_embed.backbone.")}  # a hybrid's CNN
+    assert orthogonal == MATRICES and rest == (ALL_ELSE | more) - fewer
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    stated = {parameter for parameter, state in optimizer.state.items() if "momentum_buffer" in state}
+    assert {id(p) for p in stated} == {id(p) for name, p in model.named_parameters() if name in MATRICES}
+
+
+def test_muon_needs_blocks():
+    with pytest.raises(ValueError, match=r"optim\.name is muon, which is for the matrices of a ViT's blocks"):
+        build_optimizer(timm.create_model("resnet18", num_classes=0), OptimConfig(name="muon"))
+
+
+def orthogonalized(matrix):
+    """Newton-Schulz in float64: the singular values go to about 1."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / np.linalg.norm(x)
+    for a, b, c in QUINTIC:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def test_muons_update_by_hand():
+    """Momentum (Nesterov's), Newton-Schulz, Adam's scale; timm computes the middle part in bf16."""
+    torch.manual_seed(0)
+    model = predictor(width=16, heads=2)
+    config = OptimConfig(name="muon", lr=0.1, momentum=0.8, weight_decay=0.5)
+    optimizer, parameters = build_optimizer(model, config), dict(model.named_parameters())
+    name = "encoder.blocks.0.mlp.fc1.weight"
+    weight, momentum = parameters[name].detach().double().numpy().copy(), 0.0
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        gradient = parameters[name].grad.double().numpy()
+        momentum = 0.8 * momentum + 0.2 * gradient
+        update = 0.2 * 64**0.5 * orthogonalized(0.2 * gradient + 0.8 * momentum)
+        before, weight = weight, (1 - 0.1 * 0.5) * weight - 0.1 * update
+        optimizer.step()
+        found = parameters[name].detach().double().numpy()
+        assert np.linalg.norm(found - weight) < 0.02 * np.linalg.norm(weight - before)
+        assert np.sqrt((update**2).mean()) == pytest.approx(0.2, rel=0.25)  # as large as Adam's are
+        weight = found.copy()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_layers_rates_are_timms(optimizer):
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=7)
+    names = {id(parameter): name for name, parameter in vit.named_parameters()}
+    groups = timm.optim.param_groups_layer_decay(vit, weight_decay=0.1, layer_decay=0.7)
+    expected = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
+    model = torch.nn.Module()
+    model.encoder = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=0)
+    model.head = torch.nn.Linear(192, 7)
+    built = build_optimizer(model, OptimConfig(name=optimizer, lr=1.0, layer_decay=0.7))
+    names = {id(parameter): name.removeprefix("encoder.") for name, parameter in model.named_parameters()}
+    found = {names[id(p)]: group["lr_scale"] for group in built.param_groups for p in group["params"]}
+    assert found == pytest.approx(expected) and found["blocks.2.mlp.fc1.weight"] == pytest.approx(0.7)

@@ -1,6 +1,7 @@
 """The main job, whole: what it writes, how it resumes, how it fails."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import mpp
 from mpp.checkpoint import complete_checkpoints
 from mpp.config import Config
 from mpp.loop import Update
+from mpp.optim import Muon
 from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor
 
@@ -93,16 +95,19 @@ HARD = (
 )
 
 
-@pytest.mark.parametrize("step", [1, 3, 5, 9])
-def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step):
-    whole = pretrain(*HARD, dir=tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("step", "optimizer"), [(1, "muon"), (3, "adam"), (5, "muon"), (9, "muon")], ids=lambda value: str(value)
+)
+def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step, optimizer):
+    arguments = (*HARD, f"--optim.name={optimizer}")
+    whole = pretrain(*arguments, dir=tmp_path / "whole")
     with monkeypatch.context() as context:
         kill_at(context, step)
         with pytest.raises(Killed):
-            pretrain(*HARD)
+            pretrain(*arguments)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # torn by the kill
-    resumed = pretrain(*HARD)
+    resumed = pretrain(*arguments)
     assert weights(resumed) == weights(whole)
     for key in ("loss", "accuracy", "optim/lr", "heldout/loss"):
         assert read_metrics(resumed, key) == read_metrics(whole, key)
@@ -246,7 +251,8 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
     assert read_metrics(pretrain("--run.steps=6"))[6] > 0  # resumes from it
 
 
-def test_a_gpu_is_not_waited_for_between_log_lines(pretrain, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_a_gpu_is_not_waited_for_between_log_lines(pretrain, monkeypatch, optimizer):
     """On a device that computes on its own, reading a number waits: not before the line of metrics that needs it."""
     read = []
 
@@ -267,12 +273,17 @@ def test_a_gpu_is_not_waited_for_between_log_lines(pretrain, monkeypatch):
         return result
 
     monkeypatch.setattr(Update, "__call__", watched)
-    pretrain("--run.steps=6", "--run.log_every=3", "--optim.average=0.9")
+    monkeypatch.setattr(
+        "mpp.optim.Muon", partial(Muon, capturable=True)
+    )  # as on a GPU, and timm allows it on none else
+    monkeypatch.setattr("timm.optim.nadamw._check_capturable_devices", lambda *_: None)
+    pretrain("--run.steps=6", "--run.log_every=3", "--optim.average=0.9", f"--optim.name={optimizer}")
     assert [counts[step] for step in (0, 1, 3, 4)] == [0] * 4
     assert counts[2] and counts[5]  # the count counts
 
 
-def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeypatch, optimizer):
     """As on a GPU: the loss of update 2 is not finite, which is noticed when the metrics of update 5 are logged."""
     call, weights = Update.__call__, {}
 
@@ -286,7 +297,8 @@ def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeyp
 
     monkeypatch.setattr(Update, "__call__", poisoned)
     with pytest.raises(FloatingPointError, match=r"of update 2 is not finite .*images s\d+\.jpg, "):
-        pretrain("--run.steps=10", "--run.log_every=5", "--run.checkpoint_every=10", "--objective.name=pixels")
+        arguments = ("--run.steps=10", "--run.log_every=5", "--run.checkpoint_every=10", "--objective.name=pixels")
+        pretrain(*arguments, f"--optim.name={optimizer}")
     assert all(torch.equal(*pair) for pair in zip(weights[1], weights[3], strict=True))
     assert not all(torch.equal(*pair) for pair in zip(weights[0], weights[1], strict=True))
 

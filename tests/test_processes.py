@@ -31,7 +31,8 @@ def test_two_processes_are_one_run(tmp_path):
 
 
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):
-    arguments = [a for a in TINY if not a.startswith("--probe")]
+    mixed = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--data.batch_size=4")
+    arguments = [*(a for a in TINY if not a.startswith("--probe")), *mixed]
     two = Command("supervised", *arguments, f"--run.dir={tmp_path / 'two'}", processes=2)
     assert two.wait() == [0, 0], two.said
     supervised.main([*arguments, f"--run.dir={tmp_path / 'one'}"])
