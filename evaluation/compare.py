@@ -11,7 +11,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,22 +19,38 @@ from typing import Any
 
 from accelerate import PartialState
 
-from evaluation.findings import Results, unique, write_findings
-from evaluation.plan import EVALUATIONS, TRAININGS, Case, CompareConfig, Options, plan
-from evaluation.probing import forget_features
-from evaluation.reports import write_json
+from evaluation import fewshot, finetune, knn, linear, masked, supervised
+from evaluation.suite.findings import Results, unique, write_findings
+from evaluation.suite.plan import Case, CompareConfig, Options, plan
+from evaluation.suite.probing import forget_features
+from evaluation.suite.reports import write_json
+from mpp.config import Config
 from mpp.encoder import fingerprint
-from mpp.hardware import uses_gpu
-from mpp.launch import command, in_one_line
-from mpp.lock import Held, hold
-from mpp.parsing import parse, plain, settings
-from mpp.training import last_scalars
+from mpp.errors import UserError
+from mpp.pretrain import Pretraining
+from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.launch import command, user_message
+from mpp.runtime.lock import Held, hold
+from mpp.runtime.parsing import parse, plain, settings
+from mpp.training.task import train
+from mpp.training.tracking import last_scalars
 
 PAUSE = 10  # seconds before looking again whether others are done
+TRAININGS: dict[str, tuple[type, Callable]] = {
+    "pretrain": (Config, lambda config: train(config, Pretraining)),
+    "supervised": (supervised.SupervisedConfig, lambda config: train(config, supervised.Supervised)),
+}
+EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
+    "fewshot": (fewshot.FewshotConfig, fewshot.run),
+    "knn": (knn.KnnConfig, knn.run),
+    "linear": (linear.LinearConfig, linear.run),
+    "finetune": (finetune.FinetuneConfig, finetune.run),
+    "masked": (masked.MaskedConfig, masked.run),
+}
 
 
-def words(options: Options, seed: int) -> list[str]:
-    """Settings as a command line's words; `{seed}` is filled in, several `config` files compose."""
+def command_line(options: Options, seed: int) -> list[str]:
+    """Settings as a command line; `{seed}` is filled in, several `config` files compose."""
     options = dict(options)
     files = options.pop("config", [])
     filled = {
@@ -45,7 +61,7 @@ def words(options: Options, seed: int) -> list[str]:
     ]
 
 
-def matter(config: Any) -> dict[str, Any]:
+def result_settings(config: Any) -> dict[str, Any]:
     """The settings that a result depends on, as JSON has them."""
     return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("plumbing")}
 
@@ -77,7 +93,7 @@ class Job:
         """The evaluation's command line."""
         entry, seed, evaluation, dataset = self.case
         if evaluation.command == "masked":  # reads a run's folder: no images, no other settings
-            return words(evaluation.options | {"encoder": entry.encoder, "out": str(self.report)}, seed)
+            return command_line(evaluation.options | {"encoder": entry.encoder, "out": str(self.report)}, seed)
         options = dataset.options | evaluation.options | entry.options
         options |= {"encoder": entry.encoder, "out": str(self.report)}
         if evaluation.command == "finetune":
@@ -85,7 +101,7 @@ class Job:
             options |= {"init": "random"} if entry.random else {}
         else:
             options |= {"random": entry.random, "seed": seed}
-        return words(options, seed)
+        return command_line(options, seed)
 
     @cached_property
     def evaluation(self) -> Any:
@@ -99,18 +115,22 @@ class Job:
         if entry.train is None:
             return None
         options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
-        return parse(TRAININGS[entry.train][0], words(options, self.case.seed))
+        return parse(TRAININGS[entry.train][0], command_line(options, self.case.seed))
 
-    def made_of(self) -> dict[str, Any]:
+    def provenance(self) -> dict[str, Any]:
         """What the report depends on: settings, but for the plumbing, and weights."""
-        trained = matter(self.training) if self.training and not self.case.encoder.random else None
-        return {"settings": matter(self.evaluation), "trained": trained, "encoder_sha256": fingerprint(self.weights)}
+        trained = result_settings(self.training) if self.training and not self.case.encoder.random else None
+        return {
+            "settings": result_settings(self.evaluation),
+            "trained": trained,
+            "encoder_sha256": fingerprint(self.weights),
+        }
 
     def found(self) -> dict[str, Any] | None:
         """The report, if there is one of these settings and weights."""
         try:
-            done = self.note.is_file() and json.loads(self.note.read_text()) == self.made_of()
-        except ValueError:  # no encoder there yet
+            done = self.note.is_file() and json.loads(self.note.read_text()) == self.provenance()
+        except UserError:  # no encoder there yet
             return None
         return json.loads(self.report.read_text()) if done else None
 
@@ -131,7 +151,7 @@ class Job:
             self.prepare()
             self.note.unlink(missing_ok=True)  # what it says will not be true of the next report
             EVALUATIONS[self.case.evaluation.command][1](self.evaluation)
-            write_json(self.note, self.made_of())
+            write_json(self.note, self.provenance())
 
 
 def share_out(jobs: Sequence[Job]) -> list[str]:
@@ -144,11 +164,11 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
                 job.carry_out()
             except Held:
                 left.append(job)
-            except (ValueError, FloatingPointError, RuntimeError) as error:  # out of memory, a loader that died
-                known = in_one_line(error)
-                if known is None:
+            except (UserError, RuntimeError) as error:  # out of memory, say
+                message = user_message(error)
+                if message is None:
                     traceback.print_exc()
-                failures.append(f"{job.case.slug}: {known or error}")
+                failures.append(f"{job.case.slug}: {message or error}")
                 print(f"warning: {failures[-1]}", file=sys.stderr)
         if len(left) == len(jobs):
             if not announced:
@@ -202,10 +222,10 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     """Train what is missing, evaluate everything, write the results.
 
     Raises:
-        ValueError: an entry that is none, before anything is done; an evaluation that failed, after all others.
+        UserError: an entry that is none, before anything is done; an evaluation that failed, after all others.
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
-        raise ValueError("a comparison is one process; start the command several times, and they share the work")
+        raise UserError("a comparison is one process; start the command several times, and they share the work")
     folder = Path(config.dir)
     questions, cases = plan(config)
     jobs = [Job(case, folder) for case in cases]
@@ -220,7 +240,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
         found = write_findings(folder, questions, results, asked)
     if failures:
-        raise ValueError(f"{len(failures)} of {len(jobs)} evaluations failed, such as {failures[0]}")
+        raise UserError(f"{len(failures)} of {len(jobs)} evaluations failed, such as {failures[0]}")
     return found
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.features import Features
-from evaluation.probing import ProbeConfig, probe
+from evaluation.suite.extraction import Features
+from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
-from mpp.launch import command
 from mpp.metrics import is_right
-from mpp.parsing import parse
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
 
 BIAS = 100.0
 BLOCK = 4096  # test images scored at a time: what bounds the memory

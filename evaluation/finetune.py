@@ -17,16 +17,18 @@ from typing import Any, Literal
 
 from accelerate import Accelerator, PartialState
 
-from evaluation.classify import Classification, Classifier, Pooling, zero_head
-from evaluation.encoders import load_frozen
-from evaluation.labelled import load_labelled
-from evaluation.reports import table, write_json
+from evaluation.suite.classify import Classification, Classifier, Pooling, zero_head
+from evaluation.suite.encoders import load_frozen
+from evaluation.suite.labelled import load_labelled
+from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
-from mpp.data import Share
+from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
-from mpp.launch import command
-from mpp.parsing import parse
-from mpp.training import last_evaluation, train
+from mpp.errors import Diverged, UserError
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
+from mpp.training.task import train
+from mpp.training.tracking import last_evaluation
 
 
 @dataclass(frozen=True)
@@ -90,19 +92,21 @@ class OneRunConfig(FinetuneConfig):
 class Finetuning(Classification):
     """The task: classify, from an encoder's weights."""
 
-    def __init__(self, config: OneRunConfig, accelerator: Accelerator, share: Share):
+    method = "Fine-tuned with labels; the classification head is left out"
+
+    def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
         train, test = load_labelled(config.data, accelerator)
-        photographs = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
-        super().__init__(accelerator, share, config.run, config.data, config.augment, photographs)
+        splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
+        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
         random = config.init == "random"
         drop_path = {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
         loaded = load_frozen(config.encoder, config.checkpoint, random, config.img_size, config.run.seed, **drop_path)
         if getattr(loaded.model, "attn_pool", None) is not None:
-            raise ValueError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
+            raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
-        head, takes = zero_head(encoder.num_features, self.classes), loaded.normalize
-        self.model = Classifier(encoder, head, config.pooling, takes.mean, takes.std)
+        head, normalize = zero_head(encoder.num_features, self.classes), loaded.normalize
+        self.model = Classifier(encoder, head, config.pooling, normalize.mean, normalize.std)
 
 
 def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float:
@@ -122,7 +126,7 @@ def accuracy_on_dev(config: FinetuneConfig, lr: float) -> float:
     """How good a rate is; one at which training diverges is as bad as can be."""
     try:
         return one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True)
-    except FloatingPointError as error:
+    except Diverged as error:
         print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
         return 0.0
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from evaluation.features import Features
-from evaluation.probing import ProbeConfig, probe
+from evaluation.suite.extraction import Features
+from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
-from mpp.hardware import uses_gpu
-from mpp.launch import command
 from mpp.metrics import is_right
-from mpp.parsing import parse
 from mpp.probe import knn_predict
+from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evaluation.features import Features
-from evaluation.probing import ProbeConfig, probe
+from evaluation.suite.extraction import Features
+from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
-from mpp.hardware import uses_gpu
-from mpp.launch import command
 from mpp.metrics import is_right
-from mpp.parsing import parse
+from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
 
 
 @dataclass(frozen=True)

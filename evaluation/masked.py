@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.reports import report_path, table, write_json
+from evaluation.suite.reports import report_path, table, write_json
 from mpp.config import plumbing
-from mpp.launch import command
-from mpp.parsing import parse
-from mpp.training import last_evaluation
+from mpp.errors import UserError
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
+from mpp.training.tracking import last_evaluation
 
 LINES = {"model": "accuracy", "nearest": "nearest", "most frequent": "most_frequent"}
 """What the table calls a line, and what the run's metrics do."""
@@ -36,7 +37,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     last = last_evaluation(Path(config.encoder))
     missing = [name for name in LINES.values() if f"heldout/{name}" not in last]
     if missing:
-        raise ValueError(f"encoder is {config.encoder}; it must be a pre-training run: it has no heldout/{missing[0]}")
+        raise UserError(f"encoder is {config.encoder}; it must be a pre-training run: it has no heldout/{missing[0]}")
     results = [{"case": line, "accuracy": last[f"heldout/{name}"]} for line, name in LINES.items()]
     report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}
     print(table(["masked patches", "accuracy (%)"], [[r["case"], f"{100 * r['accuracy']:.1f}"] for r in results]))

@@ -16,16 +16,17 @@ from accelerate import Accelerator, PartialState
 from timm.models import is_model_in_modules
 from torch import nn
 
-from evaluation.classify import Classification, Classifier, Pooling, zero_head
-from evaluation.labelled import load_labelled
-from evaluation.reports import table, write_json
+from evaluation.suite.classify import Classification, Classifier, Pooling, zero_head
+from evaluation.suite.labelled import load_labelled
+from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, require
-from mpp.data import Share
+from mpp.data.sources import as_arguments
+from mpp.data.views import BatchLayout
 from mpp.encoder import build_encoder
-from mpp.launch import command
-from mpp.parsing import parse
-from mpp.sources import in_words
-from mpp.training import last_evaluation, train
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
+from mpp.training.task import train
+from mpp.training.tracking import last_evaluation
 
 VITS = ("vision_transformer", "vision_transformer_hybrid")
 
@@ -49,15 +50,17 @@ class SupervisedConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(name="adam", lr=1e-3))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
 
 
 class Supervised(Classification):
     """The task: classify, from random weights."""
 
-    def __init__(self, config: SupervisedConfig, accelerator: Accelerator, share: Share):
-        photographs = load_labelled(config.data, accelerator)
-        super().__init__(accelerator, share, config.run, config.data, config.augment, photographs)
+    method = "Trained with labels, from random weights; the classification head is left out"
+
+    def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
+        splits = load_labelled(config.data, accelerator)
+        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         encoder, self.img_size = build_backbone(config.model)
         head = build_head(config.head, encoder.num_features, self.classes)
         self.model = Classifier(encoder, head, config.head.pooling, config.model.mean, config.model.std)
@@ -92,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})
         print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
         print(f"wrote {folder / 'supervised.json'}")
-        after = f"--encoder {folder} --run.dir {folder}_finetuned{in_words(config.data)}"
+        after = f"--encoder {folder} --run.dir {folder}_finetuned{as_arguments(config.data)}"
         print(f"next: accelerate launch evaluation/finetune.py {after}")
 
 

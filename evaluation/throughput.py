@@ -23,12 +23,13 @@ from typing import Any, Literal, NamedTuple
 import timm
 import torch
 
-from evaluation import contenders
-from evaluation.contenders import CEILINGS, FORWARD, TRAINING, Bench, Contender
-from evaluation.reports import table, write_json
+from evaluation.suite import contenders
+from evaluation.suite.contenders import CEILINGS, FORWARD, TRAINING, Bench, Contender
+from evaluation.suite.reports import table, write_json
 from mpp.config import RunConfig, require
-from mpp.launch import command, start
-from mpp.parsing import parse
+from mpp.errors import UserError
+from mpp.runtime.launch import command, start
+from mpp.runtime.parsing import parse
 
 BLOCK = 6  # updates in a row when loading is a part of it
 DRAIN = 4  # before them, so that what was loaded meanwhile is used up
@@ -169,7 +170,7 @@ def measure_memory(config: ThroughputConfig) -> dict[str, float]:
         try:
             found[name] = receiver.recv()
         except EOFError:
-            raise ValueError(f"memory of {name} cannot be measured: its process died") from None
+            raise UserError(f"memory of {name} cannot be measured: its process died") from None
         process.join()
     return found
 

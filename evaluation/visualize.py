@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from evaluation import fewshot, figures
-from evaluation.encoders import ColorFloor, FrozenEncoder, Representation, load_frozen
-from evaluation.features import EncoderConfig, extract_features, views_for
-from evaluation.inspection import (
+from evaluation import fewshot
+from evaluation.suite import figures
+from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
+from evaluation.suite.extraction import EncoderConfig, extract_features, views_for
+from evaluation.suite.inspection import (
     Unavailable,
     attention_distance,
     attention_rollout,
@@ -33,17 +34,20 @@ from evaluation.inspection import (
     model_of,
     position_similarity,
 )
-from evaluation.probing import judge
-from evaluation.reports import report_path, write_json
-from mpp.checkpoint import saved_settings
+from evaluation.suite.probing import judge
+from evaluation.suite.reports import report_path, write_json
 from mpp.config import RunConfig, as_lists, plumbing, require
-from mpp.data import held_out_loader
-from mpp.launch import command, start
+from mpp.data.sources import ImageDataset, load_image_datasets
+from mpp.data.views import held_out_loader
+from mpp.data.workers import deaths_explained
+from mpp.errors import UserError
+from mpp.features import Representation
 from mpp.panels import prediction_columns
-from mpp.parsing import parse
 from mpp.pretrain import is_pretraining, reopen
-from mpp.sources import Photographs, load_photographs
-from mpp.tracking import progress_bar
+from mpp.runtime.launch import command, start
+from mpp.runtime.parsing import parse
+from mpp.training.checkpoint import saved_settings
+from mpp.training.tracking import progress_bar
 
 Picture = Literal["predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"]
 Numbers = dict[str, Any]
@@ -87,7 +91,7 @@ class Subject(NamedTuple):
     config: VisualizeConfig
     accelerator: Accelerator
     encoder: FrozenEncoder | ColorFloor
-    held_out: Photographs
+    held_out: ImageDataset
 
     @property
     def run(self) -> Path:
@@ -112,7 +116,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
         raise Unavailable("only the folder of a pre-training run has the head that predicts")
     try:
         task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)
-    except ValueError as error:  # its checkpoints are gone, say
+    except UserError as error:  # its checkpoints are gone, say
         raise Unavailable(str(error)) from error
     task.held_out = task.held_out.choose(config.images, config.data.eval_seed)
     with subject.accelerator.autocast():
@@ -225,19 +229,19 @@ def visualize(config: VisualizeConfig) -> list[str]:
     """Draw the pictures that this encoder has something for; their names.
 
     Raises:
-        ValueError: no such encoder or images, or nothing to draw.
+        UserError: no such encoder or images, or nothing to draw.
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     if accelerator.num_processes > 1:
-        raise ValueError("pictures are drawn by one process: start it with python, without a launcher")
+        raise UserError("pictures are drawn by one process: start it with python, without a launcher")
     folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     encoder = load_frozen(config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
-    _, held_out = load_photographs(config.data)
+    _, held_out = load_image_datasets(config.data)
     subject = Subject(config, accelerator, encoder.to(accelerator.device), held_out)
     drawn, missing = [], {}
     folder.mkdir(parents=True, exist_ok=True)
-    with SummaryWriter(str(folder)) as writer:
+    with deaths_explained(), SummaryWriter(str(folder)) as writer:
         for name in config.pictures:
             try:
                 figure, numbers = PICTURES[name](subject)

@@ -1,12 +1,14 @@
 """Settings: typed, frozen, validated, and the only place where a default is written.
 
-The names are those of the command line (mpp/parsing.py): `--optim.lr 1e-3`. Fields marked `plumbing` change how a run
-is carried out and watched, not what it computes: only they may differ when a run is resumed.
+The names are those of the command line (mpp/runtime/parsing.py): `--optim.lr 1e-3`. Fields marked `plumbing` change
+how a run is carried out and watched, not what it computes: only they may differ when a run is resumed.
 """
 
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from mpp.errors import UserError
 
 
 def plumbing(default: Any) -> Any:
@@ -17,7 +19,7 @@ def plumbing(default: Any) -> Any:
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raise the one-line error of a setting that is out of range."""
     if not condition:
-        raise ValueError(f"{key} is {value}; it must be {allowed}")
+        raise UserError(f"{key} is {value}; it must be {allowed}")
 
 
 def as_lists(config: Any, *names: str) -> None:
@@ -267,10 +269,10 @@ class ObjectiveConfig:
 class OptimConfig:
     """The optimiser: warm-up, decay, clipping, averaging."""
 
-    name: Literal["muon", "adam", "sgd"] = "muon"
+    name: Literal["muon", "adam", "sgd"] = "adam"
     """muon: orthogonalised momentum for the blocks' matrices and Adam for all else (Jordan et al., 2024; timm's);
     adam: with decoupled weight decay, the paper's; sgd: with momentum, the paper's for fine-tuning."""
-    lr: float = 1e-2
+    lr: float = 3e-3
     """Base learning rate, reached after the warm-up. It never depends on the number of processes. Muon's is at Adam's
     scale (Liu et al., 2025), and is for both of its parts."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -327,12 +329,14 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Masked patch prediction pre-training."""
+    """Masked patch prediction pre-training. The defaults are what a search found for the birds: configs/README.md."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1300))
+    data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(name="muon", lr=2e-2, betas=(0.9, 0.95), global_batch_size=64)
+    )
     probe: ProbeConfig = field(default_factory=ProbeConfig)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mpp.config import CorruptionConfig
-from mpp.randomness import Stream, uniform
+from mpp.errors import UserError
+from mpp.runtime.randomness import Stream, uniform
 
 
 class Kind(IntEnum):
@@ -40,11 +41,11 @@ def corrupted_count(rate: float, patches: int) -> int:
     """K = floor(rate * N + 1/2), in decimal arithmetic: halves go up, whatever a float makes of them.
 
     Raises:
-        ValueError: no patch, or every patch, would be corrupted.
+        UserError: no patch, or every patch, would be corrupted.
     """
     count = int((Decimal(str(rate)) * patches).quantize(Decimal(1), rounding=ROUND_HALF_UP))
     if not 0 < count < patches:
-        raise ValueError(
+        raise UserError(
             f"corruption.rate is {rate}, which corrupts {count} of {patches} patches; "
             f"it must leave between 1 and {patches - 1} corrupted"
         )

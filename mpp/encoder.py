@@ -18,9 +18,10 @@ from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from mpp.checkpoint import digest
 from mpp.config import ModelConfig, check_grid
-from mpp.hardware import uses_gpu
+from mpp.errors import UserError
+from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.hashing import digest
 
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 
@@ -32,7 +33,7 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     filters resampled where the sizes differ.
 
     Raises:
-        ValueError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
+        UserError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
     """
     numbers = config.numbers()
     arguments = dict(
@@ -48,15 +49,15 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     name = config.name or PLAIN
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
-        raise ValueError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
+        raise UserError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
     try:
         encoder = timm.create_model(name, num_classes=0, **{k: v for k, v in arguments.items() if v is not None})
     except (AssertionError, TypeError) as error:
-        raise ValueError(f"model.name is {name}, which timm cannot build to these numbers: {error}") from error
+        raise UserError(f"model.name is {name}, which timm cannot build to these numbers: {error}") from error
     if not isinstance(encoder, VisionTransformer):
-        raise ValueError(f"model.name is {name}, a {type(encoder).__name__}; it must be a VisionTransformer of timm's")
+        raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a VisionTransformer of timm's")
     if encoder.attn_pool is not None:
-        raise ValueError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
+        raise UserError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
     check_grid(encoder.patch_embed.img_size[0], encoder.patch_embed.patch_size[0])
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
@@ -94,7 +95,7 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     """Load the weights at `path` (run folder, encoder folder or .safetensors file), resampled to the encoder's sizes.
 
     Raises:
-        ValueError: no such file, or weights of another architecture.
+        UserError: no such file, or weights of another architecture.
     """
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
@@ -102,13 +103,19 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
         state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
         encoder.load_state_dict(state)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"model.init_from: {file} cannot be read: {error}") from error
+        raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
     except RuntimeError as error:
-        raise ValueError(f"model.init_from: {file} does not fit the model: {' '.join(str(error).split())}") from error
+        raise UserError(f"model.init_from: {file} does not fit the model: {' '.join(str(error).split())}") from error
 
 
 def export_encoder(
-    encoder: nn.Module, folder: Path, img_size: int, mean: Sequence[float], std: Sequence[float], crop_pct: float
+    encoder: nn.Module,
+    folder: Path,
+    img_size: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float,
+    card: str = "",
 ) -> None:
     """Write a timm model in timm's layout.
 
@@ -118,12 +125,15 @@ def export_encoder(
         img_size: side of the images it was trained on.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         crop_pct: share of the shorter side that the evaluation's centre crop keeps.
+        card: text of its README.md; empty: none is written.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
     data_config["input_size"] = (3, img_size, img_size)
     ours = {"pretrained_cfg": {"tag": "mpp"}}  # not the tag of the weights that timm has under this name
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
+    if card:
+        (aside / "README.md").write_text(card)
     if folder.exists():
         shutil.rmtree(folder)
     aside.replace(folder)
@@ -140,7 +150,7 @@ def load_encoder(path: str | Path, **changes: Any) -> nn.Module:
         The timm model in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first; calling it gives
         pooled features (B, D). `timm.data.resolve_model_data_config(model)` says what input it takes: size, mean, std.
     Raises:
-        ValueError: no encoder there.
+        UserError: no encoder there.
     """
     return timm.create_model(f"local-dir:{encoder_folder(Path(path))}", pretrained=True, **changes).eval()
 
@@ -158,4 +168,4 @@ def encoder_folder(path: Path) -> Path:
     for folder in (path / "encoder", path):
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return folder
-    raise ValueError(f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run")
+    raise UserError(f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run")

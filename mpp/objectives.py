@@ -16,6 +16,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from mpp.config import ObjectiveConfig
+from mpp.errors import UserError
 
 
 def quantize(colors: Tensor, whole: int, bits: int) -> Tensor:
@@ -104,7 +105,7 @@ class GridColor:
 
     def __init__(self, config: ObjectiveConfig, patch_size: int):
         if patch_size % config.grid:
-            raise ValueError(f"objective.grid is {config.grid}; it must divide the patch size ({patch_size})")
+            raise UserError(f"objective.grid is {config.grid}; it must divide the patch size ({patch_size})")
         self.bits, self.patch_size, self.grid = config.bits, patch_size, config.grid
         self.classes = 2 ** (3 * config.bits)
         self.outputs = self.classes * config.grid**2
@@ -169,8 +170,8 @@ def build_objective(config: ObjectiveConfig, patch_size: int) -> Objective:
     """The objective that the config names.
 
     Raises:
-        ValueError: no such objective, or one that does not fit the patch size.
+        UserError: no such objective, or one that does not fit the patch size.
     """
     if config.name not in OBJECTIVES:
-        raise ValueError(f"objective.name is {config.name}; it must be one of {', '.join(OBJECTIVES)}")
+        raise UserError(f"objective.name is {config.name}; it must be one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[config.name](config, patch_size)

@@ -24,17 +24,18 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from mpp import lock
-from mpp.checkpoint import sync
 from mpp.config import ImagesConfig, plumbing, require
-from mpp.hardware import cores
-from mpp.images import UnreadableImage, decode
-from mpp.launch import command
-from mpp.lock import hold
-from mpp.parsing import changed_keys, parse, to_yaml
-from mpp.randomness import Stream, permutation
-from mpp.sources import describe, encoded_bytes, find_image_column, load_splits
-from mpp.tracking import progress_bar
+from mpp.data.images import UnreadableImage, decode
+from mpp.data.sources import describe, encoded_bytes, find_image_column, load_splits
+from mpp.errors import UserError
+from mpp.runtime import lock
+from mpp.runtime.hardware import cores
+from mpp.runtime.launch import command
+from mpp.runtime.lock import hold
+from mpp.runtime.parsing import changed_keys, parse, to_yaml
+from mpp.runtime.randomness import Stream, permutation
+from mpp.training.checkpoint import sync
+from mpp.training.tracking import progress_bar
 
 NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes for data
 
@@ -135,7 +136,7 @@ def plan(config: PrepareConfig) -> list[Shard]:
     """All shards of all splits.
 
     Raises:
-        ValueError: no such images, or the folder has shards of another number of them.
+        UserError: no such images, or the folder has shards of another number of them.
     """
     shards = []
     for split, rows in load_splits(config.data).items():
@@ -151,7 +152,7 @@ def plan(config: PrepareConfig) -> list[Shard]:
             shards.append(Shard(file, chosen, (image_column, label_column), config))
     strangers = {path.name for path in Path(config.out).glob("data/*.parquet")} - {shard.file.name for shard in shards}
     if strangers:
-        raise ValueError(f"out is {config.out}, which has shards of other images: {', '.join(sorted(strangers)[:3])}")
+        raise UserError(f"out is {config.out}, which has shards of other images: {', '.join(sorted(strangers)[:3])}")
     return shards
 
 
@@ -159,13 +160,13 @@ def open_folder(config: PrepareConfig, counts: dict[str, int]) -> None:
     """Check that the folder is new, or of the same settings and as many images of each split; note both."""
     saved, counted = (Path(config.out) / NOTES / name for name in ("config.yaml", "images.json"))
     if counted.is_file() and json.loads(counted.read_text()) != counts:
-        raise ValueError(f"out is {config.out}, prepared of other images ({counted.read_text()}, now {counts})")
+        raise UserError(f"out is {config.out}, prepared of other images ({counted.read_text()}, now {counts})")
     if saved.is_file():
         different = changed_keys(config, saved)
         if different:
-            raise ValueError(f"out is {config.out}, prepared with another {', '.join(different)}; choose another out")
-    elif any(path.name != lock.NAME for path in Path(config.out).iterdir()):
-        raise ValueError(f"out is {config.out}, which holds something else; choose another out")
+            raise UserError(f"out is {config.out}, prepared with another {', '.join(different)}; choose another out")
+    elif any(path.name not in lock.FILES for path in Path(config.out).iterdir()):
+        raise UserError(f"out is {config.out}, which holds something else; choose another out")
     saved.parent.mkdir(parents=True, exist_ok=True)
     saved.write_text(to_yaml(config))
     counted.write_text(json.dumps(counts))
@@ -186,7 +187,7 @@ def write_all(shards: Sequence[Shard], workers: int) -> Iterable[tuple[Shard, di
             for job in as_completed(jobs):
                 yield jobs[job], job.result()
         except BrokenProcessPool:
-            raise ValueError("a process died (out of memory?); the same command goes on, with fewer workers") from None
+            raise UserError("a process died (out of memory?); the same command goes on, with fewer workers") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare as the command line, or `arguments`, say."""
     config = parse(PrepareConfig, arguments, prog="python -m mpp.prepare")
     if config.data.path is None:
-        raise ValueError("data.path is null; it must be a data set of the hub, a folder, or a file")
+        raise UserError("data.path is null; it must be a data set of the hub, a folder, or a file")
     require(not Path(config.out).exists() or Path(config.out).is_dir(), "out", config.out, "a folder")
     shards = plan(config)
     with hold(Path(config.out), "out"):

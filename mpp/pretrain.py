@@ -11,28 +11,29 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mpp.checkpoint import restore, saved_settings
 from mpp.config import Config, SourceConfig, require
 from mpp.corruption import Corruption, corrupted_count
-from mpp.data import Batch, Share, collate
+from mpp.data.shards import load_streamed
+from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
+from mpp.data.views import Batch, BatchLayout, collate
 from mpp.encoder import build_encoder
-from mpp.launch import command
-from mpp.loop import due
+from mpp.features import extract, features_at, stages
 from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize, total
 from mpp.objectives import build_objective
-from mpp.optim import averages, build_optimizer, swap
 from mpp.panels import COLUMNS, prediction_columns, prediction_panel
-from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor, executed_flops
-from mpp.probe import knn_accuracy, patch_means
-from mpp.randomness import FIXED
-from mpp.shards import load_streamed
-from mpp.sources import Photographs, in_words, load_photographs
-from mpp.tracking import Tracker
-from mpp.training import ImageTask, last_evaluation, train
+from mpp.probe import knn_accuracy
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
+from mpp.runtime.randomness import FIXED
+from mpp.training.checkpoint import restore, saved_settings
+from mpp.training.loop import due
+from mpp.training.optim import averages, build_optimizer, swap
+from mpp.training.task import ImageTask, train
+from mpp.training.tracking import Tracker, last_evaluation
 
 PANEL_IMAGES = 8
 
@@ -40,11 +41,16 @@ PANEL_IMAGES = 8
 class Pretraining(ImageTask):
     """The task that `fit` trains: predict what the corrupted patches looked like."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, share: Share):
-        super().__init__(accelerator, share, config.run, config.data)
+    method = (
+        "Pre-trained without labels by masked patch prediction (Dosovitskiy et al., ICLR 2021, appendix B.1.2). Its "
+        "[class] token got no gradient of its own: the mean of the patch tokens is mostly the better feature"
+    )
+
+    def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
+        super().__init__(accelerator, layout, config.run, config.data)
         self.config, self.corruption = config, config.corruption
         if config.corruption.source == "batch":
-            require(share.batch > 1, "data.batch_size", share.batch, "above 1 with corruption.source=batch")
+            require(layout.batch_size > 1, "data.batch_size", layout.batch_size, "above 1 with corruption.source=batch")
         encoder = build_encoder(config.model)
         self.img_size = encoder.patch_embed.img_size[0]
         self.patch_size = self.img_size // encoder.patch_embed.grid_size[0]  # in pixels, for hybrids too
@@ -54,12 +60,12 @@ class Pretraining(ImageTask):
         self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
         with accelerator.main_process_first():
             if config.data.streaming:
-                self.train, self.known, self.held_out = load_streamed(
+                self.train, self.probe_train, self.held_out = load_streamed(
                     config.data, config.probe.images, config.data.eval_images
                 )
             else:
-                train, self.held_out = load_photographs(config.data)
-                self.train = self.known = train.choose(config.data.train_images, config.data.eval_seed)
+                train, self.held_out = load_image_datasets(config.data)
+                self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
@@ -113,30 +119,33 @@ class Pretraining(ImageTask):
         return images, corruption, model(images, corruption).float()
 
     def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
-        """kNN accuracy of the patches' mean after each block, where there are labels."""
-        train, test = self.known.labelled(), self.held_out.labelled()
+        """kNN accuracy of the patches' mean after each block, where there are labels; on the main process alone."""
+        train, test = self.probe_train.labelled(), self.held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
             return {}
         seed = self.data.eval_seed
         known, classes = self.features(model, train.choose(self.config.probe.images, seed))
         unseen, truth = self.features(model, test.choose(self.data.eval_images, seed))
-        device, neighbours = self.accelerator.device, self.config.probe.neighbours
-        classes, truth = classes.to(device), truth.to(device)
-        mine = {}
-        for depth in range(self.share.rank, len(known), self.share.processes):  # each process its depths
-            before, after = known[depth].to(device), unseen[depth].to(device)  # a depth at a time: what fits on a GPU
-            mine[f"knn/depth_{depth + 1:02d}"] = knn_accuracy(before, classes, after, truth, neighbours)
-        return dict(sorted(item for each in gather_object([mine]) for item in each.items()))
+        if not self.accelerator.is_main_process:
+            return {}
+        return {
+            f"knn/depth_{depth:02d}": self.judge(before, classes, after, truth)
+            for depth, (before, after) in enumerate(zip(known, unseen, strict=True), start=1)
+        }
 
-    def features(self, model: MaskedPatchPredictor, photographs: Photographs) -> tuple[Tensor, Tensor]:
-        """Features (depth, N, D) and labels (N,) of photographs, gathered from all processes."""
-        parts = []
-        for batch in self.fixed_batches(photographs):
-            with self.accelerator.autocast():
-                means = patch_means(model.encoder, model.normalize(batch.images.to(self.accelerator.device)))
-            parts.append((means.cpu(), batch.labels))
-        parts = gather_object(parts)
-        return torch.cat([means for means, _ in parts], 1), torch.cat([labels for _, labels in parts])
+    def judge(self, *features_and_labels: NDArray) -> float:
+        """kNN accuracy of one depth, computed on the device."""
+        tensors = (torch.from_numpy(part).to(self.accelerator.device) for part in features_and_labels)
+        return knn_accuracy(*tensors, self.config.probe.neighbours)
+
+    def features(self, model: MaskedPatchPredictor, dataset: ImageDataset) -> tuple[list[NDArray], NDArray]:
+        """Features (N, D) at every depth and labels (N,) of a data set; on the main process alone."""
+        depths = range(1, 1 + len(stages(model.encoder)))
+
+        def encode(images: Tensor) -> list[Tensor]:
+            return features_at(model.encoder, model.normalize(images), depths, "mean")
+
+        return extract(self.fixed_batches(dataset), encode, len(dataset), self.accelerator)
 
     def flops(self) -> int:
         sample = collate([self.views(self.held_out)[FIXED, 0]])
@@ -167,7 +176,9 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
-    task = Pretraining(dataclasses.replace(config, data=data, model=model), accelerator, Share(PANEL_IMAGES, 1, 1, 0))
+    task = Pretraining(
+        dataclasses.replace(config, data=data, model=model), accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0)
+    )
     optimizer = build_optimizer(task.model, config.optim)
     step, _ = restore(folder, task.model, optimizer)
     require(step > 0, "encoder", folder, "a run with a checkpoint that is whole")
@@ -198,7 +209,7 @@ def report(folder: Path, images: SourceConfig) -> None:
             f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
         )
     print(f"next: tensorboard --logdir {folder.parent}")
-    print(f"next: python evaluation/fewshot.py --encoder {folder}{in_words(images)}")
+    print(f"next: python evaluation/fewshot.py --encoder {folder}{as_arguments(images)}")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,14 @@
-"""The kNN classifier on frozen features, and the features at every depth that it judges while training."""
+"""The kNN classifier on frozen features."""
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from mpp.metrics import is_right
 
 BLOCK = 1024  # test images compared at a time: what bounds the memory
-
-
-@torch.no_grad()
-def patch_means(encoder: VisionTransformer, images: Tensor) -> Tensor:
-    """Mean of the patch tokens after each block.
-
-    Args:
-        images: (B, 3, H, W), normalised.
-    Returns:
-        (depth, B, D) float32.
-    """
-    tokens = encoder.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)
-    return torch.stack([of_block.float().mean(1) for of_block in tokens])
 
 
 def knn_predict(

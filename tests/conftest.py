@@ -15,8 +15,8 @@ import pytest
 from accelerate.state import AcceleratorState
 from PIL import Image
 
-from mpp.loop import Update
 from mpp.pretrain import main
+from mpp.training.loop import Update
 
 ROOT = Path(__file__).parent.parent
 TINY = (

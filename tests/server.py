@@ -30,7 +30,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     os.dup2(descriptor, 2)
     sys.stdout.reconfigure(line_buffering=True)  # what is said before a kill is said
     os.environ.update(environment)
-    from mpp.launch import command
+    from mpp.runtime.launch import command
 
     try:
         command(lambda: importlib.import_module(MODULES[module]).main(arguments))

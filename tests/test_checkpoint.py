@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpp.checkpoint import complete_checkpoints, restore, save_checkpoint
+from mpp.training.checkpoint import complete_checkpoints, restore, save_checkpoint
 
 
 def trained(seed, steps=3):
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):
     def dies(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mpp.checkpoint.flat_state", dies)
+    monkeypatch.setattr("mpp.training.checkpoint.flat_state", dies)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path, 2, *trained(0), keep=2)
     assert restore(tmp_path, *trained(1, steps=0))[0] == 1

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 import mpp
 from evaluation import finetune, supervised
-from evaluation.classify import Classification
-from evaluation.labelled import load_labelled
-from mpp.checkpoint import complete_checkpoints
+from evaluation.suite.classify import Classification
+from evaluation.suite.labelled import load_labelled
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
-from mpp.data import Batch, Share
+from mpp.data.sources import load_image_datasets
+from mpp.data.views import Batch, BatchLayout
 from mpp.encoder import export_encoder
-from mpp.optim import averaged_weights, build_optimizer
-from mpp.sources import load_photographs
+from mpp.training.checkpoint import complete_checkpoints
+from mpp.training.optim import averaged_weights, build_optimizer
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
@@ -148,7 +148,7 @@ def test_finetunings_defaults_are_the_papers():
 
 
 def test_dev_split_is_cut_from_train():
-    train, test = (part.labelled() for part in load_photographs(DataConfig()))
+    train, test = (part.labelled() for part in load_image_datasets(DataConfig()))
     kept, dev = train.cut(0.1, 0, "dev")
     names = [{part.rows[i]["image"]["bytes"] for i in range(len(part))} for part in (kept, dev, test)]
     assert len(kept) == 387 and len(dev) == 43
@@ -192,7 +192,9 @@ def classification(augment, batch=4):
     """A task on the birds, whose model is one linear layer on the pixels."""
     data, run = DataConfig(), RunConfig()
     accelerator = Accelerator(cpu=True)
-    task = Classification(accelerator, Share(batch, 1, 1, 0), run, data, augment, load_labelled(data, accelerator))
+    task = Classification(
+        accelerator, BatchLayout(batch, 1, 1, 0), run, data, augment, load_labelled(data, accelerator)
+    )
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, task.classes))
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (batch, 3, 8, 8), generator=generator, dtype=torch.uint8)

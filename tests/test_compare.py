@@ -8,13 +8,14 @@ import yaml
 from conftest import ROOT, encoded, picture, read_metrics
 from server import Command
 
-from evaluation import compare, masked, plan
-from evaluation.encoders import load_frozen
-from evaluation.figures import plot_depths, plot_lines
-from evaluation.findings import numbers_of
+from evaluation import compare, masked
 from evaluation.finetune import FinetuneConfig
+from evaluation.suite import plan
+from evaluation.suite.encoders import load_frozen
+from evaluation.suite.figures import plot_depths, plot_lines
+from evaluation.suite.findings import numbers_of
 from evaluation.supervised import SupervisedConfig
-from mpp.parsing import parse
+from mpp.runtime.parsing import parse
 
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
@@ -118,7 +119,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     text = (tmp_path / "out" / "table.md").read_text()
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
-    for commands in (plan.EVALUATIONS, plan.TRAININGS):
+    for commands in (compare.EVALUATIONS, compare.TRAININGS):
         for name, (kind, _) in list(commands.items()):
             monkeypatch.setitem(commands, name, (kind, lambda config: pytest.fail("done twice")))
     compare.main(["--config", str(small)])
@@ -162,7 +163,7 @@ def test_an_error_of_the_machine_leaves_the_others_too(floors, tmp_path, monkeyp
     def fail(config):
         raise RuntimeError("CUDA error: of some sort")
 
-    monkeypatch.setitem(plan.EVALUATIONS, "knn", (plan.EVALUATIONS["knn"][0], fail))
+    monkeypatch.setitem(compare.EVALUATIONS, "knn", (compare.EVALUATIONS["knn"][0], fail))
     config = yaml.safe_load((tmp_path / "compare.yaml").read_text())
     failing = {"name": "kNN", "command": "knn", "options": FAST}
     config = {key: config[key][-1:] for key in ("encoders", "datasets")} | {"dir": config["dir"]}

@@ -8,16 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evaluation.compare import CompareConfig
-from evaluation.features import FeaturesConfig
 from evaluation.fewshot import FewshotConfig
 from evaluation.finetune import FinetuneConfig
 from evaluation.knn import KnnConfig
 from evaluation.linear import LinearConfig
+from evaluation.suite.extraction import FeaturesConfig
 from evaluation.supervised import SupervisedConfig
 from evaluation.throughput import ThroughputConfig
 from evaluation.visualize import VisualizeConfig
 from mpp.config import Config
-from mpp.parsing import flatten, parse, to_yaml
+from mpp.runtime.parsing import flatten, parse, to_yaml
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
 COMMANDS += [CompareConfig, VisualizeConfig, ThroughputConfig]

@@ -11,14 +11,14 @@ from conftest import encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
-from mpp.data import Positions, Share, Views, held_out_loader, hold, training_loader
-from mpp.images import UnreadableImage
-from mpp.randomness import FIXED
-from mpp.sources import decode_cell, load_photographs
+from mpp.data.images import UnreadableImage
+from mpp.data.sources import decode_cell, load_image_datasets
+from mpp.data.views import BatchLayout, TrainingBatchSampler, ViewDataset, held_out_loader, hold, training_loader
+from mpp.runtime.randomness import FIXED
 
 
-def views(photographs, **settings) -> Views:
-    return Views(photographs, DataConfig(**settings), 32, 0, CorruptionConfig(), patches=16)
+def views(dataset, **settings) -> ViewDataset:
+    return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), patches=16)
 
 
 def rows(count=12, column="image", **more) -> datasets.Dataset:
@@ -28,7 +28,7 @@ def rows(count=12, column="image", **more) -> datasets.Dataset:
 
 
 def test_birds_are_the_default():
-    train, test = load_photographs(DataConfig())
+    train, test = load_image_datasets(DataConfig())
     assert (len(train), len(test)) == (633, 286)
     assert (train.labels >= 0).sum() == 430 and (test.labels >= 0).all()
     assert train.decode(0, 10**6).shape == (3, 120, 120)
@@ -37,13 +37,13 @@ def test_birds_are_the_default():
 
 def test_folder_of_images_is_cut_by_a_seed(image_folder):
     config = DataConfig(path=str(image_folder), eval_fraction=0.25)
-    train, held_out = load_photographs(config)
+    train, held_out = load_image_datasets(config)
     names = [[p.name(i) for i in range(len(p))] for p in (train, held_out)]
     assert [len(n) for n in names] == [9, 3] and not set(names[0]) & set(names[1])
     assert sorted(train.labels.tolist() + held_out.labels.tolist()) == [0] * 6 + [1] * 6
-    again = load_photographs(config)[1]
+    again = load_image_datasets(config)[1]
     assert [again.name(i) for i in range(3)] == names[1]
-    other = load_photographs(DataConfig(path=str(image_folder), eval_fraction=0.25, eval_seed=1))[1]
+    other = load_image_datasets(DataConfig(path=str(image_folder), eval_fraction=0.25, eval_seed=1))[1]
     assert [other.name(i) for i in range(3)] != names[1]
     assert (train.decode(0, 10**6).shape) == (3, 40, 48)
 
@@ -65,7 +65,7 @@ def test_other_layouts_on_disk(tmp_path, kind):
         table.save_to_disk(path)
     else:
         datasets.DatasetDict(train=table, test=rows(4)).save_to_disk(path)
-    train, held_out = load_photographs(DataConfig(path=str(path)))
+    train, held_out = load_image_datasets(DataConfig(path=str(path)))
     named_split = kind in ("parquet folder", "saved with splits")
     assert (len(train), len(held_out)) == ((12, 4) if named_split else (11, 1))
     assert train.decode(0, 10**6).shape == (3, 40, 48)
@@ -75,9 +75,9 @@ def test_columns_of_other_names_and_text_labels(tmp_path):
     kinds = ["owl", "cat", None, "owl"] * 3
     rows(column="photo", species=kinds).to_parquet(tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
-    train, _ = load_photographs(DataConfig(path=path, eval_fraction=0.1))
+    train, _ = load_image_datasets(DataConfig(path=path, eval_fraction=0.1))
     assert train.labels is None
-    train, held_out = load_photographs(DataConfig(path=path, image_column="photo", label_column="species"))
+    train, held_out = load_image_datasets(DataConfig(path=path, image_column="photo", label_column="species"))
     assert collections.Counter([*train.labels, *held_out.labels]) == {1: 6, 0: 3, -1: 3}
 
 
@@ -86,7 +86,7 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
         single = [label[0] for label in labels] if split == "train" else [-1] * 12
         table = rows().add_column("label", single).add_column("real", labels)
         table.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
-    train, test = load_photographs(DataConfig(path=str(tmp_path), eval_label_column="real"))
+    train, test = load_image_datasets(DataConfig(path=str(tmp_path), eval_label_column="real"))
     assert train.labels.tolist() == [0, 1, 2] * 4
     assert test.labels.tolist() == [[0, 2], [-1, -1], [1, -1]] * 4
     assert test.labelled().labels.tolist() == [[0, 2], [1, -1]] * 4
@@ -95,14 +95,14 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
 
 def test_something_else_called_label_is_no_label_unless_asked_for(tmp_path):
     rows().add_column("label", [0.5] * 12).to_parquet(tmp_path / "a.parquet")
-    assert load_photographs(DataConfig(path=str(tmp_path / "a.parquet")))[0].labels is None
+    assert load_image_datasets(DataConfig(path=str(tmp_path / "a.parquet")))[0].labels is None
     with pytest.raises(ValueError, match=r"data\.label_column is label, which holds no classes"):
-        load_photographs(DataConfig(path=str(tmp_path / "a.parquet"), label_column="label"))
+        load_image_datasets(DataConfig(path=str(tmp_path / "a.parquet"), label_column="label"))
 
 
 def test_a_seeded_choice_of_training_images(image_folder):
     config = DataConfig(path=str(image_folder), eval_fraction=0.25)
-    train, _ = load_photographs(config)
+    train, _ = load_image_datasets(config)
     names = [[chosen.name(i) for i in range(len(chosen))] for chosen in (train.choose(4, seed) for seed in (0, 0, 1))]
     assert len(names[0]) == 4 and names[0] == names[1] != names[2]
     assert len({name.split("/")[-2] for name in names[0]}) == 2  # not the first of files that come sorted by class
@@ -130,14 +130,14 @@ def test_bad_sources_are_named(tmp_path, settings, words):
     places = {"file": tmp_path / "a.parquet", "text": tmp_path / "text.txt", "empty": tmp_path / "empty"}
     settings["path"] = settings["path"].format(**places)
     with pytest.raises(ValueError) as error:
-        load_photographs(DataConfig(**settings))
+        load_image_datasets(DataConfig(**settings))
     assert "\n" not in str(error.value)
     assert all(word in str(error.value) for word in words)
 
 
 def test_every_epoch_shows_every_image_once_in_another_order():
-    share = Share.of(6, 3, processes=1, rank=0)
-    keys = [key for batch in Positions(9, seed=0, share=share, start=0, stop=6) for key in batch]
+    layout = BatchLayout.of(6, 3, world_size=1, rank=0)
+    keys = [key for batch in TrainingBatchSampler(9, seed=0, layout=layout, start=0, stop=6) for key in batch]
     assert len(keys) == 36
     epochs = [[index for epoch, index in keys if epoch == e] for e in range(4)]
     assert all(sorted(order) == list(range(9)) for order in epochs)
@@ -147,9 +147,9 @@ def test_every_epoch_shows_every_image_once_in_another_order():
 @pytest.mark.parametrize(("batch", "processes"), [(None, 1), (2, 1), (1, 3), (4, 3), (None, 4)])
 def test_an_updates_images_do_not_depend_on_how_they_are_shared_out(batch, processes):
     def updates(batch, processes, start):
-        shares = [Share.of(12, batch, processes, rank) for rank in range(processes)]
-        parts = [list(Positions(7, 0, share, start, 5)) for share in shares]
-        passes = shares[0].accumulation
+        layouts = [BatchLayout.of(12, batch, processes, rank) for rank in range(processes)]
+        parts = [list(TrainingBatchSampler(7, 0, layout, start, 5)) for layout in layouts]
+        passes = layouts[0].accumulation_steps
         return [
             [key for m in range(passes) for part in parts for key in part[update * passes + m]]
             for update in range(5 - start)
@@ -163,28 +163,28 @@ def test_an_updates_images_do_not_depend_on_how_they_are_shared_out(batch, proce
 @pytest.mark.parametrize(("batch", "processes"), [(5, 1), (None, 5), (4, 2)])
 def test_a_global_batch_that_cannot_be_shared_out_is_an_error(batch, processes):
     with pytest.raises(ValueError, match=r"optim\.global_batch_size is 12; it must be a multiple of"):
-        Share.of(12, batch, processes, 0)
+        BatchLayout.of(12, batch, processes, 0)
 
 
 def test_samples_do_not_depend_on_workers():
-    train, _ = load_photographs(DataConfig())
-    share = Share.of(4, 4, 1, 0)
-    batches = [list(training_loader(views(train, workers=workers), share, 158, 160)) for workers in (0, 2)]
+    train, _ = load_image_datasets(DataConfig())
+    layout = BatchLayout.of(4, 4, 1, 0)
+    batches = [list(training_loader(views(train, workers=workers), layout, 158, 160)) for workers in (0, 2)]
     for here, there in zip(*batches, strict=True):
         assert torch.equal(here.images, there.images) and torch.equal(here.indices, there.indices)
         assert all(torch.equal(a, b) for a, b in zip(here.corruption, there.corruption, strict=True))
 
 
 def test_loading_draws_nothing_from_torchs_generator():
-    train, _ = load_photographs(DataConfig())
+    train, _ = load_image_datasets(DataConfig())
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    next(iter(training_loader(views(train, workers=0), Share.of(2, 2, 1, 0), 0, 1)))
+    next(iter(training_loader(views(train, workers=0), BatchLayout.of(2, 2, 1, 0), 0, 1)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_held_out_images_are_each_seen_once_in_one_view():
-    _, test = load_photographs(DataConfig())
+    _, test = load_image_datasets(DataConfig())
     test = test.choose(11, 0)
     parts = [list(held_out_loader(views(test, workers=0), 4, 2, rank)) for rank in range(2)]
     assert sorted(int(i) for part in parts for batch in part for i in batch.indices) == list(range(11))
@@ -196,7 +196,7 @@ def test_unreadable_images_are_named_and_replaced(image_folder):
     (image_folder / "cat" / "broken.png").write_bytes(b"nothing")
     (image_folder / "cat" / "text.jpg").write_text("this is no image")
     config = DataConfig(path=str(image_folder), eval_fraction=0.01)
-    train, _ = load_photographs(config)
+    train, _ = load_image_datasets(config)
     dataset = views(train)
     names = [train.name(i) for i in range(len(train))]
     broken = [i for i, name in enumerate(names) if name.endswith(("broken.png", "text.jpg"))]
@@ -210,14 +210,14 @@ def test_unreadable_images_are_named_and_replaced(image_folder):
 
 
 def test_missing_files_are_unreadable_not_fatal(image_folder):
-    train, _ = load_photographs(DataConfig(path=str(image_folder), eval_fraction=0.01))
+    train, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_fraction=0.01))
     shutil.rmtree(image_folder / "cat")
     gone = next(i for i in range(len(train)) if "/cat/" in train.name(i))
     assert len(views(train)[0, gone].unreadable) >= 1
 
 
 def test_views_fit_torchs_own_loader():
-    _, test = load_photographs(DataConfig())
+    _, test = load_image_datasets(DataConfig())
     crops = [sample.images for sample in DataLoader(views(test), sampler=[(0, 0), (0, 1)], batch_size=None)]
     assert np.shape(crops) == (2, 3, 32, 32)
 
@@ -237,15 +237,15 @@ def test_a_cell_may_hold_a_url(image_folder):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
     (image_folder / "cat" / "01.png").write_bytes(b"no image")
-    photographs, _ = load_photographs(DataConfig(path=str(image_folder), eval_split=None))
-    held = hold(photographs, DataConfig(workers=workers))
-    broken = [index for index in range(len(photographs)) if photographs.name(index).endswith("01.png")]
-    for index in set(range(len(photographs))) - set(broken):
-        assert torch.equal(held.decode(index, 10**6), photographs.decode(index, 10**6))
+    dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
+    held = hold(dataset, DataConfig(workers=workers))
+    broken = [index for index in range(len(dataset)) if dataset.name(index).endswith("01.png")]
+    for index in set(range(len(dataset))) - set(broken):
+        assert torch.equal(held.decode(index, 10**6), dataset.decode(index, 10**6))
         assert held.decode(index, 1).shape == (3, 40, 48)  # it is not decoded again
     for index in broken:
         with pytest.raises(UnreadableImage):
             held.decode(index, 10**6)
     needed = sum(held.decoded.shapes.prod(1) * 3)
-    assert hold(photographs, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
-    assert not hold(photographs, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
+    assert hold(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
+    assert not hold(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded

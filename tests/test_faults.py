@@ -20,11 +20,11 @@ from conftest import TINY, encoded, picture, read_metrics, start_command, wait_u
 from PIL import Image
 from server import Command, context
 
-from mpp.checkpoint import newest_step
 from mpp.config import Config
-from mpp.images import UnreadableImage, decode
-from mpp.parsing import parse, to_yaml
-from mpp.preemption import ECHO, EXIT_CODE, MARKER
+from mpp.data.images import UnreadableImage, decode
+from mpp.runtime.parsing import parse, to_yaml
+from mpp.runtime.preemption import ECHO, EXIT_CODE, MARKER
+from mpp.training.checkpoint import newest_step
 
 pytestmark = pytest.mark.faults
 
@@ -163,7 +163,7 @@ def test_a_signal_under_the_launcher(tmp_path, tally):
 
 def linger() -> None:
     """Evaluation takes a while, and says when it begins."""
-    from evaluation.classify import Classification
+    from evaluation.suite.classify import Classification
 
     evaluate = Classification.evaluate
 
@@ -195,7 +195,7 @@ def dawdle() -> None:
     """Building the data set takes for ever."""
     import mpp.pretrain
 
-    mpp.pretrain.load_photographs = lambda config: (print("building", flush=True), time.sleep(1000))
+    mpp.pretrain.load_image_datasets = lambda config: (print("building", flush=True), time.sleep(1000))
 
 
 def test_a_signal_before_a_runs_first_step_leaves_the_folder_usable(tmp_path, tally):
@@ -225,7 +225,7 @@ def test_a_signal_before_training_ends_at_once(tmp_path, tally):
 
 def stall() -> None:
     """Checkpoints take for ever."""
-    from mpp import loop
+    from mpp.training import loop
 
     loop.save_checkpoint = lambda *args: time.sleep(1000)
 
@@ -404,8 +404,8 @@ def test_a_bomb_is_refused_in_little_memory(tally):
 
 def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
-    from mpp import images
-    from mpp.loop import Update
+    from mpp.data import images
+    from mpp.training.loop import Update
 
     decode, call = images.decode, Update.__call__
     images.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
@@ -429,17 +429,17 @@ def stuck() -> None:
     import ctypes
     from itertools import count
 
-    from mpp import images
-    from mpp.loop import Update
+    from mpp.data import images
+    from mpp.errors import UserError
+    from mpp.training.loop import Update
 
     decode, calls = images.decode, count()
     images.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
 
     def fail(self, step, micro, measure):
         time.sleep(2)
-        raise ValueError("the run fails")
+        raise UserError("the run fails")
 
-    fail.__code__ = fail.__code__.replace(co_filename=images.__file__)  # as if the package raised it
     Update.__call__ = fail
 
 
@@ -451,12 +451,12 @@ def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
 
 def poison() -> None:
     """On the second of two processes, the gradient of update 5 is infinite."""
-    from mpp.loop import Update
+    from mpp.training.loop import Update
 
     call = Update.__call__
 
     def poisoned(self, step, micro, measure):
-        if step == 5 and self.share.rank == 1:
+        if step == 5 and self.layout.rank == 1:
             next(self.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
         return call(self, step, micro, measure)
 

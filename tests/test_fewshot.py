@@ -8,8 +8,8 @@ import pytest
 from sklearn.linear_model import Ridge
 
 from evaluation import fewshot
-from evaluation.features import NAMES, Features, load_features, save_features
 from evaluation.fewshot import FewshotConfig, evaluate, note, orders, predict
+from evaluation.suite.extraction import NAMES, Features, load_features, save_features
 
 
 def features(classes=7, per_class=30, width=20, test=200, seed=0) -> Features:

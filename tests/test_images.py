@@ -12,8 +12,8 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig
-from mpp.images import UnreadableImage, augment, centre_crop, crop_box, decode, random_crop
-from mpp.randomness import Stream, words
+from mpp.data.images import UnreadableImage, augment, centre_crop, crop_box, decode, random_crop
+from mpp.runtime.randomness import Stream, random_words
 
 LIMIT = 10_000_000
 RGB = picture()
@@ -190,6 +190,6 @@ def test_randaugment_is_torchvisions_and_a_function_of_the_sample():
     again = [augment(image, 9, 0, epoch, index) for epoch in range(2) for index in range(4)]
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
     assert len({part.numpy().tobytes() for part in first}) > 5  # two operations each, now and then none
-    number = int(words(Stream.AUGMENT, 0, 1, 2, 1)[0]) >> 1
+    number = int(random_words(Stream.AUGMENT, 0, 1, 2, 1)[0]) >> 1
     torch.manual_seed(number)
     assert torch.equal(first[6], RandAugment(magnitude=9)(image))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from conftest import Killed, kill_at, read_metrics, run_command
 
-from mpp import launch
 from mpp.config import RunConfig
-from mpp.hardware import bf16_is_native, uses_gpu
-from mpp.launch import check_promise, check_trackers, choose_precision, choose_threads, in_one_line
+from mpp.errors import Diverged, UserError
+from mpp.runtime import launch
+from mpp.runtime.hardware import bf16_is_native, uses_gpu
+from mpp.runtime.launch import check_promise, check_trackers, choose_precision, choose_threads, user_message
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -96,8 +97,26 @@ def test_other_parallelism_is_refused(monkeypatch):
 
 
 def test_a_gpu_out_of_memory_is_told_what_to_do():
-    assert "lower data.batch_size" in in_one_line(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
-    assert in_one_line(RuntimeError("size mismatch")) is None  # a bug keeps its traceback
+    assert "lower data.batch_size" in user_message(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+
+
+@pytest.mark.parametrize("bug", [RuntimeError("size mismatch"), ValueError("zip()"), KeyError("a")])
+def test_a_bug_keeps_its_traceback(bug):
+    def main():
+        raise bug
+
+    with pytest.raises(type(bug)):
+        launch.command(main)
+
+
+@pytest.mark.parametrize("error", [UserError("data.path is x"), Diverged("not finite"), OSError(28, "No space left")])
+def test_what_a_user_can_mend_is_one_line(error, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        launch.command(main)
+    assert ended.value.code == 2 and capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_a_launcher_that_was_told_cpu_leaves_the_gpu_alone(monkeypatch):

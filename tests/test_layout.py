@@ -1,12 +1,15 @@
 """The files of the project: names that shadow nothing, one source of versions of the truth."""
 
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
 
@@ -33,3 +36,47 @@ def test_birds_travel_with_the_package():
         "train-00000-of-00001.parquet",
         "test-00000-of-00001.parquet",
     }
+
+
+def test_an_installed_package_works_from_an_empty_folder(tmp_path):
+    """Not editable, not from a checkout: modules and configs come from what was installed."""
+    source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    for name in tracked.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site))
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    empty.mkdir()
+
+    def run(*words):
+        env = os.environ | {"PYTHONPATH": str(site)}
+        return subprocess.run(words, cwd=empty, env=env, capture_output=True, text=True)
+
+    short = [argument for argument in TINY if not argument.startswith("--model.img_size")]
+    folder, birds = str(tmp_path / "run"), ["--data.path=null", "--data.image_column=null", "--data.label_column=null"]
+    trained = run(
+        *(
+            str(Path(sys.executable).parent / "accelerate"),
+            "launch",
+            "-m",
+            "mpp.pretrain",
+            "--config",
+            "cifar10",
+            *short,
+            *birds,
+            f"--run.dir={folder}",
+        )
+    )
+    assert trained.returncode == 0, trained.stderr
+    probed = run(sys.executable, "-m", "evaluation.fewshot", f"--encoder={folder}", "--shots=1", "--threads=1")
+    assert probed.returncode == 0, probed.stderr
+    assert "img_size: 32\n  patch_size: 4\n" in trained.stdout and f"wrote {folder}" in probed.stdout
+    assert list(empty.iterdir()) == []
+    found = run(sys.executable, "-c", "import mpp; print(mpp.__file__)")
+    assert found.stdout.startswith(str(site))
+    wrong = run(sys.executable, "-m", "mpp.pretrain", "--config", "cifar11")
+    assert wrong.returncode == 2 and "--config is cifar11, which is no file; configs by name are acc" in wrong.stderr

@@ -7,8 +7,8 @@ import torch
 
 from mpp.config import ModelConfig, OptimConfig
 from mpp.encoder import build_encoder
-from mpp.optim import build_optimizer, learning_rate
 from mpp.predictor import MaskedPatchPredictor
+from mpp.training.optim import build_optimizer, learning_rate
 
 QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt
     (4.0848, -6.8946, 2.9270),

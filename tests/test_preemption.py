@@ -10,9 +10,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from mpp import checkpoint, lock, preemption
-from mpp.lock import exclusive
-from mpp.preemption import LAG, MARKER, Preempted, Preemption
+from mpp.errors import UserError
+from mpp.runtime import preemption
+from mpp.runtime.lock import exclusive, hold
+from mpp.runtime.preemption import LAG, MARKER, Preempted, Preemption
+from mpp.training import checkpoint
 
 
 class Event:
@@ -48,7 +50,7 @@ def test_on_a_gpu_an_answer_is_read_when_it_is_old(monkeypatch, tmp_path):
 def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.patient = True
+        stop.finish_step = True
         assert not stop.agreed()
         os.kill(os.getpid(), signal.SIGTERM)
         while not stop.asked:
@@ -68,14 +70,28 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
     assert (tmp_path / MARKER).read_text() == "SIGINT, between steps\n"
 
 
-def test_a_file_system_without_locks_is_only_warned_of(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     def unsupported(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with exclusive(tmp_path, Accelerator(cpu=True)):
-        pass
-    assert "cannot be locked" in capsys.readouterr().err and not lock.held
+    with pytest.raises(UserError, match=r"which cannot be locked \(.*Operation not supported"):
+        exclusive(tmp_path, Accelerator(cpu=True)).__enter__()
+
+
+def test_a_forked_process_does_not_hold_the_folder(tmp_path):
+    """A loader process may outlive a run that was killed."""
+    begin, end = os.pipe(), os.pipe()
+    with hold(tmp_path, "run.dir"):
+        child = os.fork()
+        if child == 0:
+            os.write(begin[1], b"1")
+            os.read(end[0], 1)
+            os._exit(0)
+        os.read(begin[0], 1)
+    with hold(tmp_path, "run.dir"):
+        os.write(end[1], b"1")
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_folder_is_held_by_one(tmp_path):

@@ -14,11 +14,11 @@ from PIL import Image
 
 from mpp import prepare
 from mpp.config import DataConfig, SourceConfig
-from mpp.images import decode
-from mpp.lock import hold
+from mpp.data.images import decode
+from mpp.data.shards import load_streamed
+from mpp.data.sources import BIRDS, load_image_datasets
 from mpp.prepare import NOTES, main
-from mpp.shards import load_streamed
-from mpp.sources import BIRDS, load_photographs
+from mpp.runtime.lock import hold
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
 
 def test_what_is_prepared_is_trained_on_either_way(folder, tmp_path, pretrain):
     main(options(folder, tmp_path / "out"))
-    train, test = load_photographs(DataConfig(path=str(tmp_path / "out")))
+    train, test = load_image_datasets(DataConfig(path=str(tmp_path / "out")))
     assert (len(train), len(test)) == (28, 1) and sorted(set(train.labels)) == [0, 1]
     shards, known, _ = load_streamed(DataConfig(path=str(tmp_path / "out"), streaming=True), 9, 9)
     assert shards.count == 4 and len(known) == 9
@@ -116,7 +116,7 @@ def test_an_archive_is_a_folder(folder, tmp_path, kind):
         with tarfile.open(file, "w:gz") as archive:
             archive.add(folder / "train", "train")
     main(options(file, tmp_path / "out"))
-    train, _ = load_photographs(SourceConfig(path=str(tmp_path / "out"), eval_split=None))
+    train, _ = load_image_datasets(SourceConfig(path=str(tmp_path / "out"), eval_split=None))
     assert len(train) >= 26 and set(train.labels) == {0, 1}
     paths = [row["image"]["path"] for row in train.rows]
     assert not any(os.path.isabs(path) or ".." in path for path in paths)

@@ -12,12 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpp
-from mpp.checkpoint import complete_checkpoints
 from mpp.config import Config
-from mpp.loop import Update
-from mpp.optim import Muon
-from mpp.parsing import parse
 from mpp.predictor import MaskedPatchPredictor
+from mpp.runtime.parsing import parse
+from mpp.training.checkpoint import complete_checkpoints
+from mpp.training.loop import Update
+from mpp.training.optim import Muon
 
 
 def weights(folder):
@@ -30,13 +30,16 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
         *("config.yaml", "metrics.jsonl", "checkpoints", "encoder", ".lock")
     }
     assert [c.name for c in complete_checkpoints(folder)] == ["step_00000002", "step_00000004"]
-    assert {path.name for path in (folder / "encoder").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (folder / "encoder").iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    card = (folder / "encoder" / "README.md").read_text()
+    assert "masked patch prediction" in card and "birds, 633 images" in card and "  width: 16\n" in card
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = {"step", "loss", "accuracy", "most_frequent", "nearest", "optim/lr", "optim/grad_norm", "unreadable"}
     speed = {"speed/images_per_second", "speed/data_wait", "speed/executed_tflops", "speed/memory_gb"}
     assert set(lines[0]) >= trained | speed
     held_out = [line for line in lines if "heldout/loss" in line]
     assert [line["step"] for line in held_out] == [2, 4]
+    assert f"| `heldout/accuracy` | {held_out[-1]['heldout/accuracy']:.4g} |" in card
     assert set(held_out[0]) >= {"heldout/accuracy", "heldout/nearest", "knn/depth_01", "knn/depth_02"}
     assert list(read_metrics(folder)) == [1, 2, 3, 4]
     said = capsys.readouterr().out
@@ -274,7 +277,7 @@ def test_a_gpu_is_not_waited_for_between_log_lines(pretrain, monkeypatch, optimi
 
     monkeypatch.setattr(Update, "__call__", watched)
     monkeypatch.setattr(
-        "mpp.optim.Muon", partial(Muon, capturable=True)
+        "mpp.training.optim.Muon", partial(Muon, capturable=True)
     )  # as on a GPU, and timm allows it on none else
     monkeypatch.setattr("timm.optim.nadamw._check_capturable_devices", lambda *_: None)
     pretrain("--run.steps=6", "--run.log_every=3", "--optim.average=0.9", f"--optim.name={optimizer}")

@@ -16,15 +16,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_fewshot import features
 
 from evaluation import fewshot, knn, linear
-from evaluation.encoders import load_frozen
-from evaluation.features import Features, interleave, load_features, save_features
 from evaluation.features import main as extract
 from evaluation.linear import LinearConfig, fit_lbfgs
+from evaluation.suite.encoders import load_frozen
+from evaluation.suite.extraction import Features, load_features, save_features
 from mpp.config import DataConfig
+from mpp.data.images import centre_crop
+from mpp.data.sources import load_image_datasets
 from mpp.encoder import export_encoder
-from mpp.images import centre_crop
+from mpp.features import interleave
 from mpp.probe import knn_predict
-from mpp.sources import load_photographs
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 
@@ -128,8 +129,8 @@ def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count):
         assert (mine[0] == shares[0][first : first + 2]).all()
         return [share[first : first + 2] for share in shares]
 
-    monkeypatch.setattr("evaluation.features.ROWS", 2)
-    monkeypatch.setattr("evaluation.features.gather_object", gathered)
+    monkeypatch.setattr("mpp.features.ROWS", 2)
+    monkeypatch.setattr("mpp.features.gather_object", gathered)
     main = SimpleNamespace(num_processes=3, is_main_process=True)
     assert (interleave(shares[0], count, main) == whole).all()
 
@@ -139,7 +140,7 @@ def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit
     extract([f"--encoder={folder}", f"--out={tmp_path / 'f.npz'}", "--data.eval_crop=0.5", *FAST[:2]])
     saved = load_features(tmp_path / "f.npz")
     assert (len(saved.train), len(saved.test)) == (430, 286)
-    train, _ = load_photographs(DataConfig())
+    train, _ = load_image_datasets(DataConfig())
     index = int(np.flatnonzero(train.labels >= 0)[17])
     crop = centre_crop(train.decode(index, 10**6), 32, 0.5)
     expected = load_frozen(str(folder))(crop[None], "mean", [3])[0][0]

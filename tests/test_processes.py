@@ -5,8 +5,8 @@ from conftest import TINY, kill_group, read_metrics, run_command, start_command,
 from server import Command
 
 from evaluation import supervised
-from mpp.checkpoint import newest_step
 from mpp.pretrain import main as pretrain_main
+from mpp.training.checkpoint import newest_step
 
 
 def test_two_processes_are_one_run(tmp_path):

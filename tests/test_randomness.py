@@ -2,21 +2,21 @@
 
 import numpy as np
 
-from mpp.randomness import Stream, permutation, uniform, words
+from mpp.runtime.randomness import Stream, permutation, random_words, uniform
 
 
 def test_words_are_philoxs_and_depend_on_every_part_of_the_name():
     name = (Stream.CROP, 7, 11, 13)
     reference = np.random.Philox(key=[7, 0], counter=[0, 11, 13, Stream.CROP]).random_raw(5)
-    assert (words(*name, 5) == reference).all()
-    assert (words(*name, 3) == reference[:3]).all()
+    assert (random_words(*name, 5) == reference).all()
+    assert (random_words(*name, 3) == reference[:3]).all()
     others = [
         (Stream.CORRUPTION, 7, 11, 13),
         (Stream.CROP, 8, 11, 13),
         (Stream.CROP, 7, 12, 13),
         (Stream.CROP, 7, 11, 14),
     ]
-    assert all((words(*other, 5) != reference).all() for other in others)
+    assert all((random_words(*other, 5) != reference).all() for other in others)
 
 
 def test_uniform_numbers_are_uniform():

@@ -17,8 +17,8 @@ from conftest import TINY, encoded, kill_at, picture, read_metrics
 from server import Command
 
 from mpp.config import CorruptionConfig, DataConfig
-from mpp.data import Share, Views
-from mpp.shards import ROW_BITS, Lanes, Place, load_streamed, streaming_loader
+from mpp.data.shards import ROW_BITS, Lanes, Place, load_streamed, streaming_loader
+from mpp.data.views import BatchLayout, ViewDataset
 
 SHARDS, ROWS = 6, 11
 START = Place()
@@ -45,8 +45,8 @@ def parquet(tmp_path_factory):
 def lanes(folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, places=None) -> Lanes:
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
-    views = Views(shards, data, 16, 3, CorruptionConfig(), 4)
-    return Lanes(views, Share(batch, 1, processes, rank), start, stop, places or {})
+    views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), 4)
+    return Lanes(views, BatchLayout(batch, 1, processes, rank), start, stop, places or {})
 
 
 def read(lanes: Lanes, lane: int, count: int, place: Place = START) -> tuple[list[tuple], Place]:
@@ -103,15 +103,15 @@ def test_a_lane_goes_on_where_it_was(parquet, count):
 def test_batches_come_from_lanes_in_turn_and_resume(parquet, workers):
     data = DataConfig(path=str(parquet), streaming=True, workers=workers, shuffle_block=4)
     shards, _, _ = load_streamed(data, 5, 5)
-    views, share = Views(shards, data, 16, 3, CorruptionConfig(), 4), Share(2, 1, 1, 0)
-    whole = list(streaming_loader(views, share, 0, 12, {}))
+    views, layout = ViewDataset(shards, data, 16, 3, CorruptionConfig(), 4), BatchLayout(2, 1, 1, 0)
+    whole = list(streaming_loader(views, layout, 0, 12, {}))
     assert [int(batch.place[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
     for stop in (1, 2, 5, 7):
         places = {}
         for batch in whole[:stop]:
             lane, *place = batch.place.tolist()
             places[lane] = place
-        rest = list(streaming_loader(views, share, stop, 12, places))
+        rest = list(streaming_loader(views, layout, stop, 12, places))
         assert [b.indices.tolist() for b in rest] == [b.indices.tolist() for b in whole[stop:]]
         assert all(torch.equal(a.images, b.images) for a, b in zip(rest, whole[stop:], strict=True))
 
@@ -160,7 +160,7 @@ def test_every_sort_of_source(tmp_path, kind):
     path, settings = sources(tmp_path, kind)
     data = DataConfig(path=path, streaming=True, workers=0, shuffle_block=4, **settings)
     shards, known, held_out = load_streamed(data, 20, 1000)
-    reader = Lanes(Views(shards, data, 16), Share(1, 1, 1, 0), 0, 1000, {})
+    reader = Lanes(ViewDataset(shards, data, 16), BatchLayout(1, 1, 1, 0), 0, 1000, {})
     seen = []
     for sample, place in reader.samples(0, START):
         if place.epoch:

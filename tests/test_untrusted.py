@@ -12,13 +12,13 @@ import torch
 from conftest import encoded, picture
 
 from evaluation import fewshot, visualize
-from evaluation.encoders import load_frozen
+from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
-from mpp.checkpoint import digest
 from mpp.config import Config
-from mpp.images import UnreadableImage, decode
-from mpp.parsing import parse
+from mpp.data.images import UnreadableImage, decode
 from mpp.pretrain import is_pretraining
+from mpp.runtime.parsing import parse
+from mpp.training.checkpoint import digest
 
 
 class Payload:
@@ -120,9 +120,7 @@ def test_a_checkpoints_digests_may_name_any_file_and_none_is_touched(pretrain, t
     newest = folder / "checkpoints" / "step_00000004"
     (newest / "state.json").write_text(json.dumps({"sha256": {"../../../secret": "0", "/etc/passwd": "0"}}))
     (folder / "checkpoints" / "step_evil").symlink_to(tmp_path)
-    (folder / "encoder" / "model.safetensors").unlink()
-    (folder / "encoder" / "config.json").unlink()
-    (folder / "encoder").rmdir()
+    shutil.rmtree(folder / "encoder")
     pretrain()
     assert "step_00000004 is damaged" in capsys.readouterr().err
     assert secret.read_text() == "mine"

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import supervised
-from evaluation.encoders import FrozenEncoder
-from evaluation.inspection import (
+from evaluation.suite.encoders import FrozenEncoder
+from evaluation.suite.inspection import (
     attention_distance,
     attention_rollout,
     distances,
@@ -222,7 +222,9 @@ def test_looking_leaves_the_encoder_as_it_was():
 
 def test_rollout_starts_at_class_where_class_was_trained(pretrain, tmp_path, monkeypatch):
     starts = []
-    monkeypatch.setattr("evaluation.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start))
+    monkeypatch.setattr(
+        "evaluation.suite.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start)
+    )
     monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
     monkeypatch.setattr("evaluation.visualize.SummaryWriter.add_figure", lambda *args: None)
     sized = [word for word in TINY if not word.startswith("--probe")]

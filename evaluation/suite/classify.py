@@ -1,0 +1,141 @@
+"""Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from mpp.config import AugmentConfig, DataConfig, RunConfig, require
+from mpp.data.sources import ImageDataset
+from mpp.data.views import Batch, BatchLayout, collate
+from mpp.encoder import Normalize
+from mpp.errors import UserError
+from mpp.features import pool
+from mpp.metrics import Sums, add, is_right, total
+from mpp.predictor import executed_flops
+from mpp.runtime.randomness import FIXED
+from mpp.training.task import ImageTask
+from mpp.training.tracking import Tracker
+
+Pooling = Literal["auto", "class", "mean"]
+
+
+class Classifier(nn.Module):
+    """An encoder and a head on its [class] token or on the mean over its patches.
+
+    Args:
+        encoder: timm's, without a head.
+        head: (B, D) to (B, C).
+        pooling: auto: the [class] token where there is one.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, head: nn.Module, pooling: Pooling, mean: Sequence[float], std: Sequence[float]
+    ):
+        super().__init__()
+        self.normalize, self.encoder, self.head = Normalize(mean, std), encoder, head
+        self.pooling = resolve_pooling(encoder, pooling)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 to logits (B, C)."""
+        tokens = self.encoder.forward_features(self.normalize(images))
+        return self.head(pool(self.encoder, tokens, self.pooling))
+
+
+def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "mean"]:
+    """What `auto` means for this encoder."""
+    if pooling != "auto":
+        return pooling
+    return "class" if getattr(encoder, "has_class_token", False) else "mean"
+
+
+class Classification(ImageTask):
+    """Softmax cross-entropy on labelled images; top-1 accuracy.
+
+    Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: what is mixed with what is
+    a function of (seed, update, forward pass), and changes with the images in a forward pass, not with the processes.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        layout: BatchLayout,
+        run: RunConfig,
+        data: DataConfig,
+        augment: AugmentConfig,
+        splits: Sequence[ImageDataset],
+    ):
+        super().__init__(accelerator, layout, run, data)
+        self.augment, self.randaugment = augment, augment.randaugment
+        self.train = splits[0]
+        self.held_out = splits[1].choose(data.eval_images, data.eval_seed)
+        self.classes = count_classes(splits)
+        self.mix = build_mix(augment, self.classes)
+        if self.mix:
+            require(
+                layout.batch_size > 1,
+                "data.batch_size",
+                layout.batch_size,
+                "above 1 with augment.mixup or augment.cutmix",
+            )
+
+    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        device = self.accelerator.device
+        images, labels = (part.to(device, non_blocking=True) for part in (batch.images, batch.labels))
+        target, smoothing = labels if labels.ndim == 1 else labels[:, 0], 0.0
+        if model.training:
+            smoothing = self.augment.label_smoothing
+            if self.mix:
+                images, target = self.mix(images.float(), target)  # (B, C) now
+        logits = model(images)
+        loss = F.cross_entropy(logits, target, label_smoothing=smoothing)
+        if not measure:
+            return loss, {}
+        right = is_right(logits.argmax(-1), labels).double().sum()
+        return loss, {"right": right, "images": torch.tensor(len(labels), dtype=torch.double, device=device)}
+
+    def flops(self) -> int:
+        return executed_flops(self.model, collate([self.views(self.train)[FIXED, 0]]).images)
+
+    def describe(self, sums: Sums) -> dict[str, float]:
+        return {"accuracy": float(sums["right"] / sums["images"])}
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        sums: Sums = {}
+        for batch in self.fixed_batches(self.held_out):
+            tracker.warn_unreadable(batch.unreadable)
+            loss, measured = self.loss(model, batch, True)
+            sums = add(sums, measured | {"loss": loss.double() * len(batch.images)})
+        sums = total(sums)
+        return {
+            "heldout/loss": float(sums["loss"] / sums["images"]),
+            "heldout/accuracy": self.describe(sums)["accuracy"],
+        }
+
+
+def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Images (B, 3, S, S) float32 and labels (B,) to mixed images and shares of classes (B, C); None: no mixing."""
+    chosen = [(v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix)]
+    transforms = [transform(alpha=alpha, num_classes=classes) for transform, alpha in chosen if alpha > 0]
+    return v2.RandomChoice(transforms) if len(transforms) > 1 else next(iter(transforms), None)
+
+
+def count_classes(splits: Sequence[ImageDataset]) -> int:
+    """C: the largest label of any split, and one."""
+    if len(np.unique(splits[0].labels)) < 2:
+        raise UserError("all training images are of one class")
+    return 1 + max(int(part.labels.max()) for part in splits)
+
+
+def zero_head(width: int, classes: int) -> nn.Linear:
+    """One linear layer that starts by knowing nothing: uniform predictions (paper, section 3.2)."""
+    head: Any = nn.Linear(width, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

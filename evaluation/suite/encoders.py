@@ -1,0 +1,138 @@
+"""The contract through which evaluation sees an encoder: pixels in, features out, and what input it takes.
+
+Vision Transformers, ResNets and hybrids of timm's satisfy it; nothing else here knows how they are built.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from timm.data import resolve_model_data_config
+from torch import Tensor, nn
+
+from mpp.config import check_grid, require
+from mpp.encoder import Normalize, encoder_folder, set_attention
+from mpp.errors import UserError
+from mpp.features import Representation, features_at, stages
+from mpp.metrics import patchify
+from mpp.objectives import quantize
+from mpp.runtime.hardware import uses_gpu
+
+GRID = 8  # cells per side of the colour floors
+
+
+class FrozenEncoder(nn.Module):
+    """An encoder that is only looked at.
+
+    Args:
+        model: timm's, without a head.
+        img_size: side of the images it is shown; None: its own.
+    """
+
+    def __init__(self, model: nn.Module, img_size: int | None = None):
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        data_config = resolve_model_data_config(model)
+        self.channels, self.img_size = data_config["input_size"][0], img_size or data_config["input_size"][-1]
+        self.crop_pct = data_config["crop_pct"]
+        self.normalize = Normalize(data_config["mean"], data_config["std"])
+
+    @property
+    def stages(self) -> Sequence[nn.Module]:
+        """What depth counts."""
+        return stages(self.model)
+
+    def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
+        """Features of images (B, 3, S, S) uint8 after each depth, (B, D) float32: see `features_at`."""
+        return features_at(self.model, self.normalize(images), depths, representation)
+
+
+class ColorFloor(nn.Module):
+    """Features without a model, which pre-training has to beat: colour statistics of an 8 x 8 grid over the image.
+
+    Args:
+        kind: pixels: the mean colour of each cell (192 numbers); colors: how many cells have each of the 512 colours.
+        img_size: side of the images, a multiple of 8.
+    """
+
+    stages = (None,)
+
+    def __init__(self, kind: str, img_size: int | None):
+        super().__init__()
+        if kind not in ("pixels", "colors"):
+            raise UserError(f"encoder is floor:{kind}; it must be floor:pixels or floor:colors")
+        self.kind, self.img_size, self.crop_pct = kind, img_size or 64, 0.875
+        require(self.img_size % GRID == 0, "img_size", self.img_size, f"a multiple of {GRID}")
+
+    def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
+        """As FrozenEncoder's; there is one depth and one representation."""
+        cell = self.img_size // GRID
+        sums = patchify(images, cell).sum((-2, -1), dtype=torch.int32)  # (B, 64, 3)
+        if self.kind == "pixels":
+            return [sums.flatten(1).float() / (255 * cell**2)]
+        classes = quantize(sums, 255 * cell**2, bits=3)
+        return [F.one_hot(classes, 512).sum(1).float()]
+
+
+def load_frozen(
+    encoder: str,
+    checkpoint: str | None = None,
+    random: bool = False,
+    img_size: int | None = None,
+    seed: int = 0,
+    **changes: Any,
+) -> FrozenEncoder | ColorFloor:
+    """The encoder of a run folder, an encoder folder, or a timm model name; or a floor.
+
+    Args:
+        encoder: a folder, or a timm name, which is randomly initialised unless `checkpoint` is given; or
+            `floor:pixels` or `floor:colors`.
+        checkpoint: local .safetensors file with the weights of a timm name.
+        random: the architecture with random weights, whatever weights there are.
+        img_size: another input size (ViTs resample their position embeddings).
+        seed: of random weights.
+        changes: other arguments of timm's that differ from the encoder's own, such as `drop_path_rate`.
+    Raises:
+        UserError: nothing of that name, or an encoder of another sort of input.
+    """
+    torch.manual_seed(seed)
+    if encoder.startswith("floor:"):
+        return ColorFloor(encoder.removeprefix("floor:"), img_size)
+    if Path(encoder).exists():
+        if checkpoint:
+            raise UserError("checkpoint goes with the name of a timm model; a folder has its own weights")
+        name, options = f"local-dir:{encoder_folder(Path(encoder))}", {"pretrained": not random}
+    else:
+        if not timm.is_model(encoder):
+            raise UserError(f"encoder is {encoder}: no folder of that name, and no model of timm's")
+        if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
+            raise UserError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
+        name, options = encoder, {"pretrained": False}
+        if checkpoint and not random:
+            options = {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
+    model = create(name, img_size, **options, **changes)
+    if not uses_gpu():
+        set_attention(model, fused=False)
+    if hasattr(model, "patch_embed") and img_size is not None:
+        check_grid(img_size, model.patch_embed.patch_size[0], "img_size")
+    frozen = FrozenEncoder(model, img_size)
+    require(frozen.channels == 3, "encoder's input channels", frozen.channels, "3: images are RGB here")
+    return frozen
+
+
+def create(name: str, img_size: int | None, **options: Any) -> nn.Module:
+    """A timm model without a head; ViTs are built for `img_size`, convolutions take any."""
+    sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
+    for size in sizes:
+        try:
+            return timm.create_model(name, num_classes=0, **options, **size)
+        except TypeError as error:
+            reason: Exception = error
+        except (AssertionError, RuntimeError, OSError, KeyError, ValueError, SafetensorError) as error:
+            reason = error
+            break
+    raise UserError(f"encoder is {name}, which cannot be loaded: {' '.join(str(reason).split())}") from reason

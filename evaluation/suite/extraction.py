@@ -1,0 +1,200 @@
+"""Frozen features of an encoder: which, extracted once, saved, loaded."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from accelerate import Accelerator
+from numpy.typing import NDArray
+
+from evaluation.suite.encoders import FrozenEncoder, load_frozen
+from evaluation.suite.labelled import load_labelled
+from mpp.config import SourceConfig, plumbing, require
+from mpp.data.sources import ImageDataset
+from mpp.data.views import Batch, ViewDataset, held_out_loader
+from mpp.data.workers import deaths_explained
+from mpp.errors import UserError
+from mpp.features import Representation, extract
+from mpp.runtime.randomness import Stream, permutation
+from mpp.training.tracking import progress_bar
+
+DEV_SEED = 0
+
+
+@dataclass(frozen=True)
+class ProbeDataConfig(SourceConfig):
+    """The labelled images: the training split is learned from, the held-out split is tested on."""
+
+    eval_crop: float | None = None
+    """Share of the shorter side that the centre crop keeps; 1 suits small images. null: the encoder's own."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.eval_crop is None or 0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "in (0, 1], or null"
+        )
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """A frozen encoder: which, and the images that it is shown."""
+
+    encoder: str = "runs/birds"
+    """Run folder, encoder folder, timm model name (random, or with --checkpoint), floor:pixels or floor:colors."""
+    checkpoint: str | None = None
+    """Local .safetensors file with the weights of a timm model name."""
+    random: bool = False
+    """Take the architecture with random weights: the floor that pre-training has to beat."""
+    seed: int = 0
+    """Seed of random weights."""
+    img_size: int | None = None
+    """Another input size; position embeddings are resampled. null: the encoder's own."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
+    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
+
+    def variant(self) -> str:
+        """What is not as usual, for the names of files: one report does not take another's place."""
+        parts = [f"random_{self.seed}"] if self.random else []
+        parts += [Path(self.checkpoint).stem] if self.checkpoint else []
+        parts += [f"{self.img_size}px"] if self.img_size else []
+        parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
+        return "".join(f"_{part}" for part in parts)
+
+
+@dataclass(frozen=True)
+class FeaturesConfig(EncoderConfig):
+    """Frozen features: of which encoder, on which images."""
+
+    representation: Representation = "mean"
+    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    depth: int | Literal["last", "all", "dev"] = "last"
+    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    out: str | None = plumbing(None)
+    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+
+    def variant(self) -> str:
+        return super().variant() + (f"_{self.representation}" if self.representation != "mean" else "")
+
+
+class Features(NamedTuple):
+    """Frozen features of one depth and their labels."""
+
+    train: NDArray[np.float32]  # (N, D)
+    train_labels: NDArray[np.int64]  # (N,)
+    test: NDArray[np.float32]  # (M, D)
+    test_labels: NDArray[np.int64]  # (M,); or (M, L) of which any is right, padded with -1
+
+    def check(self, source: str) -> "Features":
+        """The same, labels as int64. Raises UserError where a probe would give nonsense."""
+        for part, labels in (("train", self.train_labels), ("test", self.test_labels)):
+            features = getattr(self, part)
+            several = part == "test" and labels.ndim == 2
+            if features.ndim != 2 or not (labels.ndim == 1 or several) or len(features) != len(labels):
+                raise UserError(f"{source}: {part}_features {features.shape} and {part}_labels {labels.shape} disagree")
+            if len(labels) == 0:
+                raise UserError(f"{source}: no labelled images in {part}")
+            if not np.issubdtype(labels.dtype, np.integer) or (labels.max(1) if several else labels).min() < 0:
+                raise UserError(f"{source}: {part}_labels must be integers from 0")
+            if not np.issubdtype(features.dtype, np.floating):
+                raise UserError(f"{source}: {part}_features are {features.dtype}, not floating-point numbers")
+            if not np.isfinite(features).all():
+                raise UserError(f"{source}: {part}_features have values that are not finite")
+        if self.train.shape[1] != self.test.shape[1]:
+            widths = f"{self.train.shape[1]} and {self.test.shape[1]}"
+            raise UserError(f"{source}: train_features and test_features are {widths} wide")
+        if len(np.unique(self.train_labels)) < 2:
+            raise UserError(f"{source}: all training images are of one class")
+        labels = {"train_labels": self.train_labels.astype(np.int64), "test_labels": self.test_labels.astype(np.int64)}
+        return self._replace(**labels)
+
+    def dev(self) -> "Features":
+        """A tenth of train, drawn once, in the place of test: what choices are made on."""
+        order = permutation(Stream.CUT, DEV_SEED, 1, len(self.train))
+        cut = max(1, len(order) // 10)
+        held_out, kept = np.sort(order[:cut]), np.sort(order[cut:])
+        return Features(self.train[kept], self.train_labels[kept], self.train[held_out], self.train_labels[held_out])
+
+
+NAMES = ("train_features", "train_labels", "test_features", "test_labels")
+
+
+def save_features(path: Path, features: Features) -> None:
+    """Write one depth's features as .npz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:  # a file: numpy would add .npz to a name without
+        np.savez(file, **dict(zip(NAMES, features, strict=True)))
+
+
+def load_features(path: Path) -> Features:
+    """Read features; nothing in the file is run.
+
+    Raises:
+        UserError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
+    """
+    try:
+        arrays = np.load(path, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise UserError("it holds one array, not several by name")
+        with arrays:
+            missing = [name for name in NAMES if name not in arrays]
+            if missing:
+                raise UserError(f"it lacks {', '.join(missing)}")
+            features = Features(*(arrays[name] for name in NAMES))
+    except (OSError, EOFError, ValueError, BadZipFile) as error:
+        raise UserError(f"features is {path}, which cannot be read: {error}") from error
+    return features.check(str(path))
+
+
+def readable(batches: Iterable[Batch], split: str) -> Iterator[Batch]:
+    """The batches; UserError at an image that cannot be decoded: features of another would be no measurement."""
+    for batch in batches:
+        if batch.unreadable:
+            raise UserError(f"{batch.unreadable[0]} ({split}); a probe needs all images: take this one out")
+        yield batch
+
+
+def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:
+    """The dataset as this encoder takes them: its input size and, unless `data` says otherwise, its centre crop."""
+    return ViewDataset(
+        dataset, dataclasses.replace(data, eval_crop=data.eval_crop or encoder.crop_pct), encoder.img_size
+    )
+
+
+def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[int, Features]:
+    """Depth -> features of the labelled images; nothing but on the main process.
+
+    Raises:
+        UserError: no labels, or an encoder, images or depth that there is not.
+    """
+    encoder = load_frozen(config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
+    deepest = len(encoder.stages)
+    if isinstance(config.depth, int):
+        require(1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}, last, all or dev")
+        depths = [config.depth]
+    else:
+        depths = [deepest] if config.depth == "last" else list(range(1, deepest + 1))
+    splits = load_labelled(config.data, accelerator)
+    encoder.to(accelerator.device)
+    found = []
+    with deaths_explained():
+        for split in splits:
+            views = views_for(encoder, split, config.data)
+            size, rank, processes = config.data.batch_size or 64, accelerator.process_index, accelerator.num_processes
+            loader = held_out_loader(views, size, processes, rank)
+            bar = progress_bar(loader, desc="features", disable=not accelerator.is_main_process)
+            encode = partial(encoder, representation=config.representation, depths=depths)
+            found.append(extract(readable(bar, split.split), encode, len(split), accelerator))
+    if not accelerator.is_main_process:
+        return {}
+    (train, train_labels), (test, test_labels) = found
+    return {
+        depth: Features(train[i], train_labels, test[i], test_labels).check(config.encoder)
+        for i, depth in enumerate(depths)
+    }

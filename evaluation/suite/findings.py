@@ -1,0 +1,182 @@
+"""What a comparison found: results in, a table and a plot for each question out."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from evaluation.suite.figures import DPI, Curves, plot_bars, plot_depths, plot_lines
+from evaluation.suite.reports import percent, table, write_json
+from mpp.config import require
+
+Row = dict[str, Any]
+Numbers = dict[str, dict[str, dict[str, float]]]
+"""Encoder -> column -> mean, standard deviation, count."""
+
+LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Some of the encoders by some of the evaluations: a table and a plot."""
+
+    name: str
+    """File name of the plot."""
+    title: str = ""
+    """What is asked."""
+    encoders: Sequence[str] | Mapping[str, float] | None = None
+    """Names of rows; with numbers, the plot is against these. null: all."""
+    evaluations: Sequence[str] | None = None
+    """Names of evaluations. null: all."""
+    plot: Literal["bars", "lines", "depth"] = "bars"
+    """bars; lines: against x; depth: against the encoder's depth, on the dev split."""
+    x: str = ""
+    """What the numbers of `encoders` are; `compute`: PFLOP executed by the encoder's training, in place of numbers."""
+
+    def __post_init__(self):
+        require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")
+        require(isinstance(self.title, str), "questions: title", self.title, "text (without a colon and a blank)")
+        for name in ("encoders", "evaluations"):
+            value = getattr(self, name)
+            require(value is None or len(value) > 0, f"questions: {name}", value, "null (all), or not empty")
+        numbered = isinstance(self.encoders, Mapping) or self.x == "compute"
+        require(numbered or self.plot != "lines", "questions: encoders", self.encoders, "{name: number} to plot lines")
+
+
+@dataclass
+class Results:
+    """What all evaluations together found."""
+
+    rows: list[Row] = field(default_factory=list)
+    """Accuracies: encoder, encoder_seed, evaluation, dataset, group, case, seed, accuracy."""
+    curves: list[Row] = field(default_factory=list)
+    """Accuracies on the dev split by depth: encoder, encoder_seed, evaluation, dataset, depth, seed, accuracy."""
+    compute: dict[str, float] = field(default_factory=dict)
+    """PFLOP that training an encoder executed."""
+
+    def of(self, question: Question) -> "Results":
+        """Those that a question is about, encoders in its order."""
+        asked = list(question.encoders) if question.encoders is not None else unique(self.rows, "encoder")
+        evaluations = question.evaluations or unique(self.rows, "evaluation")
+
+        def chosen(rows: list[Row]) -> list[Row]:
+            kept = [row for row in rows if row["encoder"] in asked and row["evaluation"] in evaluations]
+            return sorted(kept, key=lambda row: (asked.index(row["encoder"]), evaluations.index(row["evaluation"])))
+
+        return Results(chosen(self.rows), chosen(self.curves), self.compute)
+
+
+def unique(rows: list[Row], key: str) -> list[Any]:
+    """The different values of a key, in order."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def spread(rows: list[Row]) -> dict[str, float]:
+    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets only the mean is taken."""
+    of_seeds: dict[tuple, list[float]] = {}
+    for row in rows:
+        of_seeds.setdefault((row["encoder_seed"], row["seed"]), []).append(row["accuracy"])
+    values = [np.mean(each) for each in of_seeds.values()]
+    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "count": len(values)}
+
+
+def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
+    """Headings and which results they are of: each dataset's cases, then the means over groups of datasets."""
+    several = len(unique(rows, "dataset")) > 1
+    columns: dict[str, Callable] = {}
+    for dataset, evaluation, case in dict.fromkeys((r["dataset"], r["evaluation"], r["case"]) for r in rows):
+        name = " ".join(part for part in (dataset if several else "", evaluation, case) if part)
+        key = (dataset, evaluation, case)
+        columns[name] = lambda row, key=key: (row["dataset"], row["evaluation"], row["case"]) == key
+    for group, evaluation, case in dict.fromkeys((r["group"], r["evaluation"], r["case"]) for r in rows if r["group"]):
+        name = " ".join(part for part in (f"mean {group}", evaluation, case) if part)
+        columns[name] = lambda row, key=(group, evaluation, case): (row["group"], row["evaluation"], row["case"]) == key
+    return columns
+
+
+def numbers_of(rows: list[Row]) -> Numbers:
+    """The numbers of a table."""
+    numbers: Numbers = {encoder: {} for encoder in unique(rows, "encoder")}
+    for name, belongs in columns_of(rows).items():
+        column = [row for row in rows if belongs(row)]
+        datasets = set(unique(column, "dataset"))
+        for encoder, cells in numbers.items():
+            own = complete([row for row in column if row["encoder"] == encoder], datasets)
+            if own:
+                cells[name] = spread(own)
+    return numbers
+
+
+def complete(rows: list[Row], datasets: set[str]) -> list[Row]:
+    """Results of the seeds that have all of these data sets: a mean over some of them would pass for one over all."""
+    have: dict[tuple, set[str]] = {}
+    for row in rows:
+        have.setdefault((row["encoder_seed"], row["seed"]), set()).add(row["dataset"])
+    return [row for row in rows if have[row["encoder_seed"], row["seed"]] == datasets]
+
+
+def table_of(numbers: Numbers) -> str:
+    """The numbers as a Markdown table."""
+    columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
+    body = [[name, *(cell(of.get(column)) for column in columns)] for name, of in numbers.items()]
+    return table(["accuracy (%)", *columns], body)
+
+
+def cell(numbers: dict[str, float] | None) -> str:
+    """A number as the table has it; a single measurement has no spread."""
+    if numbers is None:
+        return "-"
+    return percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
+
+
+def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
+    """Evaluation (of a dataset) -> value of `line` -> x, ascending -> mean and standard deviation."""
+    several = len(unique(rows, "dataset")) > 1
+    found: dict[str, dict[str, dict[float, list[Row]]]] = {}
+    for row in rows:
+        name = f"{row['dataset']} {row['evaluation']}" if several else row["evaluation"]
+        found.setdefault(name, {}).setdefault(row[line], {}).setdefault(x(row), []).append(row)
+    return {
+        name: {value: {place: spread(each) for place, each in sorted(of.items())} for value, of in lines.items()}
+        for name, lines in found.items()
+    }
+
+
+def draw(question: Question, results: Results, numbers: Numbers) -> Figure | None:
+    """The question's plot; None: there is nothing to draw yet."""
+    if question.plot == "depth":
+        curves = curves_of(results.curves, "encoder", lambda row: row["depth"])
+        return plot_depths(curves) if curves else None
+    if question.plot == "lines":
+        places = results.compute if question.x == "compute" else dict(question.encoders or {})
+        label = "training compute (PFLOP)" if question.x == "compute" else question.x
+        rows = [row for row in results.rows if row["encoder"] in places]
+        return plot_lines(curves_of(rows, "case", lambda row: places[row["encoder"]]), label) if rows else None
+    return plot_bars(numbers) if numbers else None
+
+
+def write_findings(folder: Path, questions: Sequence[Question], results: Results, settings: Row) -> Row:
+    """Write results.json, table.md and the plots, and print the tables; the summary: question -> numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary, texts, drawn = {}, [], []
+    for question in questions:
+        numbers = summary[question.name] = numbers_of(results.of(question).rows)
+        heading = f"### {question.title}\n\n" if question.title else ""
+        texts.append(heading + table_of(numbers))
+    about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+    found = {"results": results.rows, "dev_by_depth": results.curves, "training_pflop": results.compute}
+    write_json(folder / "results.json", {"summary": summary, **found, "versions": about, "settings": settings})
+    text = "\n\n".join(texts)
+    (folder / "table.md").write_text(text + "\n")
+    for question in questions:
+        figure = draw(question, results.of(question), summary[question.name])
+        if figure:
+            drawn.append(f"{question.name}.png")
+            figure.savefig(folder / drawn[-1], dpi=DPI)
+    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', *drawn])}; see reports/")
+    return {"results": results.rows, "summary": summary}

@@ -1,0 +1,27 @@
+"""The labelled images that evaluation learns from and tests on."""
+
+from accelerate import Accelerator
+
+from mpp.config import SourceConfig
+from mpp.data.sources import ImageDataset, describe, load_image_datasets
+from mpp.errors import UserError
+
+
+def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[ImageDataset]:
+    """The labelled images of the training and the held-out split; says which these are.
+
+    Raises:
+        UserError: there are none.
+    """
+    if getattr(data, "streaming", False):
+        raise UserError("data.streaming is for pre-training; learning from labels needs indexed images")
+    with accelerator.main_process_first():
+        splits = [part.labelled() for part in load_image_datasets(data)]
+    if None in splits:
+        raise UserError("the images have no labels; name their column by data.label_column")
+    if splits[0].labels.ndim > 1:
+        raise UserError("training images have several labels each; only held-out ones may")
+    train, held_out = splits
+    train = train.choose(data.train_images, data.eval_seed)
+    accelerator.print(f"{describe(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by")
+    return [train, held_out]

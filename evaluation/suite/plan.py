@@ -1,0 +1,185 @@
+"""What a comparison consists of: encoders, evaluations, datasets, questions; and the cases that they make."""
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from evaluation.suite.findings import Question
+from mpp.config import require
+from mpp.errors import UserError
+
+Options = dict[str, Any]
+
+TRAININGS = ("pretrain", "supervised")  # commands that make encoders
+EVALUATIONS = ("fewshot", "knn", "linear", "finetune", "masked")  # commands that judge them
+OF_LEARNED_WEIGHTS = ("finetune", "masked")
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    """A row of the table."""
+
+    name: str
+    """What the table calls it."""
+    encoder: str
+    """Folder, timm name or floor; `{seed}` stands for the seed."""
+    random: bool
+    """The folder's architecture with random weights."""
+    options: Options
+    """Further settings of every evaluation, such as {representation: class}."""
+    seeds: tuple[int, ...]
+    """Encoders that differ in their seed alone: what the spread is over."""
+    train: Literal["pretrain", "supervised"] | None
+    """The command that makes it, where it is not there."""
+    train_options: Options
+    """Settings of that command."""
+
+
+@dataclass(frozen=True)
+class EvaluationEntry:
+    """A way to judge an encoder."""
+
+    name: str
+    """What the table calls it."""
+    command: Literal["fewshot", "knn", "linear", "finetune", "masked"]
+    """The command that judges."""
+    options: Options
+    """Its settings."""
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """Labelled images."""
+
+    name: str
+    """What the table calls it."""
+    options: Options
+    """Settings of every evaluation on it, such as {data.path: ...}."""
+    group: str | None = None
+    """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison of encoders."""
+
+    dir: str = "runs/compare"
+    """Folder of results.json, table.md, the plots, and each evaluation's report."""
+    encoders: tuple[dict[str, Any], ...] = ()
+    """Rows: {name, encoder, random, options, seeds, train, train_options}; name and encoder are needed."""
+    evaluations: tuple[dict[str, Any], ...] = ()
+    """{name, command, options}: command is fewshot, knn, linear, finetune or masked."""
+    datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
+    """{name, options, group}: options have data.path and the like."""
+    questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
+    """{name, title, encoders, evaluations, plot, x}: a table and a plot each. Only what is asked for is done."""
+    tabulate: bool = False
+    """Only write what is there already: a look at a comparison that is under way."""
+
+    def __post_init__(self):
+        for key in ("encoders", "evaluations", "datasets", "questions"):
+            require(len(getattr(self, key)) > 0, key, "empty", "a list in a --config file; see configs/compare")
+
+
+class Case(NamedTuple):
+    """One evaluation of one encoder on one dataset."""
+
+    encoder: EncoderEntry
+    seed: int
+    evaluation: EvaluationEntry
+    dataset: DatasetEntry
+
+    @property
+    def slug(self) -> str:
+        """Its name as a file's."""
+        parts = (self.encoder.name, str(self.seed), self.evaluation.name, self.dataset.name)
+        return "-".join(parts).replace(" ", "_").replace("/", "_")
+
+
+class Plan(NamedTuple):
+    """What a config asks for."""
+
+    questions: list[Question]
+    cases: list[Case]
+
+
+def entries(kind: type, values: Sequence[dict[str, Any]], key: str, **defaults: Any) -> list:
+    """Entries of the config as their dataclass; UserError where they are not that."""
+    made = []
+    for value in values:
+        try:
+            made.append(kind(**copy.deepcopy(defaults) | value))
+        except TypeError as error:
+            raise UserError(f"{key}: {value} is not {{{', '.join(kind.__dataclass_fields__)}}}: {error}") from None
+    names = [entry.name for entry in made]
+    require(len(set(names)) == len(names), f"{key}: names", names, "all different")
+    return made
+
+
+def plan(config: CompareConfig) -> Plan:
+    """The cases of all questions, each once; the first seed of all before the second of any.
+
+    Raises:
+        UserError: an entry that is none, or a name that nothing has.
+    """
+    plain = dict(random=False, options={}, seeds=(0,), train=None, train_options={})
+    encoders = {entry.name: entry for entry in entries(EncoderEntry, config.encoders, "encoders", **plain)}
+    evaluations = {e.name: e for e in entries(EvaluationEntry, config.evaluations, "evaluations", options={})}
+    datasets = entries(DatasetEntry, config.datasets, "datasets", options={})
+    questions = entries(Question, config.questions, "questions")
+    for evaluation in evaluations.values():
+        require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, " or ".join(EVALUATIONS))
+    for entry in encoders.values():
+        check_encoder(entry, encoders.values())
+    encoders = {name: as_trained(entry, encoders.values()) for name, entry in encoders.items()}
+    cases: dict[str, Case] = {}
+    rounds = max(len(entry.seeds) for entry in encoders.values())
+    for number, question in itertools.product(range(rounds), questions):
+        key = f"questions: {question.name}"
+        asked = choose(encoders, question.encoders, key), choose(evaluations, question.evaluations, key)
+        for entry, dataset, evaluation in itertools.product(asked[0], datasets, asked[1]):
+            if number < len(entry.seeds) and suits(entry, evaluation):
+                case = Case(entry, entry.seeds[number], evaluation, dataset)
+                same = cases.setdefault(case.slug, case)
+                require(same == case, "names", f"alike as files' names ({case.slug})", "more different")
+    return Plan(questions, list(cases.values()))
+
+
+def check_encoder(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> None:
+    """Raise UserError where an entry cannot be carried out."""
+    key = f"encoders: {entry.name}"
+    require(entry.train in (None, *TRAININGS), f"{key}: train", entry.train, " or ".join(TRAININGS))
+    seeds = entry.seeds
+    require(isinstance(seeds, list | tuple) and len(seeds) > 0, f"{key}: seeds", seeds, "a list that is not empty")
+    if entry.train:
+        several = len(seeds) > 1 and "{seed}" not in entry.encoder
+        require(not several, f"{key}: encoder", entry.encoder, "with {seed} in it, for several seeds")
+        made = (entry.train, entry.train_options)
+        for other in others:
+            alike = other.encoder != entry.encoder or not other.train or (other.train, other.train_options) == made
+            require(alike, f"{key}: train_options", entry.train_options, f"those of {other.name}, in the same folder")
+
+
+def as_trained(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> EncoderEntry:
+    """The entry; where another one trains its encoder, it knows how too."""
+    same = [other for other in others if other.encoder == entry.encoder and other.train]
+    if entry.train or not same:
+        return entry
+    return dataclasses.replace(entry, train=same[0].train, train_options=same[0].train_options)
+
+
+def choose(named: dict[str, Any], names: Iterable[str] | None, key: str) -> list[Any]:
+    """The entries of these names; None: all."""
+    for name in names or ():
+        require(name in named, key, name, f"one of {', '.join(named)}")
+    return list(named.values()) if names is None else [named[name] for name in names]
+
+
+def suits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
+    """Whether there is something to evaluate: a floor has no weights, and only pre-training has predicted patches."""
+    if entry.encoder.startswith("floor:"):
+        return evaluation.command not in OF_LEARNED_WEIGHTS
+    return evaluation.command != "masked" or not (entry.random or entry.train == "supervised")

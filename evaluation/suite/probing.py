@@ -1,0 +1,98 @@
+"""What all probes share: settings, the choice of a depth, the report."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from evaluation.suite.extraction import Features, FeaturesConfig, extract_features, load_features
+from evaluation.suite.reports import report_path, summarize, write_report
+from mpp.config import RunConfig, plumbing, require
+from mpp.encoder import fingerprint
+from mpp.runtime.launch import start
+
+LATEST: dict[str, dict[int, Features]] = {}
+OF_AN_ENCODER = [field.name for field in dataclasses.fields(FeaturesConfig) if field.name != "out"]
+
+
+@dataclass(frozen=True)
+class ProbeConfig(FeaturesConfig):
+    """A probe of frozen features."""
+
+    features: str | None = None
+    """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
+    threads: int = plumbing(0)
+    """CPU threads of the encoder. 0: all cores."""
+
+    def __post_init__(self):
+        if self.features:
+            usual = FeaturesConfig()
+            for name in OF_AN_ENCODER:
+                value = getattr(self, name)
+                require(value == getattr(usual, name), name, value, "left out: features are already of some encoder")
+
+
+def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list[dict]], key: str) -> dict[str, Any]:
+    """Run a probe and report it: the body of every probe's command.
+
+    Args:
+        command: its name, which the report gets.
+        evaluate: features to results, each a dict with `accuracy`, `key` and what else there is to say.
+        key: what the summary groups results by, such as `shots`.
+    Returns:
+        What was written: results, summary, protocol.
+    """
+    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    saved = config.features and load_features(Path(config.features))
+    by_depth = {0: saved} if saved else extract_once(config, accelerator)
+    report: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        report = judge(config, by_depth, evaluate, key)
+        name = command if config.features else command + config.variant()
+        path = report_path(config.out, config.encoder, f"{name}.json", config.features)
+        write_report(path, report, key)
+    return report  # the others are done: they do not wait for a probe that may take hours
+
+
+def extract_once(config: ProbeConfig, accelerator: Accelerator) -> dict[int, Features]:
+    """Features by depth; the latest are kept, for the probes of a comparison that look at the same ones in turn."""
+    of_features = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
+    key = repr(of_features | {"out": None, "weights": fingerprint(Path(config.checkpoint or config.encoder))})
+    if key not in LATEST:
+        LATEST.clear()
+        LATEST[key] = extract_features(config, accelerator)
+    return LATEST[key]
+
+
+def forget_features() -> None:
+    """Free what `extract_once` keeps."""
+    LATEST.clear()
+
+
+def judge(
+    config: ProbeConfig, by_depth: dict[int, Features], evaluate: Callable[[Features], list[dict]], key: str
+) -> dict[str, Any]:
+    """Results of all depths, and the summary of the one that counts: the last, or the best on the dev split."""
+    protocol: dict[str, Any] = dataclasses.asdict(config)
+    if config.features:
+        protocol = {key: value for key, value in protocol.items() if key not in OF_AN_ENCODER}
+    chosen = max(by_depth)
+    if config.depth == "dev" and not config.features:
+        on_dev = {depth: summarize(evaluate(features.dev()), key) for depth, features in by_depth.items()}
+        means = {depth: float(np.mean([row["mean"] for row in rows.values()])) for depth, rows in on_dev.items()}
+        chosen = max(means, key=means.get)
+        protocol |= {"dev_accuracy_by_depth": means}
+        by_depth = {chosen: by_depth[chosen]}
+    results = {depth: evaluate(features) for depth, features in by_depth.items()}
+    report = {
+        "results": [result | ({"depth": depth} if depth else {}) for depth, rows in results.items() for result in rows],
+        "summary": summarize(results[chosen], key),
+        "protocol": protocol | ({"chosen_depth": chosen} if chosen else {}),
+    }
+    if len(results) > 1:
+        report["summary_by_depth"] = {depth: summarize(rows, key) for depth, rows in results.items()}
+    return report

@@ -1,0 +1,82 @@
+"""How results are written: JSON, a table a person can paste, TensorBoard."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from evaluation.suite.figures import DPI, plot_by_depth
+from mpp.errors import UserError
+
+
+def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
+    """Where a report goes: `out`, or beside what was judged: the features, the run folder, or runs/ENCODER."""
+    if out:
+        if Path(out).is_dir():
+            raise UserError(f"out is {out}, a folder; it must be a file")
+        return Path(out)
+    if features:
+        return Path(features).with_name(f"{Path(features).stem}_{name}")
+    folder = Path(encoder)
+    if not folder.exists():
+        folder = Path("runs") / encoder.replace("/", "_")
+    return (folder.parent if folder.name == "encoder" else folder) / "evaluation" / name
+
+
+def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:
+    """Mean and (population) standard deviation of the accuracies that share a value of `key`, or of `case`."""
+    groups: dict[str, list[float]] = {}
+    for result in results:
+        groups.setdefault(str(result.get("case", result[key])), []).append(result["accuracy"])
+    return {name: {"mean": float(np.mean(each)), "std": float(np.std(each))} for name, each in groups.items()}
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, the first column to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [headings, rule, *rows]
+    return "\n".join(
+        f"| {line[0].ljust(widths[0])}"
+        + "".join(f" | {cell.rjust(width)}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        + " |"
+        for line in lines
+    )
+
+
+def percent(summary: dict[str, float]) -> str:
+    """A mean and its spread."""
+    return f"{100 * summary['mean']:.1f} ± {100 * summary['std']:.1f}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")  # others may write the same
+    aside.write_text(json.dumps(value, indent=1))
+    aside.replace(path)
+
+
+def write_report(path: Path, report: dict[str, Any], key: str) -> None:
+    """Write a probe's JSON, TensorBoard scalars and, where there are several depths, the plot; print the table."""
+    write_json(path, report)
+    by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
+    names = list(report["summary"])
+    rows = [
+        [str(depth) if depth else "-", *(percent(of_depth[n]) for n in names)] for depth, of_depth in by_depth.items()
+    ]
+    print(table(["depth", *(f"{key} {name}" for name in names)], rows))
+    events = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
+    with SummaryWriter(str(events)) as writer:
+        for depth, of_depth in by_depth.items():
+            for name, summary in of_depth.items():
+                writer.add_scalar(f"accuracy_by_depth/{key}_{name}", 100 * summary["mean"], int(depth))
+        if len(by_depth) > 1:
+            figure = plot_by_depth(by_depth, key)
+            figure.savefig(path.with_suffix(".png"), dpi=DPI)
+            writer.add_figure("accuracy_by_depth", figure)
+            print(f"wrote {path.with_suffix('.png')}")
+    print(f"wrote {path}")

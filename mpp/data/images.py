@@ -1,0 +1,160 @@
+"""Image files to the RGB a person sees, and crops of it: uint8 tensors (3, H, W) throughout."""
+
+import io
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from mpp.config import DataConfig
+from mpp.runtime.randomness import Stream, random_words, uniform
+
+try:
+    from torchvision.io import ImageReadMode, decode_jpeg
+except ImportError:  # torchvision 0.29 announces their removal: PIL then decodes JPEG too, more slowly
+    decode_jpeg = None
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
+LONGEST = 16  # times the shorter side: what of an image is resized for its centre crop
+Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
+CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
+
+
+class UnreadableImage(Exception):
+    """The bytes are no image that can be shown."""
+
+
+def decode(data: bytes, max_pixels: int) -> Tensor:
+    """The first frame of an image file, upright and as RGB.
+
+    Greyscale, palette, CMYK and YCbCr are converted; 16 bits are scaled to 8; transparency is laid on white; the EXIF
+    orientation is applied.
+
+    Args:
+        data: a file of one of FORMATS.
+        max_pixels: files whose header announces more are refused before they are decoded.
+    Returns:
+        (3, H, W) uint8.
+    Raises:
+        UnreadableImage: with the reason.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > max_pixels:
+                raise UnreadableImage(f"{width} x {height} pixels are more than data.max_pixels ({max_pixels})")
+            if decode_jpeg and image.format == "JPEG" and image.mode in ("L", "RGB"):
+                encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                return decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+            return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
+    except UnreadableImage:
+        raise
+    except UnidentifiedImageError:
+        raise UnreadableImage("no image file of a known sort") from None
+    except Exception as error:  # decoders raise whatever they like on broken files: no sort of it may end a run
+        raise UnreadableImage(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """A PIL image of any mode as RGB: see `decode`."""
+    image.seek(0)
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        image = from_integers(np.asarray(image))
+    elif image.mode == "F":
+        raise UnreadableImage("floating-point pixels have no agreed range")
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def from_integers(pixels: np.ndarray) -> Image.Image:
+    """16-bit greyscale (H, W), which some decoders widen to 32, scaled to 8 bits."""
+    if pixels.min() < 0 or pixels.max() > 65535:
+        raise UnreadableImage("integer pixels outside 16 bits have no agreed range")
+    return Image.fromarray(((pixels.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
+
+
+def random_crop(image: Tensor, size: int, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
+    """The training crop: an inception crop resized to `size`, perhaps flipped; a function of (seed, epoch, index).
+
+    As torchvision's RandomResizedCrop: area and (log) ratio are uniform in `crop_area` and `crop_ratio`; ten attempts,
+    then the largest centre crop that the ratios allow.
+
+    Args:
+        image: (3, H, W) uint8.
+        size: side of the result.
+    Returns:
+        (3, size, size) uint8.
+    """
+    height, width = image.shape[-2:]
+    flip, *numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
+    top, left, crop_height, crop_width = crop_box(height, width, config, numbers)
+    crop = resize(image[:, top : top + crop_height, left : left + crop_width], size, size)
+    return crop.flip(-1) if config.flip and flip < 0.5 else crop
+
+
+def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) -> Tensor:
+    """RandAugment: torchvision's two random operations; a function of (magnitude, seed, epoch, index).
+
+    Args:
+        image: (3, H, W) uint8.
+        magnitude: 1 to 30; 0 leaves the image as it is.
+    Returns:
+        (3, H, W) uint8.
+    """
+    if magnitude == 0:
+        return image
+    number = int(random_words(Stream.AUGMENT, seed, epoch, index, 1)[0] >> np.uint64(1))
+    with torch.random.fork_rng(devices=[]):  # dropout, which may draw in this process, goes on as if nothing was drawn
+        torch.default_generator.manual_seed(number)
+        return rand_augment(magnitude)(image)
+
+
+@lru_cache
+def rand_augment(magnitude: int) -> v2.RandAugment:
+    """torchvision's transform."""
+    return v2.RandAugment(magnitude=magnitude)
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """(3, H, W) uint8 to (3, height, width), bilinear, antialiased: torchvision's, without its dispatch."""
+    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+
+
+def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[float]) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of the inception crop; `numbers` in [0, 1): area, ratio, top, left of each attempt."""
+    low, high = config.crop_area
+    slim, wide = map(math.log, config.crop_ratio)
+    for attempt in range(0, len(numbers), 4):
+        area, ratio, down, right = numbers[attempt : attempt + 4]
+        area = height * width * (low + (high - low) * area)
+        ratio = math.exp(slim + (wide - slim) * ratio)
+        crop_height, crop_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 1 <= crop_height <= height and 1 <= crop_width <= width:
+            return (
+                int(down * (height - crop_height + 1)),
+                int(right * (width - crop_width + 1)),
+                crop_height,
+                crop_width,
+            )
+    crop_width = max(1, min(width, round(height * config.crop_ratio[1])))
+    crop_height = max(1, min(height, round(width / config.crop_ratio[0])))
+    return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
+
+
+def centre_crop(image: Tensor, size: int, share: float) -> Tensor:
+    """The held-out view: the shorter side resized to size / share, then the centre; (3, H, W) to (3, size, size)."""
+    shorter, longer = sorted(image.shape[-2:])
+    if longer > LONGEST * shorter:  # a line of pixels would become gigabytes, of which the crop shows the middle
+        image = functional.center_crop(image, [min(side, LONGEST * shorter) for side in image.shape[-2:]])
+    image = functional.resize(image, [max(size, round(size / share))], antialias=True)
+    return functional.center_crop(image, [size, size])

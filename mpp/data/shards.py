@@ -1,0 +1,277 @@
+"""Images that are read as a stream, shard by shard, because there are too many to index or they are far away.
+
+An epoch visits every shard once, in an order drawn by (seed, epoch), shared out among the processes and, in each, among
+its lanes: what one loader process reads. Within a shard, blocks of consecutive rows are permuted by (seed, epoch,
+shard, block). So a place in the stream is four numbers, which checkpoints carry, and nothing is replayed on resume but
+the rows of a shard that were read before.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from mpp.config import SourceConfig
+from mpp.data.sources import (
+    ARCHIVES,
+    SHARD_FILES,
+    ImageDataset,
+    decode_cell,
+    describe,
+    find_image_column,
+    held_out_name,
+    load_splits,
+    number_labels,
+    read_labels,
+)
+from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
+from mpp.data.workers import WatchedLoader
+from mpp.errors import UserError
+from mpp.runtime.randomness import Stream, permutation
+
+FOLDER_SHARDS, FEWEST_ROWS = 256, 8  # a folder of image files is read as so many shards, of at least so many rows
+SAMPLED_SHARDS = 16  # from so many shards at a time a sample is drawn
+ROW_BITS = 32  # an image's number: its shard's, and its row below
+
+
+class Shards:
+    """The images of one split as a stream.
+
+    Args:
+        stream: undecoded, with the image column and what else there is.
+        image_column: holds {"bytes", "path"}.
+        split: its name, for messages.
+        numbers: which of the stream's shards these are; None: all.
+    """
+
+    def __init__(
+        self,
+        stream: datasets.IterableDataset,
+        image_column: str,
+        split: str,
+        numbers: Sequence[int] | None = None,
+    ):
+        self.stream, self.image_column, self.split = stream, image_column, split
+        self.numbers = list(range(stream.num_shards)) if numbers is None else [int(number) for number in numbers]
+        self.count = len(self.numbers)
+
+    def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
+        """The rows of a shard in lists of `size`, from row `skip` on."""
+        alone = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
+        # not by iterating: in a loader process the library would leave all but one of them without a row
+        for columns in alone.skip(skip).iter(batch_size=size):
+            yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def sample(self, limit: int, seed: int) -> list[dict[str, Any]]:
+        """At most `limit` rows from the beginnings of shards in a seeded order, so many shards at a time in turn."""
+        order, rows = permutation(Stream.CUT, seed, 1, self.count), []
+        for first in range(0, self.count, SAMPLED_SHARDS):
+            chosen = order[first : first + SAMPLED_SHARDS]
+            firsts = [next(self.blocks(int(shard), -(-limit // len(chosen))), []) for shard in chosen]
+            rows += [row for turn in zip_longest(*firsts) for row in turn if row is not None]
+            if len(rows) >= limit:
+                break
+        return rows[:limit]
+
+    def name(self, index: int) -> str:
+        """What a person finds the image by."""
+        return f"{self.split} shard {index >> ROW_BITS} row {index & (1 << ROW_BITS) - 1}"
+
+    def describe(self) -> str:
+        return f"a stream of {self.count} shards"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a shard in memory: for a while, the dataset that views are of."""
+
+    shards: Shards
+    first: int  # the number of its first image
+    rows: list[dict[str, Any]]
+    labels = None
+
+    def decode(self, index: int, max_pixels: int) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage."""
+        return decode_cell(self.rows[index - self.first][self.shards.image_column], max_pixels)
+
+    def name(self, index: int) -> str:
+        path = (self.rows[index - self.first][self.shards.image_column] or {}).get("path")
+        return f"{self.shards.name(index)}{f' ({path})' if path else ''}"
+
+    def other(self, word: int) -> int:
+        """An image of the block, by a random number."""
+        return self.first + word % len(self.rows)
+
+
+class Place(NamedTuple):
+    """How far a lane has come: what it reads next."""
+
+    epoch: int = 0
+    turn: int = 0  # which of the lane's shards in this epoch
+    block: int = 0
+    row: int = 0  # in the permuted block
+
+
+class Lanes(IterableDataset):
+    """Batches of one process's lanes, from update `start` to `stop`. Lane b % lanes reads forward pass b.
+
+    Args:
+        views: of `shards`, whose images each block's views replace.
+        places: lane -> its Place; a lane that is not there begins at the beginning.
+    Raises:
+        UserError: fewer shards than lanes on all processes.
+    """
+
+    def __init__(self, views: ViewDataset, layout: BatchLayout, start: int, stop: int, places: dict[int, Place]):
+        self.views, self.shards, self.layout, self.places = views, views.dataset, layout, places
+        self.lanes, self.size = max(1, views.data.workers), views.data.shuffle_block
+        self.first, self.last = start * layout.accumulation_steps, stop * layout.accumulation_steps
+        everywhere = layout.world_size * self.lanes
+        if self.shards.count < everywhere:
+            raise UserError(
+                f"{self.shards.split} has {self.shards.count} shards; a stream needs one for each loader process: "
+                f"{layout.world_size} processes x {self.lanes} data.workers = {everywhere}"
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        lane = (self.first + (worker.id if worker else 0)) % self.lanes
+        samples = self.samples(lane, self.places.get(lane, Place()))
+        for forward in range(self.first, self.last):
+            if forward % self.lanes == lane:
+                taken = list(islice(samples, self.layout.batch_size))
+                batch, place = collate([sample for sample, _ in taken]), taken[-1][1]
+                yield batch._replace(place=torch.tensor([lane, self.lanes, self.shards.count, *place]))
+
+    def samples(self, lane: int, place: Place) -> Iterator[tuple[Batch, Place]]:
+        """Samples without end from `place` on, each with the place after it."""
+        for epoch in count(place.epoch):
+            order = permutation(Stream.ORDER, self.views.seed, epoch, self.shards.count)
+            own_shards = order[self.layout.rank * self.lanes + lane :: self.layout.world_size * self.lanes]
+            empty = place.epoch < epoch or place == Place()
+            for turn in range(place.turn, len(own_shards)):
+                for block, first, rows in self.blocks(int(own_shards[turn]), place.block):
+                    views = replace(self.views, dataset=Block(self.shards, first, rows))
+                    shuffled = permutation(Stream.BLOCK, self.views.seed, epoch, len(rows), index=first)
+                    for row in range(place.row, len(rows)):
+                        yield views[epoch, first + int(shuffled[row])], Place(epoch, turn, block, row + 1)
+                    place, empty = place._replace(row=0), False
+                place = place._replace(block=0, row=0)
+            if empty:
+                raise UserError(f"{self.shards.split}: shards {sorted(map(int, own_shards))} have no rows")
+            place = Place()
+
+    def blocks(self, shard: int, block: int) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
+        """From `block` on: its number, the number of its first image, its rows."""
+        skip = block * self.size
+        for number, rows in enumerate(self.shards.blocks(shard, self.size, skip), start=block):
+            yield number, (shard << ROW_BITS) + number * self.size, rows
+
+
+def streaming_loader(
+    views: ViewDataset, layout: BatchLayout, start: int, stop: int, places: dict[int, list[int]]
+) -> WatchedLoader:
+    """Batches of this process, from update `start` to `stop`.
+
+    Args:
+        places: what the checkpoint says of each lane: how many lanes and shards there were, and a Place.
+    Raises:
+        UserError: too few shards, or the checkpoint is of another number of lanes or shards.
+    """
+    lanes, shards = max(1, views.data.workers), views.dataset.count
+    for before, shards_before, *_ in places.values():
+        if before != lanes:
+            raise UserError(f"data.workers is {lanes}; a stream is resumed with as many as before ({before})")
+        if shards_before != shards:
+            raise UserError(f"data.path has {shards} shards to train on; the run began with {shards_before}")
+    resumed = {lane: Place(*place) for lane, (_, _, *place) in places.items()}
+    dataset = Lanes(views, layout, start, stop, resumed)
+    return WatchedLoader(
+        dataset,
+        views.dataset.name,
+        batch_size=None,
+        num_workers=views.data.workers,
+        collate_fn=as_it_is,
+    )
+
+
+def as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Shards, ImageDataset, ImageDataset]:
+    """The images to train on as a stream; of them `probed`, and `evaluated` held-out ones, in memory.
+
+    Without a held-out split, the share `data.eval_fraction` of the shards, at least one, is held out.
+
+    Raises:
+        UserError: nothing there, no such split, no image column, a setting that a stream cannot follow.
+    """
+    if config.train_images is not None:
+        raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
+    splits = open_streams(config)
+    if config.split not in splits:
+        raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
+    train, held_out = splits[config.split], held_out_name(config, list(splits))
+    if train.features is None:
+        raise UserError(f"{describe(config)} says nothing of the types of its columns; it cannot be streamed")
+    column = find_image_column(config, train.features)
+    train = undecoded(train, column)
+    if held_out is not None:
+        shards = Shards(train, column, config.split)
+        others = Shards(undecoded(splits[held_out], column), column, held_out)
+    else:
+        cut = max(1, round(config.eval_fraction * train.num_shards))
+        if cut >= train.num_shards:
+            raise UserError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
+        order = permutation(Stream.CUT, config.eval_seed, 0, train.num_shards)
+        shards = Shards(train, column, config.split, sorted(order[cut:]))
+        others = Shards(train, column, "held out", sorted(order[:cut]))
+    parts = [in_memory(shards, probed, config.eval_seed), in_memory(others, evaluated, config.eval_seed)]
+    columns = [config.label_column, config.eval_label_column or config.label_column]
+    labels = number_labels([read_labels(config, *part) for part in zip(parts, columns, strict=True)])
+    known = [
+        ImageDataset(rows.select_columns([column]), column, of_part, name)
+        for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
+    ]
+    shards.stream = shards.stream.select_columns([column])  # no more is read from now on
+    return shards, known[0], known[1]
+
+
+def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.IterableDataset:
+    """The stream with encoded images, in the column that is wanted and in any other."""
+    columns = {column} | {name for name, feature in stream.features.items() if isinstance(feature, datasets.Image)}
+    for name in columns:
+        stream = stream.cast_column(name, datasets.Image(decode=False))
+    return stream
+
+
+def in_memory(shards: Shards, limit: int, seed: int) -> datasets.Dataset:
+    """A sample of the rows, indexed."""
+    return datasets.Dataset.from_list(shards.sample(limit, seed), features=shards.stream.features)
+
+
+def open_streams(config: SourceConfig) -> dict[str, datasets.IterableDataset]:
+    """All splits as streams. What has no shards of its own, as a folder of image files, is cut into some."""
+    path = Path(config.path or "").expanduser()
+    elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
+    sharded = elsewhere or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
+    if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
+        return load_splits(config, streaming=True)
+    return {
+        name: shuffled(rows, config.eval_seed).to_iterable_dataset(
+            num_shards=min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS))
+        )
+        for name, rows in load_splits(config).items()
+    }
+
+
+def shuffled(rows: datasets.Dataset, seed: int) -> datasets.Dataset:
+    """Rows in a seeded order: files come sorted by class, and a shard should have all of them."""
+    return rows.select(permutation(Stream.CUT, seed, 2, len(rows)))

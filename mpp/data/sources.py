@@ -1,0 +1,303 @@
+"""Where images come from: what `datasets` can load, as encoded images with their labels."""
+
+import dataclasses
+import shlex
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import fsspec
+import numpy as np
+from datasets.data_files import get_data_patterns
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import HfHubHTTPError
+from numpy.typing import NDArray
+from pyarrow import ArrowException
+from torch import Tensor
+
+from mpp.config import ImagesConfig, SourceConfig
+from mpp.data import images
+from mpp.errors import UserError
+from mpp.runtime.randomness import Stream, permutation
+
+MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
+SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
+ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
+LOADING_ERRORS = (  # what the library and those below it raise for what a user sees as one: it cannot be loaded
+    *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
+    *(ArrowException, DatasetsError, HfHubHTTPError),
+)
+BIRDS = Path(__file__).parent.parent / "birds"
+
+
+class ImageDataset:
+    """Images of one split, still encoded, and their labels.
+
+    Args:
+        rows: with the two columns.
+        image_column: holds {"bytes", "path"}, undecoded.
+        labels: (n,) int64 class of each image, -1 where there is none; (n, L) where several are right, padded with
+            -1; None where nothing is labelled.
+        split: its name, for messages.
+    """
+
+    def __init__(self, rows: datasets.Dataset, image_column: str, labels: NDArray[np.int64] | None, split: str):
+        self.rows, self.image_column, self.labels, self.split = rows, image_column, labels, split
+        self.decoded: Decoded | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def decode(self, index: int, max_pixels: int) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage."""
+        held = self.decoded and self.decoded.get(index)
+        return decode_cell(self.rows[index][self.image_column], max_pixels) if held is None else held
+
+    def held_as(self, decoded: "Decoded") -> "ImageDataset":
+        """The same images, decoded."""
+        held = ImageDataset(self.rows, self.image_column, self.labels, self.split)
+        held.decoded = decoded
+        return held
+
+    def other(self, word: int) -> int:
+        """An image by a random number."""
+        return word % len(self)
+
+    def describe(self) -> str:
+        return f"{len(self)} images"
+
+    def name(self, index: int) -> str:
+        """What a person finds the image by."""
+        cell = self.rows[index][self.image_column] or {}
+        return cell.get("path") or f"{self.split}[{index}]"
+
+    def select(self, indices: NDArray[np.int64]) -> "ImageDataset":
+        """The images at `indices`, in that order."""
+        labels = None if self.labels is None else self.labels[indices]
+        return ImageDataset(self.rows.select(indices), self.image_column, labels, self.split)
+
+    def choose(self, limit: int | None, seed: int) -> "ImageDataset":
+        """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer."""
+        if limit is None or limit >= len(self):
+            return self
+        return self.select(np.sort(permutation(Stream.CUT, seed, 1, len(self))[:limit]))
+
+    def labelled(self) -> "ImageDataset | None":
+        """The images that have a label; None where there are none."""
+        if self.labels is None or not (self.labels >= 0).any():
+            return None
+        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0))
+
+    def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
+        """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
+        order, count = permutation(Stream.CUT, seed, 0, len(self)), max(1, round(fraction * len(self)))
+        if count >= len(self):
+            raise UserError(f"{self.split} has {len(self)} images: too few to hold {count} out")
+        kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
+        held_out.split = name
+        return kept, held_out
+
+
+class Decoded(NamedTuple):
+    """Decoded images in one piece of memory, which loader processes inherit and share."""
+
+    pixels: Tensor  # uint8: (3, H, W) of one image after the other
+    ends: NDArray[np.int64]  # (n,): where each image ends
+    shapes: NDArray[np.int64]  # (n, 2): H, W; 0, 0 where an image cannot be decoded
+
+    def get(self, index: int) -> Tensor | None:
+        """The image as (3, H, W) uint8; None where it cannot be decoded."""
+        height, width = self.shapes[index].tolist()
+        if height == 0:
+            return None
+        return self.pixels[self.ends[index] - 3 * height * width : self.ends[index]].view(3, height, width)
+
+
+def decode_cell(cell: dict[str, Any] | None, max_pixels: int) -> Tensor:
+    """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage."""
+    return images.decode(encoded_bytes(cell), max_pixels)
+
+
+def encoded_bytes(cell: dict[str, Any] | None) -> bytes:
+    """The image file of a cell {"bytes", "path"}; raises UnreadableImage."""
+    try:
+        if cell["bytes"] is not None:
+            return cell["bytes"]
+        if "://" not in cell["path"]:
+            return Path(cell["path"]).read_bytes()
+        with fsspec.open(cell["path"]) as file:
+            return file.read()
+    except (OSError, TypeError, ValueError) as error:
+        raise images.UnreadableImage(f"no bytes: {error}") from error
+
+
+def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDataset]:
+    """The images to train on (all of them: see `data.train_images` and `ImageDataset.choose`) and the held-out ones.
+
+    Raises:
+        UserError: nothing there, no such split, no image column, too few images.
+    """
+    splits = load_splits(config)
+    if config.split not in splits:
+        raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
+    train, held_out = splits[config.split], held_out_name(config, list(splits))
+    column = find_image_column(config, train.features)
+    parts = {config.split: (train, config.label_column)}
+    if held_out is not None:
+        parts[held_out] = (splits[held_out], config.eval_label_column or config.label_column)
+    labels = number_labels([read_labels(config, *part) for part in parts.values()])
+    undecoded = datasets.Image(decode=False)
+    loaded = [
+        ImageDataset(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
+        for (name, (rows, _)), of_split in zip(parts.items(), labels, strict=True)
+    ]
+    if held_out is None:
+        loaded = loaded[0].cut(config.eval_fraction, config.eval_seed, "held out")
+    return loaded[0], loaded[1]
+
+
+def describe(config: ImagesConfig) -> str:
+    """The data set, for messages."""
+    return f"data.path {config.path}" if config.path else "the package's birds"
+
+
+def as_arguments(config: SourceConfig) -> str:
+    """The settings that name this data set and its splits, as a command line has them: for what to do next."""
+    names = [*(field.name for field in dataclasses.fields(ImagesConfig)), "split", "eval_split", "eval_label_column"]
+    usual = SourceConfig()
+    changed = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
+    return "".join(f" --data.{name} {shlex.quote('null' if value is None else str(value))}" for name, value in changed)
+
+
+def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]:
+    """All splits of the data set that `data.path` names, indexed, or as streams where they are in shards."""
+    if config.path is None:
+        files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
+        return datasets.load_dataset("parquet", data_files=files, streaming=streaming)
+    path = Path(config.path).expanduser()
+    looks_local = config.path.startswith((".", "/", "~")) or (config.path.count("/") > 1 and "://" not in config.path)
+    if looks_local and not path.exists():
+        raise UserError(f"data.path is {config.path}, which does not exist")
+    try:
+        if "://" in config.path:
+            kind, files = files_at(config.path)
+            return datasets.load_dataset(kind, data_files=files, streaming=streaming)
+        if path.name.endswith(ARCHIVES) and path.is_file():
+            path = Path(datasets.DownloadManager().extract(str(path)))  # to the library's cache, nowhere else
+        if path.is_file():
+            if path.suffix not in SHARD_FILES:
+                raise UserError(f"a single file must be {' or '.join([*SHARD_FILES, *ARCHIVES])}")
+            return datasets.load_dataset(SHARD_FILES[path.suffix], data_files=str(path), streaming=streaming)
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            saved = datasets.load_from_disk(str(path))
+            return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
+        found = str(path) if path.is_dir() else config.path
+        return datasets.load_dataset(found, config.name, streaming=streaming)
+    except LOADING_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
+
+
+def files_at(url: str) -> tuple[str, dict[str, Any]]:
+    """The kind of the shards at a URL that fsspec knows, and the files of each split.
+
+    Args:
+        url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders say their split.
+    """
+    kinds = {end: kind for end, kind in SHARD_FILES.items() if url.endswith(end)}
+    if kinds:
+        return next(iter(kinds.values())), {"train": url}
+    system, root = fsspec.url_to_fs(url)
+    ends = {Path(file).suffix for file in system.find(root)} & SHARD_FILES.keys()
+    if len(ends) != 1:
+        raise UserError(f"it must hold files of one sort of {', '.join(SHARD_FILES)}; it has {sorted(ends) or 'none'}")
+    end, patterns = ends.pop(), get_data_patterns(url)
+    only = {split: [pattern_of(pattern, end) for pattern in found] for split, found in patterns.items()}
+    files = {str(split): [f"{url.rstrip('/')}/{pattern}" for pattern in found] for split, found in only.items()}
+    return SHARD_FILES[end], files
+
+
+def pattern_of(pattern: str, end: str) -> str:
+    """The library's pattern, for files with this ending alone: there may be others beside them."""
+    if pattern.endswith("**"):
+        return f"{pattern}/*{end}"
+    return pattern.removesuffix(".*").removesuffix(end) + end
+
+
+def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
+    """The split that is held out; None: a cut of the training split."""
+    if config.eval_split == "auto":
+        return next((name for name in ("validation", "test") if name in names and name != config.split), None)
+    if config.eval_split == config.split:
+        raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
+    if config.eval_split is not None and config.eval_split not in names:
+        raise UserError(f"data.eval_split is {config.eval_split}; {describe(config)} has {', '.join(names)}")
+    return config.eval_split
+
+
+def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
+    """The column that holds the images: the named one, or the only one that can."""
+    columns = ", ".join(features)
+    found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    if config.image_column is None:
+        if len(found) != 1:
+            raise UserError(
+                f"{describe(config)} has {len(found)} image columns; name one by data.image_column: {columns}"
+            )
+        return found[0]
+    if config.image_column not in features:
+        raise UserError(f"data.image_column is {config.image_column}; {describe(config)} has {columns}")
+    feature = features[config.image_column]
+    if not isinstance(feature, datasets.Image) and getattr(feature, "dtype", None) not in ("binary", "string"):
+        raise UserError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
+    return config.image_column
+
+
+def read_labels(config: SourceConfig, rows: datasets.Dataset, column: str | None) -> list[list] | None:
+    """The labels of each image: none, one, or (where the column holds lists) several.
+
+    Args:
+        column: named by the user; None: `label`, if it holds classes.
+    Returns:
+        None where there is no such column.
+    """
+    if column is not None and column not in rows.features:
+        known = ", ".join(rows.features)
+        raise UserError(f"data.label_column is {column}; {describe(config)} has {known}")
+    if (column or "label") not in rows.features:
+        return None
+    labels = [as_list(value) for value in rows[column or "label"][:]]
+    if all(isinstance(value, int | str) for of_image in labels for value in of_image):
+        return labels
+    if column is None:
+        return None  # something else is called `label`, and nobody asked for it
+    raise UserError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
+
+
+def as_list(value: Any) -> list:
+    """A label, a list of labels, or none, as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def number_labels(parts: list[list[list] | None]) -> list[NDArray[np.int64] | None]:
+    """Labels as class numbers: integers as they are, text numbered in its order over all parts.
+
+    Returns:
+        For each part (n,), or (n, L) where some image has several; padded with -1.
+    """
+    names = sorted({v for part in parts for of_image in part or () for v in of_image if isinstance(v, str)})
+    number = {name: i for i, name in enumerate(names)}
+    result: list[NDArray[np.int64] | None] = []
+    for part in parts:
+        if part is None:
+            result.append(None)
+            continue
+        array = np.full((len(part), max([1, *map(len, part)])), -1, dtype=np.int64)
+        for row, of_image in zip(array, part, strict=True):
+            row[: len(of_image)] = [number[v] if isinstance(v, str) else max(v, -1) for v in of_image]
+        if array.max(initial=-1) >= MOST_CLASSES:
+            raise UserError(f"a label is {array.max()}; labels are numbers of classes, below {MOST_CLASSES}")
+        result.append(array if array.shape[1] > 1 else array[:, 0])
+    return result

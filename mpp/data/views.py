@@ -1,0 +1,197 @@
+"""ImageDataset in, batches out: decoded crops and their corruption, as uint8 and integers.
+
+Training is one endless sequence of positions. Position p is image p % n of epoch p // n in that epoch's order, so the
+step alone says which images come next; there is no partial batch and no padding. What a sample looks like is a pure
+function of (seed, epoch, index): see mpp/runtime/randomness.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from mpp import corruption
+from mpp.config import CorruptionConfig, DataConfig, SourceConfig
+from mpp.corruption import Corruption
+from mpp.data import images
+from mpp.data.sources import Decoded, ImageDataset
+from mpp.data.workers import NOTHING, WatchedLoader, note_reading
+from mpp.errors import UserError
+from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
+
+REPLACEMENTS = 64  # so many unreadable images in a row do not happen where fewer than half are
+
+
+class Batch(NamedTuple):
+    """What a loader hands over: one forward pass of one process."""
+
+    images: Tensor  # (B, 3, S, S) uint8: the clean crop, the network's input and the source of the targets
+    corruption: Corruption | None  # (B, K); None where the images are only looked at
+    labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
+    indices: Tensor  # (B,) int64: which images of the split
+    unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
+    place: Tensor | None = None  # of a stream: which lane read this, and how far it has come; see mpp/data/shards.py
+
+
+@dataclass(frozen=True)
+class ViewDataset(Dataset):
+    """Samples by (epoch, index): crop, corruption, label. Epoch FIXED is the held-out view: a centre crop.
+
+    `data` is a DataConfig, or a SourceConfig with an `eval_crop` where only the held-out view is asked for.
+    """
+
+    dataset: ImageDataset
+    data: DataConfig | SourceConfig
+    img_size: int
+    seed: int = 0
+    corruption: CorruptionConfig | None = None
+    patches: int = 0
+    randaugment: int = 0
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        """A sample: a Batch whose tensors lack the leading B."""
+        epoch, index = key
+        shown, pixels, unreadable = self.readable(epoch, index)
+        if epoch == FIXED:
+            crop = images.centre_crop(pixels, self.img_size, self.data.eval_crop)
+        else:
+            crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
+            crop = images.augment(crop, self.randaugment, self.seed, epoch, index)
+        seed = self.data.eval_seed if epoch == FIXED else self.seed  # runs of other seeds are judged on the same
+        drawn = self.corruption and corruption.draw(self.corruption, self.patches, seed, epoch, index)
+        labels = self.dataset.labels
+        label = torch.tensor(-1 if labels is None else labels[shown])
+        note_reading(NOTHING)
+        return Batch(crop, drawn, label, torch.tensor(shown), unreadable)
+
+    def readable(self, epoch: int, index: int) -> tuple[int, Tensor, list[str]]:
+        """The image at `index` or, where it cannot be decoded, another in its place: (its index, pixels, failures)."""
+        failures: list[str] = []
+        candidate = index
+        while len(failures) <= REPLACEMENTS:
+            note_reading(candidate)
+            try:
+                return candidate, self.dataset.decode(candidate, self.data.max_pixels), failures
+            except images.UnreadableImage as error:
+                failures.append(f"{self.dataset.name(candidate)}: {error}")
+                seed = self.data.eval_seed if epoch == FIXED else self.seed
+                others = random_words(Stream.REPLACEMENT, seed, epoch, index, len(failures))
+                candidate = self.dataset.other(int(others[-1]))
+        return index, torch.zeros(3, self.img_size, self.img_size, dtype=torch.uint8), failures
+
+
+def collate(samples: list[Batch]) -> Batch:
+    """Samples to a batch."""
+    crops, drawn, labels, indices, unreadable, _ = zip(*samples, strict=True)
+    return Batch(
+        torch.stack(crops),
+        None if drawn[0] is None else Corruption(*map(torch.stack, zip(*drawn, strict=True))),
+        torch.stack(labels),
+        torch.stack(indices),
+        [failure for failures in unreadable for failure in failures],
+    )
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How an update's images are laid out: global batch = world size x accumulation steps x batch size."""
+
+    batch_size: int  # images per process and forward pass
+    accumulation_steps: int  # forward passes per update
+    world_size: int  # processes
+    rank: int  # this process
+
+    @classmethod
+    def of(cls, global_batch: int, batch_size: int | None, world_size: int, rank: int) -> "BatchLayout":
+        """Raises UserError where the global batch is not divisible."""
+        whole = world_size * (batch_size or 1)
+        if global_batch % whole:
+            shares = f"{world_size} processes" + (f" x data.batch_size ({batch_size})" if batch_size else "")
+            raise UserError(f"optim.global_batch_size is {global_batch}; it must be a multiple of {shares}")
+        batch_size = batch_size or global_batch // world_size
+        return cls(batch_size, global_batch // (world_size * batch_size), world_size, rank)
+
+
+class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
+    """This process's batches of (epoch, index) from update `start` to `stop`: the sampler's state is the step."""
+
+    def __init__(self, size: int, seed: int, layout: BatchLayout, start: int, stop: int):
+        self.size, self.seed, self.layout, self.start, self.stop = size, seed, layout, start, stop
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) * self.layout.accumulation_steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        layout = self.layout
+        order = lru_cache(maxsize=2)(lambda epoch: permutation(Stream.ORDER, self.seed, epoch, self.size))
+        for forward in range(self.start * layout.accumulation_steps, self.stop * layout.accumulation_steps):
+            first = (forward * layout.world_size + layout.rank) * layout.batch_size
+            keys = [divmod(position, self.size) for position in range(first, first + layout.batch_size)]
+            yield [(epoch, int(order(epoch)[place])) for epoch, place in keys]
+
+
+@dataclass(frozen=True)
+class Whole(Dataset):
+    """Whole images by index, flat: pixels (3 * H * W,) uint8, H, W; nothing, 0, 0 where one cannot be decoded."""
+
+    dataset: ImageDataset
+    data: DataConfig
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        note_reading(index)
+        try:
+            pixels = self.dataset.decode(index, self.data.max_pixels)
+        except images.UnreadableImage:
+            pixels = torch.empty(3, 0, 0, dtype=torch.uint8)  # it is named when its turn comes
+        note_reading(NOTHING)
+        return pixels.flatten(), *pixels.shape[1:]
+
+
+def hold(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
+    """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else as they are."""
+    most = int(data.cache_gb * 1e9)
+    batches = torch.arange(len(dataset)).split(64)
+    parts: list[Tensor] = []
+    shapes: list[tuple[int, int]] = []
+    taken = 0
+    for pixels, heights, widths in loader(Whole(dataset, data), [batch.tolist() for batch in batches], flatten):
+        parts.append(pixels)
+        shapes.extend(zip(heights, widths, strict=True))
+        taken += len(pixels)
+        if taken > most or taken * len(dataset) > 2 * most * len(shapes):  # it is, or by all appearance will be
+            return dataset
+    sizes = np.array(shapes)
+    return dataset.held_as(Decoded(torch.cat(parts), 3 * sizes.prod(1).cumsum(), sizes))
+
+
+def flatten(samples: list[tuple[Tensor, int, int]]) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Whole images to one piece of memory."""
+    pixels, heights, widths = zip(*samples, strict=True)
+    return torch.cat(pixels), heights, widths
+
+
+def training_loader(views: ViewDataset, layout: BatchLayout, start: int, stop: int) -> WatchedLoader:
+    """Batches of this process, from update `start` to `stop`."""
+    return loader(views, TrainingBatchSampler(len(views.dataset), views.seed, layout, start, stop))
+
+
+def held_out_loader(views: ViewDataset, batch_size: int, world_size: int = 1, rank: int = 0) -> WatchedLoader:
+    """This process's share of the held-out images, in their fixed view; the last batch may be smaller."""
+    keys = [(FIXED, index) for index in range(rank, len(views.dataset), world_size)]
+    return loader(views, [keys[i : i + batch_size] for i in range(0, len(keys), batch_size)])
+
+
+def loader(dataset: ViewDataset | Whole, batches: Sampler | list, together: Callable = collate) -> WatchedLoader:
+    """torch's loader over batches of keys, each put together by `together`."""
+    return WatchedLoader(
+        dataset,
+        dataset.dataset.name,
+        batch_sampler=batches,
+        num_workers=dataset.data.workers,
+        collate_fn=together,
+    )

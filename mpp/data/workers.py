@@ -1,0 +1,127 @@
+"""Loader processes: what each is reading, for when one dies, and what signals mean to them.
+
+Why each part has to be (tests/test_faults.py breaks a run without it):
+
+- The watch, shared memory with a place for each loader process. A decoder that crashes takes its process with it, and
+  torch says its number and nothing else. What it was reading stands in the watch.
+- Signals are ignored. A terminal and a job scheduler send them to all processes, and the training process wants to
+  finish its step with what is loaded.
+- They are killed at exit. A loader process that ignores SIGTERM would otherwise be waited for, for ever where it hangs
+  in a decoder.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from mpp.errors import UserError
+from mpp.runtime.hardware import uses_gpu
+
+DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
+NOTHING = -1
+slot: np.ndarray | None = None  # in a loader process: [its pid, the index of the image that it reads]
+alive: "WeakSet[WatchedLoader]" = WeakSet()
+cleared_by = 0  # the process whose exit ends its loader processes
+
+
+def note_reading(index: int) -> None:
+    """Note which image is being read, or NOTHING."""
+    if slot is not None:
+        slot[1] = index
+
+
+def start_worker(watch: Tensor, worker: int) -> None:
+    """Start a loader process (see DataLoader's worker_init_fn).
+
+    Signals are its parent's affair, which may want to finish a step with what is loaded: a terminal and a job scheduler
+    send them to all processes.
+    """
+    global slot
+    slot = watch[worker].numpy()
+    slot[:] = os.getpid(), NOTHING
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def kill_workers() -> None:
+    """At this process's exit: end the loader processes, which listen to nobody else and have nothing to lose."""
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it a failure
+    watched = {pid for loader in alive for pid, _ in loader.watch.tolist()}
+    for child in multiprocessing.active_children():
+        if child.pid in watched:
+            child.kill()
+
+
+class WatchedLoader:
+    """torch's loader, of which `explain` can say which image a loader process died of.
+
+    Args:
+        dataset: calls `note_reading` before each image and after it.
+        name: index of an image to what a person finds it by.
+        options: DataLoader's.
+    """
+
+    def __init__(self, dataset: Any, name: Callable[[int], str], **options: Any):
+        global cleared_by
+        self.name = name
+        self.watch = torch.zeros(max(1, options["num_workers"]), 2, dtype=torch.int64).share_memory_()
+        own = torch.Generator().manual_seed(0)  # the loader would draw from the global one
+        shared = dict(pin_memory=uses_gpu(), generator=own, worker_init_fn=partial(start_worker, self.watch))
+        self.loader = DataLoader(dataset, **shared, **options)
+        alive.add(self)
+        if cleared_by != os.getpid():
+            cleared_by = os.getpid()
+            Finalize(None, kill_workers, exitpriority=0)  # runs before multiprocessing waits for its children
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader  # a generator keeps this object, and so its watch, alive
+
+
+@contextmanager
+def deaths_explained() -> Iterator[None]:
+    """While open, the death of a loader process is an error that names the image which it read.
+
+    torch raises its own error wherever the main thread is, not where the batch was asked for: open this around all.
+
+    Raises:
+        UserError: a loader process died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = explain(error)
+        if message is None:
+            raise
+        raise UserError(message) from error
+
+
+def explain(error: RuntimeError) -> str | None:
+    """In one line, with the image's name, why a loader process died; None: the error is another.
+
+    torch raises it wherever the main thread is, not where the batch was asked for.
+    """
+    found = DEAD.search(str(error))
+    if found is None:
+        return None
+    dead = [int(pid) for pid in found[1].split(",")]
+    images = [loader.name(i) for loader in alive for pid, i in loader.watch.tolist() if pid in dead and i != NOTHING]
+    what = f"while it read {', '.join(images)}; take this image out or, if" if images else "between two images; if"
+    return f"a loader process died ({found[2].strip(' .')}) {what} memory ran out, use fewer data.workers"

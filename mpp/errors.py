@@ -1,0 +1,12 @@
+"""What a user can mend, apart from bugs."""
+
+
+class UserError(ValueError):
+    """Something that the user can mend: a setting, a file, a machine. Commands print it as one line.
+
+    Every other exception is a bug of ours or of a library, and keeps its traceback.
+    """
+
+
+class Diverged(UserError, FloatingPointError):
+    """A loss or gradient is not finite."""

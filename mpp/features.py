@@ -1,0 +1,133 @@
+"""Frozen features: what an encoder says of an image after each of its blocks, for every image of a data set.
+
+Probes, kNN while training and the evaluation suite read them here: a name such as `depth_04` means the same everywhere.
+B images, D width.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mpp.data.views import Batch
+from mpp.errors import UserError
+
+Representation = Literal["class", "mean", "both"]
+ROWS = 4096  # of each process, exchanged at a time: what bounds the memory of those that only send
+
+
+def stages(encoder: nn.Module) -> Sequence[nn.Module]:
+    """What depth counts: the blocks of a ViT, the stages of a BiT ResNet; of other models there is only the end."""
+    named = (getattr(encoder, name, None) for name in ("blocks", "stages"))
+    return next((found for found in named if isinstance(found, nn.Sequential | nn.ModuleList)), (encoder,))
+
+
+def features_at(
+    encoder: nn.Module, images: Tensor, depths: Sequence[int], representation: Representation
+) -> list[Tensor]:
+    """Features after each depth.
+
+    Args:
+        encoder: timm's, without a head.
+        images: (B, 3, H, W), normalised.
+        depths: from 1; the last one is the encoder's output, after its final norm.
+        representation: `class` token, `mean` over patches (or places of a feature map), or `both` side by side.
+    Returns:
+        (B, D) float32 for each depth, or (B, 2 D) for `both`.
+    """
+    blocks = stages(encoder)
+    last, seen = len(blocks), {}
+    hooks = [
+        blocks[depth - 1].register_forward_hook(lambda _, args, out, depth=depth: seen.update({depth: out}))
+        for depth in depths
+        if depth != last
+    ]
+    try:
+        seen[last] = encoder.forward_features(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [pool(encoder, seen[depth], representation, depth == last).float() for depth in depths]
+
+
+def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:
+    """Tokens to a feature of the image.
+
+    Args:
+        encoder: timm's, that they come from.
+        tokens: (B, prefix + N, D), or a feature map (B, D, H, W).
+        normed: whether they are the encoder's output: some encoders norm after pooling.
+    Returns:
+        (B, D), or (B, 2 D) for `both`.
+    Raises:
+        UserError: a [class] token is asked for and there is none.
+    """
+    parts = []
+    if representation in ("class", "both"):
+        if not getattr(encoder, "has_class_token", False):
+            raise UserError(f"representation is {representation}, but this encoder has no [class] token; use mean")
+        parts.append(tokens[:, 0])
+    if representation in ("mean", "both"):
+        if tokens.ndim == 4:
+            places = (1, 2) if getattr(encoder, "output_fmt", "NCHW") == "NHWC" else (2, 3)
+            parts.append(tokens.mean(places))
+        else:
+            parts.append(tokens[:, getattr(encoder, "num_prefix_tokens", 0) :].mean(1))
+    if normed and hasattr(encoder, "fc_norm"):
+        parts = [encoder.fc_norm(part) for part in parts]
+    return torch.cat(parts, dim=-1)
+
+
+def extract(
+    batches: Iterable[Batch], encode: Callable[[Tensor], list[Tensor]], count: int, accelerator: Accelerator
+) -> tuple[list[NDArray[np.float32]], NDArray[np.int64]]:
+    """Features of a whole data set, on the main process; nothing on the others.
+
+    Args:
+        batches: this process's: the images rank, rank + processes, ... in their order.
+        encode: images (B, 3, S, S) uint8 on the device to features (B, D), one for each depth.
+        count: images of the data set.
+    Returns:
+        (count, D) for each depth; labels (count,), or (count, L) where an image may have several.
+    """
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    own_count = len(range(rank, count, processes))
+    own: list[NDArray] = []
+    done = 0
+    for batch in batches:
+        with torch.no_grad(), accelerator.autocast():
+            encoded = encode(batch.images.to(accelerator.device, non_blocking=True))
+        parts = [part.float().cpu().numpy() for part in encoded] + [batch.labels.numpy()]
+        own = own or [np.empty((own_count, *part.shape[1:]), part.dtype) for part in parts]
+        for whole, part in zip(own, parts, strict=True):
+            whole[done : done + len(part)] = part
+        done += len(batch.images)
+    if processes > 1:
+        columns = max(gather_object([len(own)]))  # a process that has no image does not know how many depths there are
+        own = own or [np.empty((0, 0), np.float32) for _ in range(columns)]
+        own = [interleave(part, count, accelerator) for part in own]
+    return own[:-1], own[-1]
+
+
+def interleave(own: NDArray, count: int, accelerator: Accelerator) -> NDArray:
+    """All rows on the main process, of which process r has the rows r, r + processes, ...; nothing on the others.
+
+    Args:
+        own: the rows of this process.
+        count: rows of all.
+    """
+    processes = accelerator.num_processes
+    whole = np.empty((count, *own.shape[1:]) if accelerator.is_main_process else (0, 0), own.dtype)
+    for first in range(0, -(-count // processes), ROWS):
+        parts = gather_object([own[first : first + ROWS]])
+        if accelerator.is_main_process:
+            block = whole[first * processes : (first + ROWS) * processes]
+            for number, part in enumerate(parts):
+                if len(part):  # there may be fewer images than processes
+                    block[number::processes] = part
+    return whole

@@ -1,0 +1,136 @@
+"""A process's start: threads, precision, Accelerate, and how its errors look."""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import TensorBoardTracker, get_available_trackers
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+from mpp.config import RunConfig
+from mpp.errors import UserError
+from mpp.runtime.hardware import bf16_is_native, cores, uses_gpu
+from mpp.runtime.preemption import Preempted
+
+DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+OUT_OF_MEMORY = (
+    "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same), or "
+    "set model.activation_checkpointing"
+)
+
+
+def command(main: Callable[[], None]) -> None:
+    """Run a command's main function: what the user can mend ends it with one line on stderr and exit code 2."""
+    try:
+        main()
+    except KeyboardInterrupt:  # before or after training, which handles it itself
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    except Preempted:
+        leave_the_others()
+        raise
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        rank = os.environ.get("RANK")
+        print(f"error{f' (process {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    leave_the_others()
+
+
+def user_message(error: Exception) -> str | None:
+    """What a user is told of an error, in one line; None: it is a bug and keeps its traceback."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
+
+
+def leave_the_others() -> None:
+    """End the process group, on all processes alike."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def start(run: RunConfig) -> Accelerator:
+    """Set threads and precision and join the other processes.
+
+    Raises:
+        UserError: the launcher promised several processes and started one, or wants a precision or a parallelism
+            that there is not; a tracker is not installed.
+    """
+    check_promise()
+    check_trackers(run)
+    precision, reason = choose_precision(run)
+    AcceleratorState._reset_state()  # one process may do several runs, one after the other, each in its own precision
+    accelerator = Accelerator(
+        cpu=not uses_gpu(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        log_with=[*tensorboard(run), *(name for name in run.trackers if name != "tensorboard")] or None,
+        project_dir=run.dir,
+        dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
+        # long enough for one process to download and prepare a data set while the others wait
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
+    )
+    if accelerator.distributed_type not in DATA_PARALLEL:
+        asked = accelerator.distributed_type.value
+        raise UserError(f"the launcher's configuration asks for {asked}; here all is data parallel: use MULTI_GPU")
+    threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    torch.set_num_threads(threads)
+    accelerator.print(
+        f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
+        f"{threads} CPU threads each, {precision} ({reason})"
+    )
+    return accelerator
+
+
+def tensorboard(run: RunConfig) -> list[TensorBoardTracker]:
+    """Our own tracker object, so that its writer is opened where a resumed run can say from which step: see Tracker."""
+    return [TensorBoardTracker(run_name="", logging_dir=run.dir)] if "tensorboard" in run.trackers else []
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Refuse trackers that do not exist or are not installed: Accelerate would drop the latter without a word."""
+    installed = sorted(map(str, get_available_trackers()))
+    missing = [name for name in run.trackers if name not in installed]
+    if missing:
+        raise UserError(f"run.trackers: {', '.join(missing)} not installed; installed are {', '.join(installed)}")
+
+
+def check_promise() -> None:
+    """Refuse to run alone where the launcher was asked for several processes.
+
+    `accelerate launch --cpu --num_processes 2` (and a MULTI_CPU config file) starts one process, with the address of
+    a meeting point and nobody to meet.
+    """
+    env = os.environ
+    launched = "ACCELERATE_MIXED_PRECISION" in env and "SLURM_JOB_ID" not in env  # jobs may bring an address along
+    alone = not any(name in env for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"))
+    if launched and alone and "MASTER_ADDR" in env:
+        raise UserError(
+            "the launcher was asked for several processes and started one; on CPUs use "
+            "`accelerate launch --multi_gpu --num_processes N` (which starts N processes, with or without GPUs)"
+        )
+
+
+def choose_precision(run: RunConfig) -> tuple[str, str]:
+    """("bf16" or "fp32", why): the config's word wins, then the launcher's, then what the hardware computes in."""
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if run.precision != "auto":
+        overruled = launcher not in ("no", run.precision)
+        return run.precision, f"run.precision{f', over the launcher, which says {launcher}' if overruled else ''}"
+    if launcher == "bf16":
+        return "bf16", "the launcher's choice"
+    if launcher != "no":
+        raise UserError(f"the launcher's mixed precision is {launcher}; it must be bf16 or no")
+    return ("bf16", "computed by this hardware") if bf16_is_native() else ("fp32", "no bf16 in this hardware")
+
+
+def choose_threads(run: RunConfig, local_processes: int) -> int:
+    """Threads of this process. `accelerate launch` sets OMP_NUM_THREADS=1 by itself: 1 is nobody's choice."""
+    chosen = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    return run.threads or (chosen if chosen > 1 else max(1, cores() // local_processes))

@@ -1,0 +1,85 @@
+"""One run, one folder: a second process that would write into it is refused.
+
+The lock is filelock's: the kernel lets go of it when the process dies, loader processes do not inherit it, and a file
+system without locks gets a lock file with the holder's process in it.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from filelock import FileLock, Timeout
+
+from mpp.errors import UserError
+
+LOCK, HOLDER = ".lock", ".lock.holder"
+FILES = {LOCK, HOLDER}
+
+
+class Held(UserError):
+    """Another process holds the folder."""
+
+
+@contextmanager
+def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
+    """Hold a folder while open.
+
+    Args:
+        key: the setting that names the folder.
+        wait: until another process that holds it lets go.
+    Raises:
+        Held: another process does.
+        UserError: the folder cannot be locked.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=-1 if wait else 0, is_singleton=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        message = f"{key} is {folder}, which {holder_of(folder)} is writing; wait for it, or choose another {key}"
+        raise Held(message) from None
+    except (OSError, NotImplementedError) as error:  # Lustre mounted without flock, say
+        message = f"{key} is {folder}, which cannot be locked ({error}); choose a {key} on a file system that has locks"
+        raise UserError(message) from error
+    try:
+        with suppress(OSError):  # a courtesy
+            (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / HOLDER).unlink()
+        lock.release()
+
+
+def holder_of(folder: Path) -> str:
+    """Who holds it, for a message."""
+    try:
+        return (folder / HOLDER).read_text() or "another process"
+    except (OSError, UnicodeDecodeError):
+        return "another process"
+
+
+@contextmanager
+def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run folder while open, for all processes of this run.
+
+    Raises:
+        Held: on every process, where another run holds it.
+        UserError: on every process, where it cannot be locked.
+    """
+    with ExitStack() as stack:
+        refusal = None
+        if accelerator.is_main_process:
+            try:
+                stack.enter_context(hold(folder, "run.dir"))
+            except UserError as error:
+                refusal = error
+        refusals = [each for each in gather_object([refusal and (type(refusal), str(refusal))]) if each]
+        if refusals:
+            kind, message = refusals[0]
+            raise kind(message)
+        yield

@@ -1,0 +1,140 @@
+"""The command line and YAML files to a config, and back.
+
+`parse(Config)` reads YAML files (`--config`, several compose, later ones win) and dotted overrides
+(`--optim.lr 1e-3`). Whatever is wrong with them is one line.
+"""
+
+import dataclasses
+import difflib
+import sys
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from mpp.errors import UserError
+
+ConfigT = TypeVar("ConfigT")
+CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
+PACKAGE = Path(__file__).parent.parent
+CONFIGS = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), PACKAGE)
+"""The configs: installed within the package; in a checkout beside it."""
+
+
+def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
+    """Read a config from the command line.
+
+    Args:
+        config_class: a frozen dataclass with defaults; fields that are dataclasses are groups.
+        arguments: the command line's words; None: `sys.argv[1:]`.
+        prog: the command that `--help` shows.
+    Raises:
+        UserError: one line that names the wrong key or value and what is allowed.
+    """
+    parser = parser_of(config_class, prog)
+    arguments = with_packaged_configs(sys.argv[1:] if arguments is None else arguments)
+    try:
+        values = parser.parse_args(arguments)
+    except (ArgumentError, yaml.YAMLError) as error:
+        raise UserError(explain(config_class, str(error))) from None
+    values.pop("config")
+    return config_class(**vars(parser.instantiate(values)))
+
+
+def with_packaged_configs(arguments: Sequence[str]) -> list[str]:
+    """The command line with files in place of the names of configs that the package brings.
+
+    `--config cifar10` and `--config finetune/cifar10` are such names; a file of that name comes first.
+    """
+    joined, named = "--config=", False
+    result = []
+    for argument in arguments:
+        if named:
+            argument = config_file(argument)
+        elif argument.startswith(joined):
+            argument = joined + config_file(argument.removeprefix(joined))
+        named = argument == "--config"
+        result.append(argument)
+    return result
+
+
+def config_file(name: str) -> str:
+    """The file that `--config` names: itself, or one that the package brings; UserError where there is neither."""
+    packaged = CONFIGS / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
+    if Path(name).exists() or not name:
+        return name
+    if packaged.is_file():
+        return str(packaged)
+    names = (str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.rglob("*.yaml"))
+    raise UserError(f"--config is {name}, which is no file; configs by name are {', '.join(sorted(names))}")
+
+
+@lru_cache
+def parser_of(config_class: type, prog: str | None) -> ArgumentParser:
+    """The parser of a config; it takes longer to make than to use."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(exit_on_error=False, prog=prog, description=config_class.__doc__)
+    parser.add_argument("--config", action="config", help=CONFIG_HELP)
+    parser.add_class_arguments(config_class)
+    return parser
+
+
+def explain(config_class: type, message: str) -> str:
+    """The parser's message in one line; for an unknown key, with the keys that exist."""
+    line = " ".join(message.split())
+    known = list(flatten(config_class()))
+    if "unrecognized arguments" in line:
+        culprit = line.split("arguments:", 1)[1].split()[0].removeprefix("--").split("=")[0]
+    elif "does not accept option" in line:
+        group, option = line.split("'")[1::2][:2]
+        culprit = f"{group}.{option}"
+    else:
+        return line
+    group = [key for key in known if key.startswith(culprit.split(".")[0] + ".")]
+    near = difflib.get_close_matches(culprit, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"unknown setting {culprit}: {hint}allowed: {', '.join(group or sorted({k.split('.')[0] for k in known}))}"
+
+
+def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """All settings as (dotted key, field, value)."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field, value
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Dotted key -> value."""
+    return {key: value for key, _, value in settings(config)}
+
+
+def plain(value: Any) -> Any:
+    """A config as what YAML has: tuples become lists."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, tuple | list) else value
+
+
+def to_yaml(config: Any) -> str:
+    """The config as the YAML text that `parse` reads back."""
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
+
+
+def changed_keys(config: Any, path: Path) -> list[str]:
+    """Keys outside the plumbing in which `config` differs from the one saved at `path`.
+
+    Raises:
+        UserError: the saved file is not a config of this kind.
+    """
+    try:
+        saved = flatten(parse(type(config), ["--config", str(path)]))
+    except ValueError as error:
+        raise UserError(f"{path} is not a config of this command ({error})") from None
+    return [key for key, field, value in settings(config) if not field.metadata.get("plumbing") and value != saved[key]]

@@ -1,0 +1,130 @@
+"""Stopping a run from outside: a signal, the step finished on all processes, a checkpoint, a marker, an exit code.
+
+Why each part has to be (tests/test_faults.py breaks a run without it):
+
+- The thread and its pipe. Python runs a signal's handler between two steps of the main thread's own code. While that
+  waits in C, for a GPU or for another process, no handler runs, and a second Ctrl-C would do nothing. The interpreter
+  writes the signal's number into the pipe at once, and the thread reads it there.
+- The handler. Before the first step there is nothing to finish: it ends the run where it stands.
+- The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal.
+- The reduction in each step. Signals do not reach all processes in the same step, and a process that stops alone leaves
+  the others waiting for its gradients.
+- The lag. To read a reduced number at once would make a GPU wait in every step.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
+MARKER = "preempted"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
+LAG = 2  # steps after which a GPU's answer is read: it is there by then, and nothing waits
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop and has saved all it had: exit code 75."""
+
+    def __init__(self):
+        super().__init__(EXIT_CODE)
+
+
+class Preemption:
+    """While open, SIGTERM and SIGINT stop the run: at once, or after the step, where `finish_step` is true.
+
+    A second signal never waits.
+
+    A thread listens, so that the second signal works while the main thread waits for a GPU or for another process.
+
+    Args:
+        folder: the run's, where the marker is left.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path):
+        self.accelerator, self.folder = accelerator, folder
+        self.finish_step = False  # whether there is a step to finish
+        self.asked = ""  # the first signal's name
+        self.lag = LAG if accelerator.device.type == "cuda" else 0
+        self.answers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def __enter__(self) -> "Preemption":
+        if threading.current_thread() is threading.main_thread():  # nobody else may handle signals
+            self.reader, self.writer = os.pipe()
+            os.set_blocking(self.writer, False)
+            self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+            self.handlers = {number: signal.signal(number, self.handle) for number in SIGNALS}
+            self.listener = threading.Thread(target=self.listen, daemon=True)
+            self.listener.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if hasattr(self, "listener"):
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self.wakeup)
+            os.write(self.writer, bytes(1))  # the listener's last: loader processes may hold the pipe open
+            self.listener.join()
+            os.close(self.writer)
+            os.close(self.reader)
+
+    def handle(self, number: int, _: object) -> None:
+        """End a run that builds its data set, or is done: there is nothing to save."""
+        if not self.finish_step:
+            self.mark(signal.Signals(number).name, "between steps")
+            raise Preempted
+
+    def mark(self, reason: str, where: str) -> None:
+        """Leave the marker."""
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / MARKER).write_text(f"{reason}, {where}\n")
+
+    def listen(self) -> None:
+        """Read the numbers of signals as they come; 0 is the end."""
+        first = 0.0
+        while number := os.read(self.reader, 1)[0]:
+            if number in SIGNALS and not self.asked:
+                self.asked, first = signal.Signals(number).name, time.monotonic()
+            elif number in SIGNALS and time.monotonic() - first > ECHO:
+                os._exit(128 + number)
+
+    def agreed(self) -> bool:
+        """Whether to stop after this step: the same answer on every process. To be called once a step.
+
+        On GPUs the answer is LAG steps old, so that no step waits for the device.
+        """
+        if self.accelerator.num_processes == 1:
+            return bool(self.asked)
+        asking = torch.full((), float(bool(self.asked)), device=self.accelerator.device)
+        asking = self.accelerator.reduce(asking, "sum")
+        if not self.lag:
+            return bool(asking)
+        answer = torch.empty((), pin_memory=asking.is_cuda).copy_(asking, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.answers.append((answer, event))
+        if len(self.answers) <= self.lag:
+            return False
+        answer, event = self.answers.popleft()
+        event.synchronize()
+        return bool(answer)
+
+    def asked_of_any(self) -> bool:
+        """Whether any process was asked to stop, now: for places where a GPU may be waited for."""
+        return any(gather_object([self.asked]))
+
+    def leave(self, where: str) -> None:
+        """Leave the marker and end the process; what is worth saving is saved."""
+        reason = self.asked or "another process's signal"
+        self.mark(reason, where)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.print(f"stopped by {reason} {where}; the same command goes on (exit code {EXIT_CODE})")
+        raise Preempted

@@ -1,0 +1,176 @@
+"""Parameter groups, optimiser, learning-rate schedule, Polyak averaging."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import timm.optim
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from mpp.config import OptimConfig
+from mpp.errors import UserError
+
+UNDECAYED = ("token", "pos_embed")  # [class], [mask], registers, position embeddings
+
+
+class Muon(timm.optim.Muon):
+    """timm's Muon that, like torch's fused optimisers, changes no weight while `found_inf` is 1.
+
+    The verdict stays on the device: nothing waits for it. Muon's state does change then, so the verdict has to stand.
+    """
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.found_inf is None:
+            return super().step(closure)
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * (1 - self.found_inf)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.masked_fill_(self.found_inf.bool(), 0)  # 0 times NaN is NaN
+        try:
+            return super().step(closure)
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Muon, Adam with decoupled weight decay, or SGD with momentum; fused where torch has it.
+
+    Raises:
+        UserError: Muon for a model without transformer blocks; layer decay for one without an encoder of timm's.
+    """
+    groups = parameter_groups(model, config)
+    if config.name == "muon":
+        on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+        options = dict(capturable=True) if on_gpu else {}  # no number is read from the device
+        shared = dict(lr=config.lr, betas=config.betas, momentum=config.momentum, nesterov=True)
+        optimizer: torch.optim.Optimizer = Muon(groups, **shared, **options)
+    elif config.name == "adam":
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    if config.average is not None:
+        PolyakAverage(optimizer, config.average)
+    return optimizer
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
+    """Parameters by what is done to them: decayed ones first, the others after them.
+
+    Biases, norms, tokens and position embeddings do not decay. With `optim.name=muon` a group says by `use_muon`
+    whether its parameters are orthogonalised; with `optim.layer_decay` it says by `lr_scale` its share of the rate.
+    """
+    matrices = block_matrices(model) if config.name == "muon" else set()
+    scales = layer_scales(model, config.layer_decay) if config.layer_decay is not None else {}
+    groups: dict[tuple, dict] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kept = parameter.ndim < 2 or any(word in name.rsplit(".", 1)[-1] for word in UNDECAYED)
+            key = (kept, name not in matrices, -scales.get(name, 1.0))
+            group = groups.setdefault(key, {"params": [], "weight_decay": 0.0 if kept else config.weight_decay})
+            group["params"].append(parameter)
+            if matrices:
+                group["use_muon"] = name in matrices
+            if scales:
+                group["lr_scale"] = scales.get(name, 1.0)
+    return [groups[key] for key in sorted(groups)]
+
+
+def block_matrices(model: nn.Module) -> set[str]:
+    """Names of the parameters that Muon orthogonalises: the weights of linear layers in transformer blocks.
+
+    Raises:
+        UserError: there are none.
+    """
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names = {f"{name}.weight" for name in linear if "blocks" in name.split(".")}
+    if not names:
+        raise UserError(
+            "optim.name is muon, which is for the matrices of a ViT's blocks; this model has none: use adam"
+        )
+    return names
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """Parameter of the encoder -> its share of the learning rate: `decay` once for each layer above it (BEiT, MAE).
+
+    The groups are timm's: stem, blocks, head. What is not in the encoder, such as the head, has the whole rate.
+    """
+    encoder: nn.Module = model.encoder
+    names = {id(parameter): f"encoder.{name}" for name, parameter in encoder.named_parameters()}
+    groups = timm.optim.param_groups_layer_decay(encoder, layer_decay=decay)
+    return {names[id(p)]: decay * group["lr_scale"] for group in groups for p in group["params"]}
+
+
+class PolyakAverage:
+    """Polyak averaging (the paper's Table 2) after each step, kept in the optimiser's state: checkpoints have it.
+
+    Early on the decay is (1 + t) / (10 + t) after t updates, so that the initial weights are soon forgotten.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float):
+        self.decay, self.updates = decay, 0
+        optimizer.register_step_post_hook(self)
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        first = optimizer.state[parameters[0]]
+        if "average" not in first:
+            first["updates"] = torch.zeros(())
+            for parameter in parameters:
+                optimizer.state[parameter]["average"] = parameter.clone()
+        elif self.updates == 0:  # resumed
+            self.updates = int(first["updates"])
+        self.updates += 1
+        first["updates"].fill_(self.updates)
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        get_ema_multi_avg_fn(decay)([optimizer.state[p]["average"] for p in parameters], parameters, None)
+
+
+def averages(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter and its Polyak average."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, optimizer.state[parameter]["average"]) for parameter in parameters]
+
+
+@contextmanager
+def averaged_weights(optimizer: torch.optim.Optimizer, average: bool) -> Iterator[None]:
+    """While open, the averages (if `average`) are the model's weights."""
+    swapped = averages(optimizer) if average else []
+    swap(swapped)
+    try:
+        yield
+    finally:
+        swap(swapped)
+
+
+@torch.no_grad()
+def swap(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Exchange the values of tensors, pair by pair."""
+    for one, other in pairs:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of update `step` (from 0) of `steps`: linear warm-up to the base rate, then decay towards 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
+    match config.schedule:
+        case "cosine":
+            return config.lr * (1 + math.cos(math.pi * progress)) / 2
+        case "linear":
+            return config.lr * (1 - progress)
+        case "constant":
+            return config.lr
+    raise AssertionError(config.schedule)

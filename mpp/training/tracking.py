@@ -1,0 +1,167 @@
+"""Where the numbers go: Accelerate's trackers (TensorBoard by default) and metrics.jsonl, the same scalars in both."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from mpp.errors import UserError
+from mpp.runtime.parsing import flatten, to_yaml
+
+SHOWN = ("accuracy", "nearest", "most_frequent")
+CHARTS = {  # drawn together; the tags are patterns
+    "masked patches": {
+        "train": ["Multiline", [f"^train/{name}$" for name in SHOWN]],
+        "held out": ["Multiline", [f"^heldout/{name}$" for name in SHOWN]],
+    }
+}
+
+
+def progress_bar(*iterable: Any, **options: Any) -> tqdm:
+    """tqdm's bar; in a log file, where it cannot be redrawn, a line every half minute."""
+    return tqdm(*iterable, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **options)
+
+
+class Tracker:
+    """Writes metrics on the main process; resuming cuts what lies after the checkpoint, so that no curve doubles back.
+
+    Args:
+        folder: the run folder.
+        step: updates done; later lines of metrics.jsonl and later TensorBoard events are dropped.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
+        self.accelerator, self.folder = accelerator, folder
+        self.metrics, self.unreadable = folder / "metrics.jsonl", folder / "unreadable.txt"
+        self.named = set(self.unreadable.read_text().splitlines()) if self.unreadable.exists() else set()
+        if accelerator.is_main_process:
+            keep_until(self.metrics, step)
+        for tracker in accelerator.log_with:
+            if getattr(tracker, "name", None) == "tensorboard":
+                tracker.init_kwargs["purge_step"] = step + 1
+        accelerator.init_trackers(folder.name)
+        for tracker in accelerator.trackers:
+            if tracker.name == "tensorboard" and accelerator.is_main_process:
+                tracker.writer.add_custom_scalars(CHARTS)
+                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", step)
+            elif tracker.name != "tensorboard":
+                tracker.store_init_configuration({key: scalar(value) for key, value in flatten(config).items()})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
+        if self.accelerator.is_main_process:
+            try:
+                with self.metrics.open("a") as file:
+                    file.write(json.dumps({"step": step, **values}) + "\n")
+            except OSError as error:
+                raise UserError(f"{self.metrics} cannot be written: {error}; the last checkpoint is good") from error
+        self.accelerator.log({name if "/" in name else f"train/{name}": value for name, value in values.items()}, step)
+
+    def log_images(self, step: int, name: str, images: Tensor) -> None:
+        """Pictures (B, 3, H, W) uint8."""
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.log_images({name: np.asarray(images.cpu())}, step)
+            elif hasattr(tracker, "log_images"):  # the others take lists of (H, W, 3)
+                tracker.log_images({name: list(np.asarray(images.permute(0, 2, 3, 1).cpu()))}, step)
+
+    def warn_unreadable(self, failures: list[str]) -> None:
+        """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
+        new = [failure for failure in dict.fromkeys(failures) if failure not in self.named]
+        self.named.update(new)
+        for failure in new:
+            tqdm.write(f"warning: unreadable image, another takes its place: {failure}", file=sys.stderr)
+        if new:
+            with self.unreadable.open("a") as file:
+                file.writelines(f"{failure}\n" for failure in new)
+
+    def count_unreadable(self) -> int:
+        """Different images that could not be decoded so far, by all processes and in all lives of the run."""
+        return len(set(self.unreadable.read_text().splitlines())) if self.unreadable.exists() else 0
+
+    def close(self) -> None:
+        """Finish what is being written; the process group stays, for what comes after training."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+
+def keep_until(metrics: Path, step: int) -> None:
+    """Cut a metrics file after `step`; a torn last line goes with what it would have said."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError):
+            break
+    aside = metrics.with_suffix(".partial")
+    aside.write_text("".join(kept))
+    aside.replace(metrics)
+
+
+def last_evaluation(folder: Path) -> dict[str, float]:
+    """The scalars of the last evaluation of a run."""
+    return last_scalars(folder, "heldout/loss")
+
+
+def last_scalars(folder: Path, name: str) -> dict[str, float]:
+    """The scalars of a run that were logged last together with the one of that name.
+
+    Raises:
+        UserError: no run there, or none that logs it.
+    """
+    try:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return next(line for line in reversed(lines) if name in line)
+    except (FileNotFoundError, StopIteration):
+        raise UserError(f"{folder} is no run with {name} in its metrics.jsonl") from None
+
+
+def scalar(value: Any) -> Any:
+    """A setting as a scalar: what trackers take."""
+    return value if isinstance(value, int | float | str | bool) else str(value)
+
+
+class Speed:
+    """What the time between two log lines went into.
+
+    Args:
+        flops: executed per image, forward and backward.
+        device: on which.
+    """
+
+    def __init__(self, flops: int, device: torch.device):
+        self.flops, self.device = flops, device
+        self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile does not count; what a GPU has yet to do of the updates before does."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self.begin += time.perf_counter() - begin
+
+    def read(self) -> dict[str, float]:
+        """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
+        seconds = time.perf_counter() - self.begin
+        result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": self.waited / seconds}
+        result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
+        cuda = self.device.type == "cuda"
+        used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
+        result["speed/memory_gb"] = used / 1e9
+        self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
+        return result
