@@ -274,7 +274,9 @@ class OptimConfig:
     adam: with decoupled weight decay, the paper's; sgd: with momentum, the paper's for fine-tuning."""
     lr: float = 3e-3
     """Base learning rate, reached after the warm-up. It never depends on the number of processes. Muon's is at Adam's
-    scale (Liu et al., 2025), and is for both of its parts."""
+    scale (Liu et al., 2025)."""
+    adam_scale: float = 1.0
+    """Learning rate of Muon's Adam part, as a multiple of lr."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay to 0 over the steps after the warm-up."""
     warmup_steps: int = 100
@@ -299,6 +301,7 @@ class OptimConfig:
         if self.momentum is None:
             object.__setattr__(self, "momentum", 0.95 if self.name == "muon" else 0.9)
         require(0 < self.lr < math.inf, "optim.lr", self.lr, "above 0")
+        require(0 < self.adam_scale < math.inf, "optim.adam_scale", self.adam_scale, "above 0")
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
         require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
         require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
@@ -331,12 +334,14 @@ class ProbeConfig:
 class Config:
     """Masked patch prediction pre-training. The defaults are what a search found for the birds: configs/README.md."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1300))
+    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1100))
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(name="muon", lr=2e-2, betas=(0.9, 0.95), global_batch_size=64)
+        default_factory=lambda: OptimConfig(
+            name="muon", lr=1e-2, adam_scale=3.0, betas=(0.9, 0.95), global_batch_size=64
+        )
     )
     probe: ProbeConfig = field(default_factory=ProbeConfig)

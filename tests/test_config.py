@@ -107,6 +107,17 @@ def test_errors_in_files_are_one_line(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["modle: {}", "modle: {width: 3}", "modle: 3", "model: {widht: 3}", "model.widht: 3"])
+def test_a_key_that_nothing_has_is_named_with_what_was_meant(tmp_path, text):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    for arguments in (["--config", str(file)], [f"--config={file}"]):
+        with pytest.raises(
+            ValueError, match=r"unknown setting model?.*: did you mean model|unknown setting modle: did you"
+        ):
+            parse(Config, arguments)
+
+
 def test_help_documents_every_setting(capsys):
     with pytest.raises(SystemExit):
         parse(Config, ["--help"])

@@ -127,6 +127,23 @@ def test_muons_update_by_hand():
         weight = found.copy()
 
 
+def test_muons_adam_part_has_a_rate_of_its_own():
+    """Adam's first step is as long as its rate, whatever the gradient; with Nesterov's momentum a bit longer."""
+    steps = []
+    for scale in (1.0, 3.0):
+        model = predictor(width=16, heads=2)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        build_optimizer(model, OptimConfig(name="muon", lr=1e-3, adam_scale=scale, weight_decay=0.0)).step()
+        steps.append({name: (before[name] - p.detach()).abs().mean() for name, p in model.named_parameters()})
+    for name in ALL_ELSE:
+        assert steps[1][name] / steps[0][name] == pytest.approx(3, rel=1e-3)
+        assert steps[0][name] == pytest.approx(1e-3 * 1.9, rel=0.01)  # (0.1 + 0.9 x 0.1) / (1 - 0.9)
+    for name in MATRICES:
+        assert steps[1][name] == pytest.approx(steps[0][name].item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_layers_rates_are_timms(optimizer):
     torch.manual_seed(0)

@@ -161,7 +161,7 @@ def readable(batches: Iterable[Batch], split: str) -> Iterator[Batch]:
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:
-    """The dataset as this encoder takes them: its input size and, unless `data` says otherwise, its centre crop."""
+    """The images as this encoder takes them: its input size and, unless `data` says otherwise, its centre crop."""
     return ViewDataset(
         dataset, dataclasses.replace(data, eval_crop=data.eval_crop or encoder.crop_pct), encoder.img_size
     )

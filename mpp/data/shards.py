@@ -89,7 +89,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows of a shard in memory: for a while, the dataset that views are of."""
+    """Consecutive rows of a shard in memory: for a while, the images that views are of."""
 
     shards: Shards
     first: int  # the number of its first image

@@ -1,4 +1,4 @@
-"""ImageDataset in, batches out: decoded crops and their corruption, as uint8 and integers.
+"""Images in, batches out: decoded crops and their corruption, as uint8 and integers.
 
 Training is one endless sequence of positions. Position p is image p % n of epoch p // n in that epoch's order, so the
 step alone says which images come next; there is no partial batch and no padding. What a sample looks like is a pure

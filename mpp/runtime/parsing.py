@@ -6,6 +6,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import sys
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
     parser = parser_of(config_class, prog)
     arguments = with_packaged_configs(sys.argv[1:] if arguments is None else arguments)
     try:
+        check_files(config_class, arguments)
         values = parser.parse_args(arguments)
     except (ArgumentError, yaml.YAMLError) as error:
         raise UserError(explain(config_class, str(error))) from None
@@ -83,10 +85,24 @@ def parser_of(config_class: type, prog: str | None) -> ArgumentParser:
     return parser
 
 
+def check_files(config_class: type, arguments: Sequence[str]) -> None:
+    """Raise UserError at a key that nothing has, in a file of the command line: the parser accepts `modle: {}`."""
+    settings_and_groups = {part for key in known_keys(config_class) for part in (key, key.rpartition(".")[0])}
+    joined = (argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config="))
+    apart = (after for before, after in itertools.pairwise(arguments) if before == "--config")
+    for file in map(Path, (*joined, *apart)):
+        if file.is_file():
+            written = yaml.safe_load(file.read_text())
+            for group, values in written.items() if isinstance(written, dict) else ():
+                names = values if isinstance(values, dict) and group in settings_and_groups else {}
+                for key in (str(group), *(f"{group}.{name}" for name in names)):
+                    if key not in settings_and_groups:
+                        raise UserError(unknown(config_class, key))
+
+
 def explain(config_class: type, message: str) -> str:
     """The parser's message in one line; for an unknown key, with the keys that exist."""
     line = " ".join(message.split())
-    known = list(flatten(config_class()))
     if "unrecognized arguments" in line:
         culprit = line.split("arguments:", 1)[1].split()[0].removeprefix("--").split("=")[0]
     elif "does not accept option" in line:
@@ -94,10 +110,27 @@ def explain(config_class: type, message: str) -> str:
         culprit = f"{group}.{option}"
     else:
         return line
+    return unknown(config_class, culprit)
+
+
+def unknown(config_class: type, culprit: str) -> str:
+    """That a setting does not exist, and which do."""
+    known = list(known_keys(config_class))
+    groups = sorted({key.split(".")[0] for key in known})
     group = [key for key in known if key.startswith(culprit.split(".")[0] + ".")]
-    near = difflib.get_close_matches(culprit, known, n=1)
+    near = difflib.get_close_matches(culprit, known, n=1) or difflib.get_close_matches(culprit, groups, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"unknown setting {culprit}: {hint}allowed: {', '.join(group or sorted({k.split('.')[0] for k in known}))}"
+    return f"unknown setting {culprit}: {hint}allowed: {', '.join(group or groups)}"
+
+
+def known_keys(config_class: type, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a config's settings."""
+    for field in dataclasses.fields(config_class):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if dataclasses.is_dataclass(default):
+            yield from known_keys(type(default), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
 
 
 def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:

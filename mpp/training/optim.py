@@ -25,7 +25,8 @@ class Muon(timm.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure=None):
-        if self.found_inf is None:
+        reads_nothing = self.defaults["capturable"]  # on a GPU, which the host does not wait for
+        if self.found_inf is None or not (reads_nothing or self.found_inf):
             return super().step(closure)
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
@@ -50,8 +51,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.name == "muon":
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         options = dict(capturable=True) if on_gpu else {}  # no number is read from the device
-        shared = dict(lr=config.lr, betas=config.betas, momentum=config.momentum, nesterov=True)
-        optimizer: torch.optim.Optimizer = Muon(groups, **shared, **options)
+        shared = dict(lr=config.lr, fallback_lr_scale=config.adam_scale, betas=config.betas)
+        optimizer: torch.optim.Optimizer = Muon(groups, momentum=config.momentum, nesterov=True, **shared, **options)
     elif config.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:

@@ -48,7 +48,7 @@ class ImageTask:
         torch.manual_seed(run.seed)
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
-        """Crops (and corruptions) of these dataset."""
+        """Crops (and corruptions) of these images."""
         return ViewDataset(
             dataset, self.data, self.img_size, self.run.seed, self.corruption, self.patches, self.randaugment
         )
@@ -70,7 +70,7 @@ class ImageTask:
         return self.train.name(index)
 
     def fixed_batches(self, dataset: ImageDataset) -> Iterable[Batch]:
-        """This process's share of dataset, in their fixed view."""
+        """This process's share of these images, in their fixed view."""
         return held_out_loader(self.views(dataset), self.layout.batch_size, self.layout.world_size, self.layout.rank)
 
     def describe_model(self) -> str:
