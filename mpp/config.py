@@ -101,7 +101,8 @@ class SourceConfig(ImagesConfig):
     batch_size: int | None = plumbing(None)
     """Images per process and forward pass. null: in training, the global batch shared by the processes; else 64."""
     workers: int = plumbing(2)
-    """Loader processes per training process. 0: load in the training process."""
+    """Loader processes per training process. 0: load in the training process, as is done anyway where one or two
+    threads of a CPU train on decoded images (data.cache_gb)."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -334,7 +335,7 @@ class ProbeConfig:
 class Config:
     """Masked patch prediction pre-training. The defaults are what a search found for the birds: configs/README.md."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1100))
+    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1200))
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)

@@ -15,6 +15,7 @@ import mpp
 from mpp.config import Config
 from mpp.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse
+from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.loop import Update
 from mpp.training.optim import Muon
@@ -156,6 +157,17 @@ def test_accumulation_equals_the_big_batch(pretrain, tmp_path):
     parts = pretrain("--data.batch_size=2", dir=tmp_path / "parts")
     for key in ("loss", "optim/grad_norm", "accuracy", "nearest", "most_frequent", "heldout/loss"):
         assert read_metrics(parts, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
+
+
+def test_images_decoded_once_train_to_the_same_bits(pretrain, tmp_path, image_folder, monkeypatch):
+    built = []
+    build = task.training_loader
+    monkeypatch.setattr(task, "training_loader", lambda views, *rest: (built.append(views), build(views, *rest))[1])
+    arguments = (f"--data.path={image_folder}", "--data.eval_split=null", "--data.workers=1")
+    kept, read = (pretrain(*arguments, f"--data.cache_gb={gb}", dir=tmp_path / str(gb)) for gb in (0.5, 0))
+    assert weights(kept) == weights(read)
+    assert built[0].dataset.decoded and built[0].data.workers == 0  # one thread, which loads too
+    assert not built[1].dataset.decoded and built[1].data.workers == 1
 
 
 def test_a_finished_run_says_so_and_changes_nothing(pretrain, capsys):

@@ -25,6 +25,8 @@ from mpp.training.card import model_card
 from mpp.training.checkpoint import Places, is_ours, newest_step, open_run, write_config
 from mpp.training.loop import fit
 
+FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
+
 
 class ImageTask:
     """The part of a task (see `mpp.training.loop.Task`) that is the same whatever is learned from images.
@@ -56,15 +58,19 @@ class ImageTask:
     def batches(self, start: int, places: Places) -> Iterable[Batch]:
         if self.data.streaming:
             return streaming_loader(self.views(self.train), self.layout, start, self.run.steps, places)
-        return training_loader(self.views(self.held_in_memory(start)), self.layout, start, self.run.steps)
+        return training_loader(self.training_views(start), self.layout, start, self.run.steps)
 
-    def held_in_memory(self, start: int) -> ImageDataset:
-        """The training images from update `start` on: decoded, where they fit and are seen more than once."""
+    def training_views(self, start: int) -> ViewDataset:
+        """Crops of the training images from update `start` on; of decoded images, where they fit and recur."""
         images = (self.run.steps - start) * self.layout.batch_size * self.layout.accumulation_steps  # of this process
         inherited = self.data.workers == 0 or multiprocessing.get_start_method() == "fork"  # else each had its copy
         if images < 2 * len(self.train) or not inherited:
-            return self.train
-        return hold(self.train, self.data)
+            return self.views(self.train)
+        views = self.views(hold(self.train, self.data))
+        few_cores = self.accelerator.device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
+        if views.dataset.decoded and few_cores and not self.randaugment:
+            return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
+        return views
 
     def name(self, index: int) -> str:
         return self.train.name(index)
