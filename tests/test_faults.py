@@ -73,7 +73,15 @@ def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> i
 
 def test_20_kills_of_pretraining(tmp_path, tally):
     """633 images in updates of 8: the run has several ends of an epoch on its way."""
-    options = [*TINY, RARE, "--run.steps=700", "--run.checkpoint_every=5", "--data.workers=1", "--model.dropout=0.1"]
+    options = [
+        *TINY,
+        RARE,
+        "--run.steps=700",
+        "--run.checkpoint_every=5",
+        "--data.workers=1",
+        "--data.cache_gb=0",
+        "--model.dropout=0.1",
+    ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command("pretrain", *options, f"--run.dir={whole}"))
     halves = kill_and_resume(lambda: Command("pretrain", *options, f"--run.dir={killed}"), killed, 20)
@@ -231,7 +239,14 @@ def stall() -> None:
 
 
 def test_a_second_signal_ends_at_once(tmp_path, tally):
-    options = [*TINY, RARE, "--run.steps=100000", "--run.checkpoint_every=100000", "--data.workers=1"]
+    options = [
+        *TINY,
+        RARE,
+        "--run.steps=100000",
+        "--run.checkpoint_every=100000",
+        "--data.workers=1",
+        "--data.cache_gb=0",
+    ]
     run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=stall)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
@@ -495,7 +510,14 @@ def test_one_of_two_processes_dies(tmp_path, tally):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tally):
-    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=100000", "--data.workers=1"]
+    options = [
+        *TINY,
+        RARE,
+        f"--run.dir={tmp_path / 'run'}",
+        "--run.steps=100000",
+        "--data.workers=1",
+        "--data.cache_gb=0",
+    ]
     first = Command("pretrain", *options)
     wait_until(lambda: newest_step(tmp_path / "run") >= 2)
     second = Command("pretrain", *options)
@@ -515,7 +537,7 @@ def test_5000_steps_leak_nothing(tmp_path, tally, capsys):
     """Resident memory and open files; the drift of the step time is printed, not asserted."""
     folder, files = tmp_path / "run", []
     options = [*TINY, "--run.steps=5000", "--run.log_every=50", "--run.eval_every=250", "--run.checkpoint_every=250"]
-    run = Command("pretrain", *options, "--data.workers=1", f"--run.dir={folder}")
+    run = Command("pretrain", *options, "--data.workers=1", "--data.cache_gb=0", f"--run.dir={folder}")
     process = psutil.Process(run.processes[0].pid)
     while not run.ended:
         with contextlib.suppress(psutil.Error, OSError):
