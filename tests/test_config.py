@@ -33,7 +33,8 @@ def test_config_files_parse_and_say_command_time_and_result(path):
 def test_the_papers_recipe():
     config = parse(Config, ["--config", str(ROOT / "configs/imagenet_vit_b16.yaml")])
     assert (config.run.steps, config.optim.global_batch_size, config.optim.warmup_steps) == (1_000_000, 4096, 10_000)
-    assert (config.optim.lr, config.optim.schedule, config.optim.betas) == (2e-4, "cosine", (0.9, 0.999))
+    assert (config.optim.name, config.optim.lr) == ("adam", 2e-4)
+    assert (config.optim.schedule, config.optim.betas) == ("cosine", (0.9, 0.999))
     corruption = config.corruption
     assert (corruption.rate, corruption.mask, corruption.random, corruption.keep) == (0.5, 0.8, 0.1, 0.1)
     assert (config.model.name, config.model.img_size, config.model.patch_size) == ("vit_base_patch16_224", 224, 16)
