@@ -130,7 +130,7 @@ class Job:
         """The report, if there is one of these settings and weights."""
         try:
             done = self.note.is_file() and json.loads(self.note.read_text()) == self.provenance()
-        except UserError:  # no encoder there yet
+        except (UserError, json.JSONDecodeError):  # no encoder there yet; a note that is torn
             return None
         return json.loads(self.report.read_text()) if done else None
 
@@ -164,7 +164,7 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
                 job.carry_out()
             except Held:
                 left.append(job)
-            except (UserError, RuntimeError) as error:  # out of memory, say
+            except (ValueError, ArithmeticError, RuntimeError) as error:  # bugs too: they leave the others
                 message = user_message(error)
                 if message is None:
                     traceback.print_exc()

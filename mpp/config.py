@@ -131,7 +131,7 @@ class DataConfig(SourceConfig):
     """At most so many held-out images, a seeded choice, are evaluated."""
     cache_gb: float = plumbing(0.5)
     """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
-    whose loader processes share them. 0: none are."""
+    whose loader processes share them (for a moment it needs twice as much). 0: none are."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed or downloaded. Pre-training only."""
     shuffle_block: int = 512

@@ -159,9 +159,10 @@ def test_a_failed_evaluation_leaves_the_others(floors, tmp_path):
     assert list(report["summary"]["comparison"]) == ["floor"]
 
 
-def test_an_error_of_the_machine_leaves_the_others_too(floors, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("sort", [RuntimeError, ValueError, FloatingPointError])
+def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, monkeypatch, capsys, sort):
     def fail(config):
-        raise RuntimeError("CUDA error: of some sort")
+        raise sort("CUDA error: of some sort")
 
     monkeypatch.setitem(compare.EVALUATIONS, "knn", (compare.EVALUATIONS["knn"][0], fail))
     config = yaml.safe_load((tmp_path / "compare.yaml").read_text())

@@ -119,6 +119,24 @@ def test_a_key_that_nothing_has_is_named_with_what_was_meant(tmp_path, text):
             parse(Config, arguments)
 
 
+def test_a_config_of_the_package_has_a_name_that_files_come_before_and_folders_do_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    by_name = parse(Config, ["--config", "cifar10"])
+    (tmp_path / "cifar10").mkdir()  # of images, say
+    assert parse(Config, ["--config=cifar10"]) == by_name == parse(Config, [f"--config={ROOT}/configs/cifar10.yaml"])
+    (tmp_path / "birds").write_text("optim: {lr: 0.5}")
+    assert parse(Config, ["--config", "birds"]).optim.lr == 0.5
+    with pytest.raises(ValueError, match=r"--config is cifar11, which is no file; configs by name are .*, cifar10, "):
+        parse(Config, ["--config", "cifar11"])
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "photo.yaml").write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(ValueError) as error:
+        parse(Config, [f"--config={tmp_path / 'photo.yaml'}"])
+    assert "\n" not in str(error.value) and "photo.yaml" in str(error.value)
+
+
 def test_help_documents_every_setting(capsys):
     with pytest.raises(SystemExit):
         parse(Config, ["--help"])

@@ -249,3 +249,5 @@ def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
     needed = sum(held.decoded.shapes.prod(1) * 3)
     assert hold(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
     assert not hold(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
+    dataset.rows = None  # nothing is read for nothing
+    assert hold(dataset, DataConfig(workers=workers, cache_gb=0)) is dataset

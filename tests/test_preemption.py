@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from mpp.errors import UserError
 from mpp.runtime import preemption
-from mpp.runtime.lock import exclusive, hold
+from mpp.runtime.lock import Held, exclusive, hold
 from mpp.runtime.preemption import LAG, MARKER, Preempted, Preemption
 from mpp.training import checkpoint
 
@@ -70,13 +70,15 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
     assert (tmp_path / MARKER).read_text() == "SIGINT, between steps\n"
 
 
-def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
     def unsupported(*_):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(UserError, match=r"which cannot be locked \(.*Operation not supported"):
+    with pytest.raises(UserError, match=rf"which cannot be locked \(.*{os.strerror(number)}") as refused:
         exclusive(tmp_path, Accelerator(cpu=True)).__enter__()
+    assert not isinstance(refused.value, Held)  # nobody is to be waited for
 
 
 def test_a_forked_process_does_not_hold_the_folder(tmp_path):

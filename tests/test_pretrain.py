@@ -9,6 +9,7 @@ import yaml
 from conftest import Killed, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpp
@@ -150,6 +151,19 @@ def test_compiled_training_is_the_same_and_goes_on(pretrain, tmp_path, monkeypat
     for key in ("loss", "heldout/loss"):
         assert read_metrics(resumed, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
     assert list(mpp.load_encoder(resumed).state_dict()) == list(mpp.load_encoder(whole).state_dict())
+
+
+@pytest.mark.parametrize("setting", ["--run.compile=true", "--model.activation_checkpointing=true"])
+def test_a_probe_while_training_changes_nothing(pretrain, tmp_path, monkeypatch, setting):
+    """It looks at the blocks of the model that is trained."""
+    compiled = torch.nn.Module.compile
+    counted = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=counted))
+    quiet = pretrain(setting, "--run.eval_every=2", dir=tmp_path / "quiet")
+    graphs, counted.frame_count = counted.frame_count, 0
+    probed = pretrain(setting, "--run.eval_every=2", "--probe.every=2", dir=tmp_path / "probed")
+    assert weights(probed) == weights(quiet) and counted.frame_count == graphs
+    assert list(read_metrics(probed, "knn/depth_02")) == [2, 4]
 
 
 def test_accumulation_equals_the_big_batch(pretrain, tmp_path):

@@ -155,6 +155,8 @@ class Whole(Dataset):
 def hold(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else as they are."""
     most = int(data.cache_gb * 1e9)
+    if most == 0:
+        return dataset
     batches = torch.arange(len(dataset)).split(64)
     parts: list[Tensor] = []
     shapes: list[tuple[int, int]] = []

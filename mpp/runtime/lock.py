@@ -1,7 +1,8 @@
 """One run, one folder: a second process that would write into it is refused.
 
-The lock is filelock's: the kernel lets go of it when the process dies, loader processes do not inherit it, and a file
-system without locks gets a lock file with the holder's process in it.
+The lock is filelock's: the kernel lets go of it when the process dies, and loader processes do not inherit it. Where a
+file system has no such locks, the folder is refused. filelock's substitute, a file that says who holds it, would
+outlive a process that is killed, and would take what an earlier run left for a holder.
 """
 
 import os
@@ -36,13 +37,13 @@ def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
         UserError: the folder cannot be locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, timeout=-1 if wait else 0, is_singleton=False)
+    lock = FileLock(folder / LOCK, timeout=-1 if wait else 0, is_singleton=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
         message = f"{key} is {folder}, which {holder_of(folder)} is writing; wait for it, or choose another {key}"
         raise Held(message) from None
-    except (OSError, NotImplementedError) as error:  # Lustre mounted without flock, say
+    except OSError as error:  # Lustre mounted without flock, say
         message = f"{key} is {folder}, which cannot be locked ({error}); choose a {key} on a file system that has locks"
         raise UserError(message) from error
     try:

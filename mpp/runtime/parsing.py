@@ -67,7 +67,7 @@ def with_packaged_configs(arguments: Sequence[str]) -> list[str]:
 def config_file(name: str) -> str:
     """The file that `--config` names: itself, or one that the package brings; UserError where there is neither."""
     packaged = CONFIGS / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
-    if Path(name).exists() or not name:
+    if not name or (Path(name).exists() and not Path(name).is_dir()):  # a folder of images may have a config's name
         return name
     if packaged.is_file():
         return str(packaged)
@@ -92,7 +92,10 @@ def check_files(config_class: type, arguments: Sequence[str]) -> None:
     apart = (after for before, after in itertools.pairwise(arguments) if before == "--config")
     for file in map(Path, (*joined, *apart)):
         if file.is_file():
-            written = yaml.safe_load(file.read_text())
+            try:
+                written = yaml.safe_load(file.read_text())
+            except UnicodeDecodeError as error:
+                raise UserError(f"--config is {file}, which is no text: {error}") from None
             for group, values in written.items() if isinstance(written, dict) else ():
                 names = values if isinstance(values, dict) and group in settings_and_groups else {}
                 for key in (str(group), *(f"{group}.{name}" for name in names)):
