@@ -66,7 +66,7 @@ class VisualizeConfig(EncoderConfig):
     )
     """Which pictures."""
     images: int = 6
-    """Held-out images in pictures that show some, a choice by data.eval_seed."""
+    """Held-out images in pictures that show some, a choice by data.cut_seed."""
     attention_images: int = 128
     """Held-out images that attention distance is averaged over."""
     residual: bool = False
@@ -101,7 +101,7 @@ class Subject(NamedTuple):
 
     def images(self, count: int) -> Iterator[Tensor]:
         """A seeded choice of held-out images as the encoder takes them, in batches (B, 3, S, S)."""
-        chosen = self.held_out.choose(count, self.config.data.eval_seed)
+        chosen = self.held_out.choose(count, self.config.data.cut_seed)
         views = views_for(self.encoder, chosen, self.config.data)
         for batch in held_out_loader(views, self.config.data.batch_size or BATCH):
             for failure in batch.unreadable:
@@ -118,7 +118,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
         task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)
     except UserError as error:  # its checkpoints are gone, say
         raise Unavailable(str(error)) from error
-    task.held_out = task.held_out.choose(config.images, config.data.eval_seed)
+    task.held_out = task.held_out.choose(config.images, config.data.cut_seed)
     with subject.accelerator.autocast():
         images, corruption, predicted = task.predict(task.model, range(len(task.held_out)))
     columns = prediction_columns(task.objective, predicted, images, corruption, task.patch_size)

@@ -71,15 +71,20 @@ class ImagesConfig:
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
     name: str | None = None
     """Config name of a hub dataset."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset. null: its main branch, as it is when the run begins."""
     image_column: str | None = None
     """Column of the images. null: the only image column."""
     label_column: str | None = None
     """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
     max_pixels: int = 100_000_000
     """Images with more pixels are refused from their header, before they are decoded."""
+    read_retries: int = plumbing(6)
+    """How often a file that cannot be read is tried again, after 1, 2, 4, ... (at most 60) seconds; then a run ends."""
 
     def __post_init__(self):
         require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
+        require(0 <= self.read_retries <= 20, "data.read_retries", self.read_retries, "from 0 to 20")
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,10 @@ class SourceConfig(ImagesConfig):
     """Held-out split. auto: `validation` or `test` where there is one, else a seeded cut. null: always a seeded cut."""
     eval_fraction: float = 0.05
     """Share of the images that the seeded cut holds out."""
+    cut_seed: int = 0
+    """Seed of what is held out: the cut, the choice of eval_images, their corruption. Replicates share it."""
     eval_seed: int = 0
-    """Seed of the cut and of train_images: not the run's, so that runs of other seeds see the same images."""
+    """Seed of train_images and of fine-tuning's dev split: not the run's, so that other runs see the same images."""
     eval_label_column: str | None = None
     """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
     train_images: int | None = None
@@ -107,7 +114,8 @@ class SourceConfig(ImagesConfig):
     def __post_init__(self):
         super().__post_init__()
         require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
-        require(0 <= self.eval_seed < 2**63, "data.eval_seed", self.eval_seed, "at least 0 and below 2**63")
+        for name in ("cut_seed", "eval_seed"):
+            require(0 <= getattr(self, name) < 2**63, f"data.{name}", getattr(self, name), "at least 0 and below 2**63")
         require(
             self.train_images is None or self.train_images >= 1, "data.train_images", self.train_images, "at least 1"
         )

@@ -95,7 +95,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         cell = row[image_column]
         name = name_of(cell, shard.config.data.path)
         try:
-            data = encoded_bytes(cell)
+            data = encoded_bytes(cell, shard.config.data.read_retries)
             prepared = prepare_image(data, shard.config)
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")

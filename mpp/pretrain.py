@@ -87,7 +87,7 @@ class Pretraining(ImageTask):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         sums: Sums = {}
-        for batch in self.fixed_batches(self.held_out.choose(self.data.eval_images, self.data.eval_seed)):
+        for batch in self.fixed_batches(self.held_out.choose(self.data.eval_images, self.data.cut_seed)):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
@@ -123,9 +123,8 @@ class Pretraining(ImageTask):
         train, test = self.probe_train.labelled(), self.held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
             return {}
-        seed = self.data.eval_seed
-        known, classes = self.features(model, train.choose(self.config.probe.images, seed))
-        unseen, truth = self.features(model, test.choose(self.data.eval_images, seed))
+        known, classes = self.features(model, train.choose(self.config.probe.images, self.data.eval_seed))
+        unseen, truth = self.features(model, test.choose(self.data.eval_images, self.data.cut_seed))
         if not self.accelerator.is_main_process:
             return {}
         return {

@@ -230,8 +230,9 @@ def test_a_cell_may_hold_a_url(image_folder):
     ]
     first, *others = (decode_cell(cell, 10**6) for cell in cells)
     assert all(torch.equal(first, other) for other in others)
-    with pytest.raises(UnreadableImage, match="no bytes"):
-        decode_cell({"bytes": None, "path": "nosuch://x"}, 10**6)
+    for nothing in (None, {"bytes": None, "path": None}, {"bytes": None, "path": ""}):
+        with pytest.raises(UnreadableImage, match="no bytes"):
+            decode_cell(nothing, 10**6)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -245,7 +245,7 @@ def test_unreadable_images_are_counted_and_named(pretrain, image_folder, capsys)
 def test_most_images_unreadable_is_an_error(pretrain, image_folder):
     for number in range(40):
         (image_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"of the first \d+ images cannot be decoded, such as .*broken"):
+    with pytest.raises(ValueError, match=r"of the last \d+ images cannot be decoded, such as .*broken"):
         pretrain(f"--data.path={image_folder}")
 
 

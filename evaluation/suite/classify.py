@@ -73,7 +73,7 @@ class Classification(ImageTask):
         super().__init__(accelerator, layout, run, data)
         self.augment, self.randaugment = augment, augment.randaugment
         self.train = splits[0]
-        self.held_out = splits[1].choose(data.eval_images, data.eval_seed)
+        self.held_out = splits[1].choose(data.eval_images, data.cut_seed)
         self.classes = count_classes(splits)
         self.mix = build_mix(augment, self.classes)
         if self.mix:

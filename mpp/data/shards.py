@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import SourceConfig
+from mpp.data.reading import retried
 from mpp.data.sources import (
     ARCHIVES,
     SHARD_FILES,
@@ -96,9 +97,9 @@ class Block:
     rows: list[dict[str, Any]]
     labels = None
 
-    def decode(self, index: int, max_pixels: int) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage."""
-        return decode_cell(self.rows[index - self.first][self.shards.image_column], max_pixels)
+    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
+        return decode_cell(self.rows[index - self.first][self.shards.image_column], max_pixels, retries)
 
     def name(self, index: int) -> str:
         path = (self.rows[index - self.first][self.shards.image_column] or {}).get("path")
@@ -168,10 +169,21 @@ class Lanes(IterableDataset):
             place = Place()
 
     def blocks(self, shard: int, block: int) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-        """From `block` on: its number, the number of its first image, its rows."""
-        skip = block * self.size
-        for number, rows in enumerate(self.shards.blocks(shard, self.size, skip), start=block):
-            yield number, (shard << ROW_BITS) + number * self.size, rows
+        """From `block` on: its number, the number of its first image, its rows. A read that fails is tried again."""
+        rows: Iterator[list[dict[str, Any]]] | None = None
+
+        def read() -> list[dict[str, Any]] | None:
+            nonlocal rows
+            rows = rows or self.shards.blocks(shard, self.size, block * self.size)
+            try:
+                return next(rows, None)
+            except OSError:
+                rows = None  # it is at its end now
+                raise
+
+        while found := retried(read, f"{self.shards.split} shard {shard}", self.views.data.read_retries):
+            yield block, (shard << ROW_BITS) + block * self.size, found
+            block += 1
 
 
 def streaming_loader(
@@ -230,10 +242,10 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         cut = max(1, round(config.eval_fraction * train.num_shards))
         if cut >= train.num_shards:
             raise UserError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
-        order = permutation(Stream.CUT, config.eval_seed, 0, train.num_shards)
+        order = permutation(Stream.CUT, config.cut_seed, 0, train.num_shards)
         shards = Shards(train, column, config.split, sorted(order[cut:]))
         others = Shards(train, column, "held out", sorted(order[:cut]))
-    parts = [in_memory(shards, probed, config.eval_seed), in_memory(others, evaluated, config.eval_seed)]
+    parts = [in_memory(shards, probed, config.eval_seed), in_memory(others, evaluated, config.cut_seed)]
     columns = [config.label_column, config.eval_label_column or config.label_column]
     labels = number_labels([read_labels(config, *part) for part in zip(parts, columns, strict=True)])
     known = [

@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig
 from mpp.data import images
+from mpp.data.reading import retried
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
 
@@ -50,10 +52,10 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def decode(self, index: int, max_pixels: int) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage."""
+    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
         held = self.decoded and self.decoded.get(index)
-        return decode_cell(self.rows[index][self.image_column], max_pixels) if held is None else held
+        return decode_cell(self.rows[index][self.image_column], max_pixels, retries) if held is None else held
 
     def held_as(self, decoded: "Decoded") -> "ImageDataset":
         """The same images, decoded."""
@@ -115,22 +117,31 @@ class Decoded(NamedTuple):
         return self.pixels[self.ends[index] - 3 * height * width : self.ends[index]].view(3, height, width)
 
 
-def decode_cell(cell: dict[str, Any] | None, max_pixels: int) -> Tensor:
-    """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage."""
-    return images.decode(encoded_bytes(cell), max_pixels)
+def decode_cell(cell: dict[str, Any] | None, max_pixels: int, retries: int = 0) -> Tensor:
+    """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage, or ReadFailed."""
+    return images.decode(encoded_bytes(cell, retries), max_pixels)
 
 
-def encoded_bytes(cell: dict[str, Any] | None) -> bytes:
-    """The image file of a cell {"bytes", "path"}; raises UnreadableImage."""
-    try:
-        if cell["bytes"] is not None:
-            return cell["bytes"]
-        if "://" not in cell["path"]:
-            return Path(cell["path"]).read_bytes()
-        with fsspec.open(cell["path"]) as file:
-            return file.read()
-    except (OSError, TypeError, ValueError) as error:
-        raise images.UnreadableImage(f"no bytes: {error}") from error
+def encoded_bytes(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
+    """The image file of a cell {"bytes", "path"}.
+
+    Raises:
+        UnreadableImage: there is nothing to read.
+        ReadFailed: there is, and it cannot be read now.
+    """
+    if not cell or (cell["bytes"] is None and not cell["path"]):
+        raise images.UnreadableImage("no bytes: neither an image nor the name of a file")
+    if cell["bytes"] is not None:
+        return cell["bytes"]
+    if "://" in cell["path"]:  # whatever a file system over a network raises
+        return retried(partial(fetch, cell["path"]), cell["path"], retries, Exception)
+    return retried(Path(cell["path"]).read_bytes, cell["path"], retries)
+
+
+def fetch(url: str) -> bytes:
+    """A file from wherever fsspec reads."""
+    with fsspec.open(url) as file:
+        return file.read()
 
 
 def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDataset]:
@@ -154,7 +165,7 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
         for (name, (rows, _)), of_split in zip(parts.items(), labels, strict=True)
     ]
     if held_out is None:
-        loaded = loaded[0].cut(config.eval_fraction, config.eval_seed, "held out")
+        loaded = loaded[0].cut(config.eval_fraction, config.cut_seed, "held out")
     return loaded[0], loaded[1]
 
 
