@@ -12,8 +12,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from evaluation.suite.findings import Results, unique, write_findings
 from evaluation.suite.plan import Case, CompareConfig, Options, plan
 from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
-from mpp.config import Config
+from mpp.config import Config, SourceConfig
+from mpp.data.record import record
+from mpp.data.sources import load_image_datasets
 from mpp.encoder import fingerprint
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
@@ -32,6 +34,7 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse, plain, settings
+from mpp.training.checkpoint import images_of
 from mpp.training.task import train
 from mpp.training.tracking import last_scalars
 
@@ -64,6 +67,20 @@ def command_line(options: Options, seed: int) -> list[str]:
 def result_settings(config: Any) -> dict[str, Any]:
     """The settings that a result depends on, as JSON has them."""
     return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("plumbing")}
+
+
+def images_at(data: SourceConfig) -> dict[str, Any] | None:
+    """Which images these settings mean, now: what a result is of. None: a stream, which is not looked through."""
+    if getattr(data, "streaming", False):
+        return None
+    return images_of_source(SourceConfig(**{field.name: getattr(data, field.name) for field in fields(SourceConfig)}))
+
+
+@lru_cache
+def images_of_source(source: SourceConfig) -> dict[str, Any]:
+    """The record of both splits, looked at once."""
+    splits = zip(("train", "held_out"), load_image_datasets(source), strict=True)
+    return {part: record(dataset, labels=True, retries=source.read_retries) for part, dataset in splits}
 
 
 @dataclass(frozen=True)
@@ -119,10 +136,11 @@ class Job:
 
     def provenance(self) -> dict[str, Any]:
         """What the report depends on: settings, but for the plumbing, and weights."""
-        trained = result_settings(self.training) if self.training and not self.case.encoder.random else None
+        trained = self.training if self.training and not self.case.encoder.random else None
         return {
             "settings": result_settings(self.evaluation),
-            "trained": trained,
+            "images": images_at(self.evaluation.data) if hasattr(self.evaluation, "data") else None,
+            "trained": trained and result_settings(trained) | {"images": images_at(trained.data)},
             "encoder_sha256": fingerprint(self.weights),
         }
 
@@ -140,8 +158,19 @@ class Job:
             return
         with hold(self.weights, "encoder"):
             pass  # another process may be at it: to know that, nothing need be loaded
+        self.check_images()
         forget_features()
         TRAININGS[self.case.encoder.train][1](self.training)
+
+    def check_images(self) -> None:
+        """UserError where the encoder is there and was trained on other images than there are now."""
+        before, now = images_of(self.weights) or {}, images_at(self.training.data) or {}
+        changed = [part for part in now if part in before and before[part]["files"] != now[part]["files"]]
+        if changed:
+            raise UserError(
+                f"{self.weights} was trained on other images than there are now ({', '.join(changed)}); "
+                "remove this folder to train anew, or put those images back"
+            )
 
     def carry_out(self) -> None:
         """Train and evaluate what is not done yet. Raises Held where another process is at it."""

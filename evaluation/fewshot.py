@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.suite.extraction import Features
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 
 BIAS = 100.0
 BLOCK = 4096  # test images scored at a time: what bounds the memory
@@ -135,7 +135,7 @@ def run(config: FewshotConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    run(parse(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
+    run(parse_with_images(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
 
 
 if __name__ == "__main__":

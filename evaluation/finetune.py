@@ -19,6 +19,7 @@ from accelerate import Accelerator, PartialState
 
 from evaluation.suite.classify import Classification, Classifier, Pooling, zero_head
 from evaluation.suite.encoders import load_frozen
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.labelled import load_labelled
 from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
@@ -26,7 +27,6 @@ from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
 from mpp.errors import Diverged, UserError
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 from mpp.training.task import train
 from mpp.training.tracking import last_evaluation
 
@@ -95,7 +95,7 @@ class Finetuning(Classification):
     method = "Fine-tuned with labels; the classification head is left out"
 
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
-        train, test = load_labelled(config.data, accelerator)
+        train, test = load_labelled(config.data, accelerator, config.encoder if config.init == "encoder" else "")
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
@@ -163,7 +163,7 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fine-tune as the command line, or `arguments`, say."""
-    run(parse(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
+    run(parse_with_images(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from evaluation.suite.extraction import Features
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.probe import knn_predict
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def run(config: KnnConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    run(parse(KnnConfig, arguments, prog="python evaluation/knn.py"))
+    run(parse_with_images(KnnConfig, arguments, prog="python evaluation/knn.py"))
 
 
 if __name__ == "__main__":

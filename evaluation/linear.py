@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evaluation.suite.extraction import Features
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def run(config: LinearConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    run(parse(LinearConfig, arguments, prog="python evaluation/linear.py"))
+    run(parse_with_images(LinearConfig, arguments, prog="python evaluation/linear.py"))
 
 
 if __name__ == "__main__":

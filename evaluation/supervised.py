@@ -20,7 +20,6 @@ from evaluation.suite.classify import Classification, Classifier, Pooling, zero_
 from evaluation.suite.labelled import load_labelled
 from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, require
-from mpp.data.sources import as_arguments
 from mpp.data.views import BatchLayout
 from mpp.encoder import build_encoder
 from mpp.runtime.launch import command
@@ -95,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})
         print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
         print(f"wrote {folder / 'supervised.json'}")
-        after = f"--encoder {folder} --run.dir {folder}_finetuned{as_arguments(config.data)}"
-        print(f"next: accelerate launch evaluation/finetune.py {after}")
+        print(f"next: accelerate launch evaluation/finetune.py --encoder {folder} --run.dir {folder}_finetuned")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from evaluation import fewshot
 from evaluation.suite import figures
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
 from evaluation.suite.extraction import EncoderConfig, extract_features, views_for
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.inspection import (
     Unavailable,
     attention_distance,
@@ -45,7 +46,6 @@ from mpp.features import Representation
 from mpp.panels import prediction_columns
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.launch import command, start
-from mpp.runtime.parsing import parse
 from mpp.training.checkpoint import saved_settings
 from mpp.training.tracking import progress_bar
 
@@ -260,7 +260,7 @@ def visualize(config: VisualizeConfig) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw as the command line, or `arguments`, say."""
-    visualize(parse(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
+    visualize(parse_with_images(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpp.config import Config, SourceConfig, require
 from mpp.corruption import Corruption, corrupted_count
 from mpp.data.shards import load_streamed
-from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
+from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.encoder import build_encoder
 from mpp.features import extract, features_at, stages
@@ -27,7 +27,7 @@ from mpp.panels import COLUMNS, prediction_columns, prediction_panel
 from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import knn_accuracy
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
+from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore, saved_settings
 from mpp.training.loop import due
@@ -171,7 +171,7 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
     """
     saved = folder / "config.yaml"
     require(is_pretraining(folder), "encoder", folder, "the folder of a pre-training run, which has the colour head")
-    config = parse(Config, ["--config", str(saved)])
+    config = parse_saved(Config, saved)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
@@ -196,10 +196,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
     folder = train(config, Pretraining)
     if PartialState().is_main_process:
-        report(folder, config.data)
+        report(folder)
 
 
-def report(folder: Path, images: SourceConfig) -> None:
+def report(folder: Path) -> None:
     """Say what came out and what to do next."""
     last = last_evaluation(folder)
     if "heldout/accuracy" in last:
@@ -208,7 +208,7 @@ def report(folder: Path, images: SourceConfig) -> None:
             f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
         )
     print(f"next: tensorboard --logdir {folder.parent}")
-    print(f"next: python evaluation/fewshot.py --encoder {folder}{as_arguments(images)}")
+    print(f"next: python evaluation/fewshot.py --encoder {folder}")
 
 
 if __name__ == "__main__":

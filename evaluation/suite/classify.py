@@ -61,6 +61,8 @@ class Classification(ImageTask):
     a function of (seed, update, forward pass), and changes with the images in a forward pass, not with the processes.
     """
 
+    learns_labels = True
+
     def __init__(
         self,
         accelerator: Accelerator,

@@ -43,10 +43,19 @@ class ImageDataset:
         labels: (n,) int64 class of each image, -1 where there is none; (n, L) where several are right, padded with
             -1; None where nothing is labelled.
         split: its name, for messages.
+        origin: the split that they were chosen from, where they were.
     """
 
-    def __init__(self, rows: datasets.Dataset, image_column: str, labels: NDArray[np.int64] | None, split: str):
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        image_column: str,
+        labels: NDArray[np.int64] | None,
+        split: str,
+        origin: "Origin | None" = None,
+    ):
         self.rows, self.image_column, self.labels, self.split = rows, image_column, labels, split
+        self.origin = origin or Origin(rows, split, None)
         self.decoded: Decoded | None = None
 
     def __len__(self) -> int:
@@ -59,7 +68,7 @@ class ImageDataset:
 
     def held_as(self, decoded: "Decoded") -> "ImageDataset":
         """The same images, decoded."""
-        held = ImageDataset(self.rows, self.image_column, self.labels, self.split)
+        held = ImageDataset(self.rows, self.image_column, self.labels, self.split, self.origin)
         held.decoded = decoded
         return held
 
@@ -78,7 +87,9 @@ class ImageDataset:
     def select(self, indices: NDArray[np.int64]) -> "ImageDataset":
         """The images at `indices`, in that order."""
         labels = None if self.labels is None else self.labels[indices]
-        return ImageDataset(self.rows.select(indices), self.image_column, labels, self.split)
+        return ImageDataset(
+            self.rows.select(indices), self.image_column, labels, self.split, self.origin.select(indices)
+        )
 
     def choose(self, limit: int | None, seed: int) -> "ImageDataset":
         """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer."""
@@ -100,6 +111,18 @@ class ImageDataset:
         kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
         held_out.split = name
         return kept, held_out
+
+
+class Origin(NamedTuple):
+    """A whole split, and which images of it are meant."""
+
+    rows: datasets.Dataset
+    split: str
+    indices: NDArray[np.int64] | None  # None: all, in their order
+
+    def select(self, indices: NDArray[np.int64]) -> "Origin":
+        """The images at `indices` of those that are meant."""
+        return self._replace(indices=indices if self.indices is None else self.indices[indices])
 
 
 class Decoded(NamedTuple):
@@ -175,8 +198,8 @@ def describe(config: ImagesConfig) -> str:
 
 
 def as_arguments(config: SourceConfig) -> str:
-    """The settings that name this data set and its splits, as a command line has them: for what to do next."""
-    names = [*(field.name for field in dataclasses.fields(ImagesConfig)), "split", "eval_split", "eval_label_column"]
+    """The settings that say which images these are, where they are not as usual, as a command line has them."""
+    names = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("plumbing")]
     usual = SourceConfig()
     changed = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
     return "".join(f" --data.{name} {shlex.quote('null' if value is None else str(value))}" for name, value in changed)
