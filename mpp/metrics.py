@@ -1,4 +1,4 @@
-"""How much of what was hidden is predicted, beside two lines that need no model.
+"""How much of what was hidden is predicted, beside three lines that need no model.
 
 Sums are collected batch by batch and process by process, and divided at the end: an uneven last batch weighs what it
 should. B images, N patches, K corrupted patches.
@@ -29,9 +29,10 @@ def patches_at(patches: Tensor, positions: Tensor) -> Tensor:
 
 
 def nearest_visible(positions: Tensor, patches: int) -> Tensor:
-    """For each corrupted patch the nearest one that is not corrupted: (B, K) positions to (B, K) positions.
+    """For each corrupted patch the two nearest ones that are not corrupted: (B, K) positions to (B, K, 2) positions.
 
-    Nearest on a square grid of N patches, centre to centre; of equally near ones the first in reading order.
+    Nearest on a square grid of N patches, centre to centre; of equally near ones the first in reading order. Where one
+    patch alone is not corrupted, it is both.
     """
     side = int(patches**0.5)
     place = torch.arange(patches, dtype=torch.int32, device=positions.device)
@@ -40,7 +41,13 @@ def nearest_visible(positions: Tensor, patches: int) -> Tensor:
     corrupted = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
     corrupted.scatter_(1, positions, True)
     hidden = corrupted.int() * 2 * patches  # (B, N); no two patches are 2 N apart
-    return torch.stack([(apart[at] + far).argmin(-1) for at, far in zip(positions, hidden, strict=True)])
+    found = []
+    for at, far in zip(positions, hidden, strict=True):
+        distances = apart[at] + far  # (K, N)
+        first = distances.argmin(-1, keepdim=True)
+        second = distances.scatter(1, first, 2 * patches - 1).argmin(-1, keepdim=True)
+        found.append(torch.cat([first, second], 1))
+    return torch.stack(found)
 
 
 @torch.no_grad()
@@ -54,8 +61,10 @@ def measure(objective: Objective, predictions: Tensor, patches: Tensor, corrupti
     """
     truth = objective.labels(objective.targets(patches_at(patches, corruption.positions)))  # (B, K, cells)
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
-    nearest = nearest_visible(corruption.positions, patches.shape[1])
-    copied = objective.labels(objective.targets(patches_at(patches, nearest)))
+    nearest, second = nearest_visible(corruption.positions, patches.shape[1]).unbind(-1)
+    near, near_too = patches_at(patches, nearest), patches_at(patches, second)
+    mixed = ((near.int() + near_too.int() + 1) // 2).to(near.dtype)  # halves go up
+    copied, guessed = (objective.labels(objective.targets(part)) for part in (near, mixed))
     sums = {}
     for kind in Kind:
         of_kind = corruption.kinds == kind
@@ -63,6 +72,7 @@ def measure(objective: Objective, predictions: Tensor, patches: Tensor, corrupti
         sums[f"right_{kind.name.lower()}"] = (right * of_kind).sum()
     masked = corruption.kinds == Kind.MASK
     sums["right_nearest"] = ((copied == truth).double().mean(-1) * masked).sum()
+    sums["right_two_nearest"] = ((guessed == truth).double().mean(-1) * masked).sum()
     sums["colors"] = torch.bincount(truth[masked].flatten(), minlength=8**objective.bits).double()
     return sums
 
@@ -83,7 +93,7 @@ def summarize(sums: Sums) -> dict[str, float]:
 
     `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
     On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
-    patches), and `nearest`, a copy of the nearest uncorrupted patch.
+    patches), `nearest`, a copy of the nearest uncorrupted patch, and `two_nearest`, the mean of the two nearest.
     """
     result = {}
     for kind, name in (("mask", "accuracy"), ("random", "accuracy_random"), ("keep", "accuracy_keep")):
@@ -91,7 +101,8 @@ def summarize(sums: Sums) -> dict[str, float]:
             result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
     if sums["count_mask"] > 0:
         result["most_frequent"] = float(sums["colors"].max() / sums["colors"].sum())
-        result["nearest"] = float(sums["right_nearest"] / sums["count_mask"])
+        for name in ("nearest", "two_nearest"):
+            result[name] = float(sums[f"right_{name}"] / sums["count_mask"])
     return result
 
 

@@ -204,8 +204,9 @@ def report(folder: Path) -> None:
     last = last_evaluation(folder)
     if "heldout/accuracy" in last:
         print(
-            f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; copying the nearest visible patch "
-            f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
+            f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; mean of the two nearest visible "
+            f"patches {last['heldout/two_nearest']:.1%}, copy of the nearest {last['heldout/nearest']:.1%}, most "
+            f"frequent colour {last['heldout/most_frequent']:.1%}"
         )
     print(f"next: tensorboard --logdir {folder.parent}")
     print(f"next: python evaluation/fewshot.py --encoder {folder}")

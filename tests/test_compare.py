@@ -242,12 +242,9 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
     assert list(report["summary"]["hidden"]) == ["pre-trained"]  # random weights have predicted nothing
     assert list(report["summary"]["length"]) == ["longer", "pre-trained"]  # in the question's order
     assert set(report["summary"]["depth"]) == {"pre-trained", "longer", "random", "floor"}
-    last = (
-        read_metrics(tmp_path / "longer", "heldout/accuracy")[6],
-        read_metrics(tmp_path / "longer", "heldout/nearest")[6],
-    )
     columns = report["summary"]["length"]["longer"]
-    assert (columns["hidden model"]["mean"], columns["hidden nearest"]["mean"]) == last
+    for line, name in (("model", "accuracy"), ("two nearest", "two_nearest"), ("nearest", "nearest")):
+        assert columns[f"hidden {line}"]["mean"] == read_metrics(tmp_path / "longer", f"heldout/{name}")[6]
     assert report["training_pflop"]["longer"] == pytest.approx(3 * report["training_pflop"]["pre-trained"])
     depths = {(row["encoder"], row["encoder_seed"], row["depth"]) for row in report["dev_by_depth"]}
     assert {("pre-trained", 1, 1), ("pre-trained", 1, 2), ("random", 0, 2), ("floor", 0, 1)} <= depths

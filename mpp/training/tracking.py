@@ -19,7 +19,7 @@ from mpp.errors import UserError
 from mpp.runtime.parsing import flatten, to_yaml
 from mpp.training.feed import Feed
 
-SHOWN = ("accuracy", "nearest", "most_frequent")
+SHOWN = ("accuracy", "two_nearest", "nearest", "most_frequent")
 CHARTS = {  # drawn together; the tags are patterns
     "masked patches": {
         "train": ["Multiline", [f"^train/{name}$" for name in SHOWN]],
