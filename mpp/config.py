@@ -99,7 +99,7 @@ class SourceConfig(ImagesConfig):
     train_images: int | None = None
     """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
     batch_size: int | None = plumbing(None)
-    """Images per process and forward pass. null: in training, the global batch shared by the processes; else 64."""
+    """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64."""
     workers: int = plumbing(2)
     """Loader processes per training process. 0: load in the training process, as is done anyway where one or two
     threads of a CPU train on decoded images (data.cache_gb)."""
@@ -283,7 +283,7 @@ class OptimConfig:
     warmup_steps: int = 100
     """Updates of linear warm-up from 0."""
     global_batch_size: int = 32
-    """Images per update over all processes; accumulation follows from data.batch_size and the processes."""
+    """Images per update over all processes, which share them out; accumulation follows from data.batch_size."""
     weight_decay: float = 0.1
     """Weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
     layer_decay: float | None = None

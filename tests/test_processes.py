@@ -10,13 +10,11 @@ from mpp.training.checkpoint import newest_step
 
 
 def test_two_processes_are_one_run(tmp_path):
-    arguments = ["mpp/pretrain.py", *TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10"]
-    arguments += ["--data.eval_images=64"]
-    one = run_command("accelerate", "launch", *arguments, f"--run.dir={tmp_path / 'one'}")
-    assert one.returncode == 0, one.stderr
+    arguments = [*TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=64"]
+    pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     two = run_command(
         *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29617"),
-        *(*arguments, f"--run.dir={tmp_path / 'two'}"),
+        *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'two'}"),
     )
     assert two.returncode == 0, two.stderr
     assert "2 processes" in two.stdout
@@ -28,6 +26,21 @@ def test_two_processes_are_one_run(tmp_path):
     for depth in range(1, 3):  # each process has judged one of them
         ours, theirs = (read_metrics(tmp_path / name, f"knn/depth_{depth:02d}") for name in ("two", "one"))
         assert len(theirs) == 1 and ours == pytest.approx(theirs, abs=0.02)  # of 64 one may be a tie
+
+
+def test_three_processes_share_the_default_batch(tmp_path):
+    """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""
+    arguments = [word for word in TINY if "global_batch_size" not in word]
+    three = run_command(
+        *("accelerate", "launch", "--multi_gpu", "--num_processes", "3", "--main_process_port", "29631"),
+        *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'three'}"),
+    )
+    assert three.returncode == 0, three.stderr
+    assert "64 images an update, in 3 shares of 21 or 22;" in three.stdout
+    pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
+    for key in ("loss", "optim/grad_norm", "accuracy", "heldout/loss"):
+        one, found = (read_metrics(tmp_path / name, key) for name in ("one", "three"))
+        assert len(one) >= 1 and found == pytest.approx(one, abs=1e-4)
 
 
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):

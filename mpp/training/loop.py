@@ -89,7 +89,6 @@ def fit(
     start, places = resume(accelerator, folder, bare, optimizer.optimizer)
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, layout, run)
-    images = layout.batch_size * layout.accumulation_steps * layout.world_size
     speed, bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, start)
     batches = iter(task.batches(start, places))
     for step in range(start, run.steps):
@@ -99,13 +98,13 @@ def fit(
         values, sums = update(step, micro, measure=log)
         places |= places_after(micro)
         speed.waited += waited
-        speed.images += images
+        speed.images += layout.images
         tracker.warn_unreadable(update.new_failures)
         stop = preemption.agreed() and done < run.steps
         bar.update()
         if log:
             scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read() | {"compute/pflop": flops * images * done / 1e15}
+            scalars |= speed.read() | {"compute/pflop": flops * layout.images * done / 1e15}
             scalars |= {"unreadable": tracker.count_unreadable()}
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
@@ -197,7 +196,7 @@ class Update:
         # that the host need not wait for every step's verdict on a GPU.
         self.broken = torch.zeros((), device=accelerator.device)
         self.at_once = accelerator.device.type == "cpu"  # where looking at the verdict costs nothing
-        self.unchecked: list[tuple[int, Tensor, Tensor, Tensor]] = []  # step, verdict, micro losses, image indices
+        self.unchecked: list[tuple[int, Tensor, Tensor, list[Tensor]]] = []  # step, verdict; by pass: losses, images
         optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
 
     def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
@@ -213,13 +212,14 @@ class Update:
             last = number == len(micro) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss, measured = self.task.loss(self.model, batch, measure)
-                self.accelerator.backward(loss / len(micro))
+                self.accelerator.backward(loss / self.layout.parts(number))
             losses.append(loss.detach())
             sums = add(sums, measured)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf)
-        loss = self.accelerator.reduce(torch.stack(losses).mean(), "mean")
+        shared = sum(each / self.layout.parts(number) for number, each in enumerate(losses))
+        loss = self.accelerator.reduce(shared, "mean")
         self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
-        indices = torch.stack([batch.indices for batch in micro])
+        indices = [batch.indices for batch in micro]
         self.unchecked.append((step, self.broken.clone(), torch.stack(losses), indices))
         if measure or self.at_once:
             self.check_finite()
@@ -236,8 +236,10 @@ class Update:
         """Raise on every process, naming step and images, if an update since the last check was not finite."""
         if self.broken.item():
             step, _, losses, indices = next(update for update in self.unchecked if update[1])  # the first
-            suspects = gather_object(indices[~losses.isfinite().cpu()].flatten().tolist())
-            images = sorted(map(self.task.name, suspects or gather_object(indices.flatten().tolist())))
+            finite = losses.isfinite().tolist()
+            broken = [batch for batch, good in zip(indices, finite, strict=True) if not good]
+            suspects, seen = (gather_object([int(i) for batch in of for i in batch]) for of in (broken, indices))
+            images = sorted(map(self.task.name, suspects or seen))
             raise Diverged(
                 f"loss or gradient of update {step} is not finite (nothing was updated by it; images "
                 f"{', '.join(images[:16])}{' ...' * (len(images) > 16)}); the last checkpoint is good: "

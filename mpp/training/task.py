@@ -62,7 +62,7 @@ class ImageTask:
 
     def training_views(self, start: int) -> ViewDataset:
         """Crops of the training images from update `start` on; of decoded images, where they fit and recur."""
-        images = (self.run.steps - start) * self.layout.batch_size * self.layout.accumulation_steps  # of this process
+        images = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
         inherited = self.data.workers == 0 or multiprocessing.get_start_method() == "fork"  # else each had its copy
         if images < 2 * len(self.train) or not inherited:
             return self.views(self.train)
@@ -128,6 +128,10 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
     accelerator.print(to_yaml(config))
+    if layout.smallest < layout.batch_size:
+        passes = layout.accumulation_steps * layout.world_size
+        shares = f"{passes} shares of {layout.smallest} or {layout.batch_size}"
+        accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
     task = build(config, accelerator, layout)
     accelerator.print(f"{task.describe_model()}; {task.train.describe()}, {len(task.held_out)} held out")
     with exclusive(folder, accelerator):
