@@ -55,6 +55,8 @@ class RunConfig:
     """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
     trackers: tuple[str, ...] = plumbing(("tensorboard",))
     """Accelerate trackers that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
+    project: str = plumbing("mpp")
+    """Project of wandb, in which each run folder is one run."""
 
     def __post_init__(self):
         for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):

@@ -1,10 +1,15 @@
 """The README's commands, as processes: two of them at once, and one that is killed."""
 
+from functools import partial
+
 import pytest
+import torch
 from conftest import TINY, kill_group, read_metrics, run_command, start_command, wait_until
+from safetensors.torch import load_file, save_file
 from server import Command
 
 from evaluation import supervised
+from evaluation.suite.classify import Classification
 from mpp.pretrain import main as pretrain_main
 from mpp.training.checkpoint import newest_step
 
@@ -75,6 +80,28 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read_metrics(killed) == read_metrics(whole)
+
+
+def note_means(folder):
+    """In each process: write the running means of the model that is evaluated into a file."""
+    evaluate = Classification.evaluate
+
+    def noted(self, model, *rest):
+        means = [buffer for name, buffer in model.named_buffers() if name.endswith("running_mean")]
+        save_file({"means": torch.cat(means)}, folder / f"{self.accelerator.process_index}.safetensors")
+        return evaluate(self, model, *rest)
+
+    Classification.evaluate = noted
+
+
+def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
+    """Each process has running means of its own images; those of the main process are exported."""
+    options = [word for word in TINY if not word.startswith(("--probe", "--model"))]
+    options += ["--model.name=test_resnet", "--model.img_size=64", "--run.steps=2", f"--run.dir={tmp_path / 'run'}"]
+    run = Command("supervised", *options, processes=2, prepare=partial(note_means, tmp_path))
+    assert run.wait() == [0, 0], run.said
+    means = [load_file(tmp_path / f"{rank}.safetensors")["means"] for rank in range(2)]
+    assert torch.equal(*means) and means[0].abs().sum() > 0
 
 
 def test_the_config_of_two_cpu_processes(tmp_path):

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
@@ -85,6 +86,8 @@ def fit(
     if run.compile:
         task.model.compile()
     model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
+    if isinstance(model, DistributedDataParallel):
+        model.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
     bare = accelerator.unwrap_model(model)
     start, places = resume(accelerator, folder, bare, optimizer.optimizer)
     tracker = Tracker(accelerator, folder, config, start)
@@ -110,6 +113,8 @@ def fit(
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
         if due(done, run.eval_every, run.steps):
             model.eval()
+            for buffer in bare.buffers():
+                broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
             with speed.paused(), averaged_weights(optimizer.optimizer, average=optim.average is not None):
                 tracker.log(done, task.evaluate(bare, done, tracker))
         if stop or due(done, run.checkpoint_every, run.steps):
@@ -118,10 +123,8 @@ def fit(
                 checkpoint(accelerator, folder, done, bare, optimizer.optimizer, places, run.keep_checkpoints)
         if stop:
             bar.close()
-            tracker.close()
             preemption.leave(f"after step {done}; a checkpoint is written")
     bar.close()
-    tracker.close()
     with averaged_weights(optimizer.optimizer, average=optim.average is not None):
         if accelerator.is_main_process:
             task.export(bare, folder)

@@ -1,23 +1,25 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
 import dataclasses
-import gc
 import multiprocessing
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import release_memory
 from torch import nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hold, training_loader
-from mpp.data.workers import deaths_explained
+from mpp.data.workers import deaths_explained, kill_workers
 from mpp.encoder import export_encoder
-from mpp.runtime.launch import start
+from mpp.runtime.launch import TRAINING, set_timeout, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import to_yaml
 from mpp.runtime.preemption import MARKER, Preemption
@@ -111,11 +113,16 @@ def train(config: Any, build: Callable[[Any, Accelerator, BatchLayout], ImageTas
     if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
         accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
-    with deaths_explained(), Preemption(accelerator, folder) as preemption:
-        carry_out(config, folder, build, accelerator, preemption)
-        accelerator.free_memory()
-        gc.collect()  # a prepared model refers to itself; a process may have other runs to do
-        torch.compiler.reset()  # and what is compiled for this model would count against the next
+    with Preemption(accelerator, folder) as preemption:
+        try:
+            with deaths_explained():
+                carry_out(config, folder, build, accelerator, preemption)
+        except BaseException as error:
+            kill_workers()
+            forget_variables(error)
+            raise
+        finally:
+            release(accelerator)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if preemption.asked_of_any():
             preemption.leave("when this run was finished")  # there may be others to come
@@ -140,5 +147,25 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
             write_config(config, folder)
         accelerator.wait_for_everyone()
         flops, preemption.finish_step = task.flops(), True
+        set_timeout(TRAINING)
         fit(task, accelerator, config.run, config.optim, layout, folder, config, flops, preemption)
         accelerator.wait_for_everyone()
+
+
+def forget_variables(error: BaseException | None) -> None:
+    """Let go of what an exception keeps alive while somebody handles it: the variables of the functions it left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def release(accelerator: Accelerator) -> None:
+    """Close the trackers and free memory for other runs of this process; the process group stays."""
+    for tracker in accelerator.trackers:
+        try:
+            tracker.finish()
+        except OSError as error:  # a full disk, which is not to take the place of what ended the run
+            print(f"warning: {tracker.name} cannot be closed: {error}", file=sys.stderr)
+    accelerator.free_memory()
+    release_memory()  # once more, without accelerate's references: a prepared model refers to itself
+    torch.compiler.reset()  # what is compiled for this model would count against the next
