@@ -55,6 +55,8 @@ class RunConfig:
     """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
     trackers: tuple[str, ...] = plumbing(("tensorboard",))
     """Accelerate trackers that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
+    project: str = plumbing("mpp")
+    """Project of wandb, in which each run folder is one run."""
 
     def __post_init__(self):
         for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
@@ -106,7 +108,7 @@ class SourceConfig(ImagesConfig):
     train_images: int | None = None
     """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
     batch_size: int | None = plumbing(None)
-    """Images per process and forward pass. null: in training, the global batch shared by the processes; else 64."""
+    """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64."""
     workers: int = plumbing(2)
     """Loader processes per training process. 0: load in the training process, as is done anyway where one or two
     threads of a CPU train on decoded images (data.cache_gb)."""
@@ -291,7 +293,7 @@ class OptimConfig:
     warmup_steps: int = 100
     """Updates of linear warm-up from 0."""
     global_batch_size: int = 32
-    """Images per update over all processes; accumulation follows from data.batch_size and the processes."""
+    """Images per update over all processes, which share them out; accumulation follows from data.batch_size."""
     weight_decay: float = 0.1
     """Weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
     layer_decay: float | None = None

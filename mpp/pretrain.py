@@ -50,7 +50,7 @@ class Pretraining(ImageTask):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config, self.corruption = config, config.corruption
         if config.corruption.source == "batch":
-            require(layout.batch_size > 1, "data.batch_size", layout.batch_size, "above 1 with corruption.source=batch")
+            require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
         encoder = build_encoder(config.model)
         self.img_size = encoder.patch_embed.img_size[0]
         self.patch_size = self.img_size // encoder.patch_embed.grid_size[0]  # in pixels, for hybrids too

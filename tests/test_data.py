@@ -1,6 +1,7 @@
 """Where images come from, and the endless sequence they are read in."""
 
 import collections
+import itertools
 import shutil
 
 import datasets
@@ -144,7 +145,9 @@ def test_every_epoch_shows_every_image_once_in_another_order():
     assert len({tuple(order) for order in epochs}) == 4
 
 
-@pytest.mark.parametrize(("batch", "processes"), [(None, 1), (2, 1), (1, 3), (4, 3), (None, 4)])
+@pytest.mark.parametrize(
+    ("batch", "processes"), [(None, 1), (2, 1), (5, 1), (1, 3), (3, 3), (4, 3), (None, 4), (None, 5), (None, 7), (2, 5)]
+)
 def test_an_updates_images_do_not_depend_on_how_they_are_shared_out(batch, processes):
     def updates(batch, processes, start):
         layouts = [BatchLayout.of(12, batch, processes, rank) for rank in range(processes)]
@@ -156,14 +159,37 @@ def test_an_updates_images_do_not_depend_on_how_they_are_shared_out(batch, proce
         ]
 
     whole = updates(None, 1, 0)
+    assert all(len(update) == 12 for update in whole)
     assert updates(batch, processes, 0) == whole
     assert updates(batch, processes, 3) == whole[3:]  # resumed
 
 
-@pytest.mark.parametrize(("batch", "processes"), [(5, 1), (None, 5), (4, 2)])
-def test_a_global_batch_that_cannot_be_shared_out_is_an_error(batch, processes):
-    with pytest.raises(ValueError, match=r"optim\.global_batch_size is 12; it must be a multiple of"):
-        BatchLayout.of(12, batch, processes, 0)
+def test_shares_differ_by_one_image_at_most_and_fit():
+    for images, batch, processes in itertools.product(range(1, 70), (None, 1, 2, 3, 8, 99), (1, 2, 3, 5, 7, 8)):
+        if images < processes or (batch == 1 and images % processes):
+            continue
+        layouts = [BatchLayout.of(images, batch, processes, rank) for rank in range(processes)]
+        passes = range(layouts[0].accumulation_steps)
+        sizes = [len(layout.share(forward)) for forward in passes for layout in layouts]
+        assert sum(sizes) == images and len(passes) == -(-images // (processes * (batch or images)))
+        assert (min(sizes), max(sizes)) == (layouts[0].smallest, layouts[0].batch_size)
+        assert 0 < max(sizes) <= min(min(sizes) + 1, batch or images)
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "processes", "message"),
+    [
+        (12, None, 13, r"optim\.global_batch_size is 12; it must be at least 13, an image for each process"),
+        (
+            *(64, 1, 3),
+            r"data\.batch_size is 1, by which 3 processes cannot share 64 images; it must be at least 2, or "
+            r"optim\.global_batch_size 63 or 66",
+        ),
+    ],
+)
+def test_a_global_batch_that_cannot_be_shared_out_is_an_error(images, batch, processes, message):
+    with pytest.raises(ValueError, match=message):
+        BatchLayout.of(images, batch, processes, 0)
 
 
 def test_samples_do_not_depend_on_workers():

@@ -6,6 +6,7 @@ import pickle
 import random
 import resource
 import shutil
+import signal
 import struct
 import time
 import zlib
@@ -534,6 +535,39 @@ def test_one_of_two_processes_dies(tmp_path, tally):
     finish(Command("pretrain", *arguments, f"--run.dir={folder}", processes=2))
     assert weights(folder) == weights(whole)
     tally("one of two processes dies", 1)
+
+
+def freeze() -> None:
+    """The second of two processes stops in update 5; the other waits for so many seconds, not minutes."""
+    from datetime import timedelta
+
+    from mpp.training import task
+    from mpp.training.loop import Update
+
+    task.TRAINING = timedelta(seconds=5)
+    call = Update.__call__
+
+    def frozen(self, step, micro, measure):
+        if step == 5 and self.layout.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return call(self, step, micro, measure)
+
+    Update.__call__ = frozen
+
+
+def test_one_of_two_processes_hangs(tmp_path, tally):
+    """The other gives up, so that the launcher ends the job; what was trained until then is not lost."""
+    options = [*TINY, RARE, "--run.steps=12", f"--run.dir={tmp_path / 'run'}"]
+    run = Command("pretrain", *options, processes=2, prepare=freeze)
+    run.processes[0].join(90)
+    ended = run.processes[0].exitcode
+    run.kill()
+    assert ended == 2 and "error (process 0): another process does not answer" in run.said, run.said[-3000:]
+    assert newest_step(tmp_path / "run") == 4
+    finish(Command("pretrain", *options, processes=2))
+    finish(Command("pretrain", *options[:-1], f"--run.dir={tmp_path / 'whole'}", processes=2))
+    assert weights(tmp_path / "whole") == weights(tmp_path / "run")
+    tally("one of two processes hangs", 1)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tally):

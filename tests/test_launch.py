@@ -1,16 +1,19 @@
 """How a process starts: threads, precision, promises."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 from conftest import Killed, kill_at, read_metrics, run_command
 
+import mpp.pretrain
 from mpp.config import RunConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime import launch
 from mpp.runtime.hardware import bf16_is_native, uses_gpu
 from mpp.runtime.launch import check_promise, check_trackers, choose_precision, choose_threads, user_message
+from mpp.training.loop import Update
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -88,6 +91,31 @@ def test_the_launchers_compiler_does_not_rename_the_weights(pretrain, monkeypatc
         with pytest.raises(Killed):
             pretrain()
     assert 4 in read_metrics(pretrain())  # found its weights in the checkpoint
+
+
+def test_processes_wait_long_for_images_and_not_for_a_step(pretrain, tmp_path, monkeypatch):
+    """A group of one, whose timeout is read while the images are loaded and while they are trained on."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    backend, seen = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")), []
+
+    def note(where, name):
+        function = getattr(where, name)
+
+        def noted(*args, **options):
+            seen.append(backend.options._timeout)
+            return function(*args, **options)
+
+        monkeypatch.setattr(where, name, noted)
+
+    note(mpp.pretrain, "load_image_datasets")
+    note(Update, "__call__")
+    try:
+        for name in ("one", "after"):  # one process may do several runs
+            seen.clear()
+            pretrain("--run.steps=1", dir=tmp_path / name)
+            assert seen == [timedelta(hours=6), timedelta(minutes=20)]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_other_parallelism_is_refused(monkeypatch):

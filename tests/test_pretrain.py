@@ -1,6 +1,7 @@
 """The main job, whole: what it writes, how it resumes, how it fails."""
 
 import json
+import weakref
 from functools import partial
 
 import pytest
@@ -69,6 +70,27 @@ def test_tensorboard_shows_the_same_scalars_and_pictures(pretrain):
     (panel,) = events.Images(tags["images"][0])
     assert (panel.width, panel.height) == (4 * 128, 8 * 128)
     assert "config/text_summary" in tags["tensors"]
+
+
+def test_a_run_folder_is_one_run_of_wandbs(pretrain, tmp_path, monkeypatch):
+    """However often it is started; in the project that is asked for, by the folder's name. Nothing is sent."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    opened, init = [], wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: opened.append(init(**options)) or opened[-1])
+    arguments = ("--run.trackers=[wandb]", "--run.project=birds")
+    with monkeypatch.context() as patch:
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            pretrain(*arguments)
+    pretrain(*arguments)
+    pretrain("--run.trackers=[wandb,tensorboard]", dir=tmp_path / "other")
+    assert [(run.project, run.name) for run in opened] == [("birds", "run")] * 2 + [("mpp", "other")]
+    assert opened[0].id == opened[1].id != opened[2].id
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert sorted(file.stem for file in files) == sorted(f"run-{run.id}" for run in opened)
+    assert sum(b"heldout/loss" in file.read_bytes() for file in files) == 2  # the first was killed before it
 
 
 def test_saved_config_repeats_the_run(pretrain, tmp_path):
@@ -167,9 +189,11 @@ def test_a_probe_while_training_changes_nothing(pretrain, tmp_path, monkeypatch,
     assert list(read_metrics(probed, "knn/depth_02")) == [2, 4]
 
 
-def test_accumulation_equals_the_big_batch(pretrain, tmp_path):
+@pytest.mark.parametrize("size", [2, 3])
+def test_accumulation_equals_the_big_batch(pretrain, tmp_path, size):
+    """8 images in passes of at most 3 are shares of 2, 3 and 3."""
     whole = pretrain(dir=tmp_path / "whole")
-    parts = pretrain("--data.batch_size=2", dir=tmp_path / "parts")
+    parts = pretrain(f"--data.batch_size={size}", dir=tmp_path / "parts")
     for key in ("loss", "optim/grad_norm", "accuracy", "nearest", "most_frequent", "heldout/loss"):
         assert read_metrics(parts, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
 
@@ -215,7 +239,6 @@ def test_other_files_are_not_written_over(pretrain, tmp_path):
     ("argument", "words"),
     [
         ("--data.path=/nowhere", ["data.path", "/nowhere"]),
-        ("--data.batch_size=3", ["optim.global_batch_size is 8", "data.batch_size (3)"]),
         ("--corruption.rate=0.01", ["corruption.rate", "of 16 patches"]),
         ("--objective.name=colour", ["objective.name", "mean_color"]),
         ("--objective.grid=3", None),
@@ -261,9 +284,10 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
         def backward(ctx, gradient):
             return gradient * float("inf")
 
-    forward, calls = MaskedPatchPredictor.forward, []
+    forward, calls, models = MaskedPatchPredictor.forward, [], []
 
     def poisoned(self, images, corruption):
+        models[:] = [weakref.ref(self)]
         calls.append(self.training and images.device.type == "cpu" and torch.is_grad_enabled())
         result = forward(self, images, corruption)
         return Poison.apply(result) if sum(calls) == 4 else result
@@ -272,8 +296,9 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
     monkeypatch.setattr(MaskedPatchPredictor, "forward", poisoned)
     with pytest.raises(
         FloatingPointError, match=r"of update 3 is not finite .*images s\d+\.jpg, .*last checkpoint is good"
-    ):
+    ) as error:
         pretrain("--run.steps=6")
+    assert models[0]() is None and error  # the next run of this process needs its memory
     (checkpoint,) = complete_checkpoints(tmp_path / "run")
     assert checkpoint.name == "step_00000002"
     assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "model.safetensors").values())

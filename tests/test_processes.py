@@ -1,22 +1,25 @@
 """The README's commands, as processes: two of them at once, and one that is killed."""
 
+from functools import partial
+
 import pytest
+import torch
 from conftest import TINY, kill_group, read_metrics, run_command, start_command, wait_until
+from safetensors.torch import load_file, save_file
 from server import Command
 
 from evaluation import supervised
+from evaluation.suite.classify import Classification
 from mpp.pretrain import main as pretrain_main
 from mpp.training.checkpoint import newest_step
 
 
 def test_two_processes_are_one_run(tmp_path):
-    arguments = ["mpp/pretrain.py", *TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10"]
-    arguments += ["--data.eval_images=64"]
-    one = run_command("accelerate", "launch", *arguments, f"--run.dir={tmp_path / 'one'}")
-    assert one.returncode == 0, one.stderr
+    arguments = [*TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=64"]
+    pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     two = run_command(
         *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29617"),
-        *(*arguments, f"--run.dir={tmp_path / 'two'}"),
+        *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'two'}"),
     )
     assert two.returncode == 0, two.stderr
     assert "2 processes" in two.stdout
@@ -28,6 +31,21 @@ def test_two_processes_are_one_run(tmp_path):
     for depth in range(1, 3):  # each process has judged one of them
         ours, theirs = (read_metrics(tmp_path / name, f"knn/depth_{depth:02d}") for name in ("two", "one"))
         assert len(theirs) == 1 and ours == pytest.approx(theirs, abs=0.02)  # of 64 one may be a tie
+
+
+def test_three_processes_share_the_default_batch(tmp_path):
+    """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""
+    arguments = [word for word in TINY if "global_batch_size" not in word]
+    three = run_command(
+        *("accelerate", "launch", "--multi_gpu", "--num_processes", "3", "--main_process_port", "29631"),
+        *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'three'}"),
+    )
+    assert three.returncode == 0, three.stderr
+    assert "64 images an update, in 3 shares of 21 or 22;" in three.stdout
+    pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
+    for key in ("loss", "optim/grad_norm", "accuracy", "heldout/loss"):
+        one, found = (read_metrics(tmp_path / name, key) for name in ("one", "three"))
+        assert len(one) >= 1 and found == pytest.approx(one, abs=1e-4)
 
 
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):
@@ -62,6 +80,28 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read_metrics(killed) == read_metrics(whole)
+
+
+def note_means(folder):
+    """In each process: write the running means of the model that is evaluated into a file."""
+    evaluate = Classification.evaluate
+
+    def noted(self, model, *rest):
+        means = [buffer for name, buffer in model.named_buffers() if name.endswith("running_mean")]
+        save_file({"means": torch.cat(means)}, folder / f"{self.accelerator.process_index}.safetensors")
+        return evaluate(self, model, *rest)
+
+    Classification.evaluate = noted
+
+
+def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
+    """Each process has running means of its own images; those of the main process are exported."""
+    options = [word for word in TINY if not word.startswith(("--probe", "--model"))]
+    options += ["--model.name=test_resnet", "--model.img_size=64", "--run.steps=2", f"--run.dir={tmp_path / 'run'}"]
+    run = Command("supervised", *options, processes=2, prepare=partial(note_means, tmp_path))
+    assert run.wait() == [0, 0], run.said
+    means = [load_file(tmp_path / f"{rank}.safetensors")["means"] for rank in range(2)]
+    assert torch.equal(*means) and means[0].abs().sum() > 0
 
 
 def test_the_config_of_two_cpu_processes(tmp_path):

@@ -46,7 +46,7 @@ def lanes(folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, sto
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
     views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), 4)
-    return Lanes(views, BatchLayout(batch, 1, processes, rank), start, stop, places or {})
+    return Lanes(views, BatchLayout(batch * processes, 1, processes, rank), start, stop, places or {})
 
 
 def read(lanes: Lanes, lane: int, count: int, place: Place = START) -> tuple[list[tuple], Place]:

@@ -80,9 +80,9 @@ class Classification(ImageTask):
         self.mix = build_mix(augment, self.classes)
         if self.mix:
             require(
-                layout.batch_size > 1,
+                layout.smallest > 1,
                 "data.batch_size",
-                layout.batch_size,
+                layout.smallest,
                 "above 1 with augment.mixup or augment.cutmix",
             )
 

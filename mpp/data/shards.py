@@ -146,7 +146,8 @@ class Lanes(IterableDataset):
         samples = self.samples(lane, self.places.get(lane, Place()))
         for forward in range(self.first, self.last):
             if forward % self.lanes == lane:
-                taken = list(islice(samples, self.layout.batch_size))
+                images = len(self.layout.share(forward % self.layout.accumulation_steps))
+                taken = list(islice(samples, images))
                 batch, place = collate([sample for sample, _ in taken]), taken[-1][1]
                 yield batch._replace(place=torch.tensor([lane, self.lanes, self.shards.count, *place]))
 

@@ -105,22 +105,55 @@ def collate(samples: list[Batch]) -> Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How an update's images are laid out: global batch = world size x accumulation steps x batch size."""
+    """How an update's images are dealt out: a share to each process in each forward pass, alike but for one image."""
 
-    batch_size: int  # images per process and forward pass
+    images: int  # per update: the global batch
     accumulation_steps: int  # forward passes per update
     world_size: int  # processes
     rank: int  # this process
 
     @classmethod
     def of(cls, global_batch: int, batch_size: int | None, world_size: int, rank: int) -> "BatchLayout":
-        """Raises UserError where the global batch is not divisible."""
-        whole = world_size * (batch_size or 1)
-        if global_batch % whole:
-            shares = f"{world_size} processes" + (f" x data.batch_size ({batch_size})" if batch_size else "")
-            raise UserError(f"optim.global_batch_size is {global_batch}; it must be a multiple of {shares}")
-        batch_size = batch_size or global_batch // world_size
-        return cls(batch_size, global_batch // (world_size * batch_size), world_size, rank)
+        """The layout with the fewest forward passes.
+
+        Args:
+            batch_size: at most so many images per process and forward pass; None: any number, so one pass.
+        Raises:
+            UserError: a process would be left without an image.
+        """
+        if global_batch < world_size:
+            least = f"at least {world_size}, an image for each process"
+            raise UserError(f"optim.global_batch_size is {global_batch}; it must be {least}")
+        passes = -(-global_batch // (world_size * (batch_size or global_batch)))
+        if global_batch < world_size * passes:
+            below = global_batch // world_size * world_size
+            raise UserError(
+                f"data.batch_size is {batch_size}, by which {world_size} processes cannot share {global_batch} images; "
+                f"it must be at least {batch_size + 1}, or optim.global_batch_size {below} or {below + world_size}"
+            )
+        return cls(global_batch, passes, world_size, rank)
+
+    @property
+    def batch_size(self) -> int:
+        """Images of the largest share."""
+        return -(-self.images // (self.accumulation_steps * self.world_size))
+
+    @property
+    def smallest(self) -> int:
+        """Images of the smallest share."""
+        return self.images // (self.accumulation_steps * self.world_size)
+
+    def share(self, forward: int) -> range:
+        """Which of the update's images this process sees in that forward pass."""
+        number, shares = forward * self.world_size + self.rank, self.accumulation_steps * self.world_size
+        return range(number * self.images // shares, (number + 1) * self.images // shares)
+
+    def parts(self, forward: int) -> float:
+        """What the mean loss of that share is divided by.
+
+        Summed over the forward passes, and averaged over the processes, it is the mean over the update's images then.
+        """
+        return self.images / (self.world_size * len(self.share(forward)))
 
 
 class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
@@ -133,12 +166,12 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
         return (self.stop - self.start) * self.layout.accumulation_steps
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        layout = self.layout
         order = lru_cache(maxsize=2)(lambda epoch: permutation(Stream.ORDER, self.seed, epoch, self.size))
-        for forward in range(self.start * layout.accumulation_steps, self.stop * layout.accumulation_steps):
-            first = (forward * layout.world_size + layout.rank) * layout.batch_size
-            keys = [divmod(position, self.size) for position in range(first, first + layout.batch_size)]
-            yield [(epoch, int(order(epoch)[place])) for epoch, place in keys]
+        for update in range(self.start, self.stop):
+            for forward in range(self.layout.accumulation_steps):
+                positions = (update * self.layout.images + number for number in self.layout.share(forward))
+                keys = [divmod(position, self.size) for position in positions]
+                yield [(epoch, int(order(epoch)[place])) for epoch, place in keys]
 
 
 @dataclass(frozen=True)

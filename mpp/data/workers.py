@@ -7,11 +7,10 @@ Why each part has to be (tests/test_faults.py breaks a run without it):
 - What a user is told is one line. torch hands on a loader process's error with its traceback for a message.
 - Signals are ignored. A terminal and a job scheduler send them to all processes, and the training process wants to
   finish its step with what is loaded.
-- They are killed at exit. A loader process that ignores SIGTERM would otherwise be waited for, for ever where it hangs
-  in a decoder.
+- They are killed at exit, and where a run fails. A loader process that ignores SIGTERM would otherwise be waited for,
+  for ever where it hangs in a decoder.
 """
 
-import contextlib
 import multiprocessing
 import os
 import re
@@ -73,13 +72,27 @@ def start_worker(watch: Tensor, told: Tensor, worker: int) -> None:
 
 
 def kill_workers() -> None:
-    """At this process's exit: end the loader processes, which listen to nobody else and have nothing to lose."""
-    with contextlib.suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call it a failure
+    """End this process's loader processes, which listen to nobody else and have nothing to lose."""
     watched = {pid for loader in alive for pid, _ in loader.watch.tolist()}
-    for child in multiprocessing.active_children():
-        if child.pid in watched:
-            child.kill()
+    with deaths_unnoticed():
+        for child in multiprocessing.active_children():
+            if child.pid in watched:
+                child.kill()
+                child.join(1)
+
+
+@contextmanager
+def deaths_unnoticed() -> Iterator[None]:
+    """While open, torch's handler does not call the end of a loader process a failure."""
+    try:
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 class WatchedLoader:

@@ -4,23 +4,26 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.tracking import TensorBoardTracker, get_available_trackers
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker, get_available_trackers
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
 from mpp.config import RunConfig
 from mpp.errors import UserError
 from mpp.runtime.hardware import bf16_is_native, cores, uses_gpu
 from mpp.runtime.preemption import Preempted
 
+BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 OUT_OF_MEMORY = (
     "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same), or "
     "set model.activation_checkpointing"
 )
+HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
 
 
 def command(main: Callable[[], None]) -> None:
@@ -47,6 +50,8 @@ def user_message(error: Exception) -> str | None:
     """What a user is told of an error, in one line; None: it is a bug and keeps its traceback."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
+    if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # gloo's; NCCL ends the process itself
+        return HANGS
     return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
 
 
@@ -70,12 +75,15 @@ def start(run: RunConfig) -> Accelerator:
     accelerator = Accelerator(
         cpu=not uses_gpu(),
         mixed_precision="bf16" if precision == "bf16" else "no",
-        log_with=[*tensorboard(run), *(name for name in run.trackers if name != "tensorboard")] or None,
+        log_with=trackers(run) or None,
         project_dir=run.dir,
         dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
-        # long enough for one process to download and prepare a data set while the others wait
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=BUILDING),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # else gradients were held twice
+        ],
     )
+    set_timeout(BUILDING)  # an earlier run in this process has left another
     if accelerator.distributed_type not in DATA_PARALLEL:
         asked = accelerator.distributed_type.value
         raise UserError(f"the launcher's configuration asks for {asked}; here all is data parallel: use MULTI_GPU")
@@ -88,9 +96,20 @@ def start(run: RunConfig) -> Accelerator:
     return accelerator
 
 
-def tensorboard(run: RunConfig) -> list[TensorBoardTracker]:
-    """Our own tracker object, so that its writer is opened where a resumed run can say from which step: see Tracker."""
-    return [TensorBoardTracker(run_name="", logging_dir=run.dir)] if "tensorboard" in run.trackers else []
+def set_timeout(timeout: timedelta) -> None:
+    """How long, from now on, this process waits for another one before it gives up with an error."""
+    if torch.distributed.is_initialized():
+        c10d = torch.distributed.distributed_c10d
+        (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timeout)  # older torch has the latter alone
+
+
+def trackers(run: RunConfig) -> list[GeneralTracker | str]:
+    """Accelerate's trackers; our own objects where a resumed run has more to say when they are opened: see Tracker."""
+    own = {
+        "tensorboard": TensorBoardTracker(run_name="", logging_dir=run.dir),
+        "wandb": WandBTracker(run.project, name=Path(run.dir).name, resume="allow"),
+    }
+    return [own.get(name, name) for name in run.trackers]
 
 
 def check_trackers(run: RunConfig) -> None:

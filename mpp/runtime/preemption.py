@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from accelerate.utils import gather_object
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
 ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
 
 
@@ -59,7 +61,8 @@ class Preemption:
         self.accelerator, self.folder = accelerator, folder
         self.finish_step = False  # whether there is a step to finish
         self.asked = ""  # the first signal's name
-        self.hosts = torch.distributed.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        several = accelerator.num_processes > 1
+        self.hosts = torch.distributed.new_group(backend="gloo", timeout=TRAINING) if several else None
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():  # nobody else may handle signals

@@ -13,8 +13,9 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
@@ -84,11 +85,12 @@ def fit(
     if run.compile:
         task.model.compile()
     model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
+    if isinstance(model, DistributedDataParallel):
+        model.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
     bare = accelerator.unwrap_model(model)
     start, places = resume(accelerator, folder, bare, optimizer.optimizer)
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, layout, run)
-    images = layout.batch_size * layout.accumulation_steps * layout.world_size
     speed, bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, start)
     feed, saved = Feed(task.batches(start, places), layout.accumulation_steps), start
 
@@ -107,23 +109,24 @@ def fit(
         if ending is Ending.FAILURE or (ending is Ending.SIGNAL and step > start):
             bar.close()
             saved = save(step) if step > saved else saved
-            tracker.close()
             if ending is Ending.SIGNAL:
                 preemption.leave(f"after step {step}; a checkpoint is written")
             fail(accelerator, failure, step)
         values, sums = update(step, micro, measure=log)
         places |= places_after(micro)
-        speed.images += images
+        speed.images += layout.images
         tracker.warn_unreadable(feed.undecoded)
         bar.update()
         if log:
             scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read(feed) | {"compute/pflop": flops * images * done / 1e15}
+            scalars |= speed.read(feed) | {"compute/pflop": flops * layout.images * done / 1e15}
             scalars |= {"unreadable": tracker.count_unreadable()}
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
         if due(done, run.eval_every, run.steps):
             model.eval()
+            for buffer in bare.buffers():
+                broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
             try:
                 with speed.paused(), averaged_weights(optimizer.optimizer, average=optim.average is not None):
                     tracker.log(done, task.evaluate(bare, done, tracker))
@@ -135,7 +138,6 @@ def fit(
         if due(done, run.checkpoint_every, run.steps):
             saved = save(done)
     bar.close()
-    tracker.close()
     with averaged_weights(optimizer.optimizer, average=optim.average is not None):
         if accelerator.is_main_process:
             task.export(bare, folder)
@@ -217,7 +219,7 @@ class Update:
         # that the host need not wait for every step's verdict on a GPU.
         self.broken = torch.zeros((), device=accelerator.device)
         self.at_once = accelerator.device.type == "cpu"  # where looking at the verdict costs nothing
-        self.unchecked: list[tuple[int, Tensor, Tensor, Tensor]] = []  # step, verdict, micro losses, image indices
+        self.unchecked: list[tuple[int, Tensor, Tensor, list[Tensor]]] = []  # step, verdict; by pass: losses, images
         optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
 
     def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
@@ -232,13 +234,14 @@ class Update:
             last = number == len(micro) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss, measured = self.task.loss(self.model, batch, measure)
-                self.accelerator.backward(loss / len(micro))
+                self.accelerator.backward(loss / self.layout.parts(number))
             losses.append(loss.detach())
             sums = add(sums, measured)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf)
-        loss = self.accelerator.reduce(torch.stack(losses).mean(), "mean")
+        shared = sum(each / self.layout.parts(number) for number, each in enumerate(losses))
+        loss = self.accelerator.reduce(shared, "mean")
         self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
-        indices = torch.stack([batch.indices for batch in micro])
+        indices = [batch.indices for batch in micro]
         self.unchecked.append((step, self.broken.clone(), torch.stack(losses), indices))
         if measure or self.at_once:
             self.check_finite()
@@ -255,8 +258,10 @@ class Update:
         """Raise on every process, naming step and images, if an update since the last check was not finite."""
         if self.broken.item():
             step, _, losses, indices = next(update for update in self.unchecked if update[1])  # the first
-            suspects = gather_object(indices[~losses.isfinite().cpu()].flatten().tolist())
-            images = sorted(map(self.task.name, suspects or gather_object(indices.flatten().tolist())))
+            finite = losses.isfinite().tolist()
+            broken = [batch for batch, good in zip(indices, finite, strict=True) if not good]
+            suspects, seen = (gather_object([int(i) for batch in of for i in batch]) for of in (broken, indices))
+            images = sorted(map(self.task.name, suspects or seen))
             raise Diverged(
                 f"loss or gradient of update {step} is not finite (nothing was updated by it; images "
                 f"{', '.join(images[:16])}{' ...' * (len(images) > 16)}); the last checkpoint is good: "

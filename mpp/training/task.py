@@ -1,15 +1,16 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
 import dataclasses
-import gc
 import multiprocessing
+import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, release_memory
 from torch import nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
@@ -17,13 +18,13 @@ from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hold, training_loader
-from mpp.data.workers import deaths_explained
+from mpp.data.workers import deaths_explained, kill_workers
 from mpp.encoder import export_encoder
 from mpp.errors import ReadFailed, UserError
-from mpp.runtime.launch import start
+from mpp.runtime.launch import set_timeout, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import to_yaml
-from mpp.runtime.preemption import MARKER, Preemption
+from mpp.runtime.preemption import MARKER, TRAINING, Preemption
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Places, is_ours, newest_step, note_images, open_run, write_config
 from mpp.training.loop import fit
@@ -67,7 +68,7 @@ class ImageTask:
 
     def training_views(self, start: int) -> ViewDataset:
         """Crops of the training images from update `start` on; of decoded images, where they fit and recur."""
-        images = (self.run.steps - start) * self.layout.batch_size * self.layout.accumulation_steps  # of this process
+        images = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
         inherited = self.data.workers == 0 or multiprocessing.get_start_method() == "fork"  # else each had its copy
         if images < 2 * len(self.train) or not inherited:
             return self.views(self.train)
@@ -124,11 +125,16 @@ def train(config: Any, build: Callable[[Any, Accelerator, BatchLayout], ImageTas
     if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
         accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
-    with deaths_explained(), Preemption(accelerator, folder) as preemption:
-        carry_out(config, folder, build, accelerator, preemption)
-        accelerator.free_memory()
-        gc.collect()  # a prepared model refers to itself; a process may have other runs to do
-        torch.compiler.reset()  # and what is compiled for this model would count against the next
+    with Preemption(accelerator, folder) as preemption:
+        try:
+            with deaths_explained():
+                carry_out(config, folder, build, accelerator, preemption)
+        except BaseException as error:
+            kill_workers()
+            forget_variables(error)
+            raise
+        finally:
+            release(accelerator)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if preemption.asked_of_any():
             preemption.leave("when this run was finished")  # there may be others to come
@@ -154,6 +160,10 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
     accelerator.print(to_yaml(config))
+    if layout.smallest < layout.batch_size:
+        passes = layout.accumulation_steps * layout.world_size
+        shares = f"{passes} shares of {layout.smallest} or {layout.batch_size}"
+        accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
     task = build(config, accelerator, layout)
     accelerator.print(f"{task.describe_model()}; {task.train.describe()}, {len(task.held_out)} held out")
     with exclusive(folder, accelerator):
@@ -162,5 +172,25 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
             write_config(config, folder)
         check_images(task, folder, accelerator)
         flops, preemption.finish_step = task.flops(), True
+        set_timeout(TRAINING)
         fit(task, accelerator, config.run, config.optim, layout, folder, config, flops, preemption)
         accelerator.wait_for_everyone()
+
+
+def forget_variables(error: BaseException | None) -> None:
+    """Let go of what an exception keeps alive while somebody handles it: the variables of the functions it left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def release(accelerator: Accelerator) -> None:
+    """Close the trackers and free memory for other runs of this process; the process group stays."""
+    for tracker in accelerator.trackers:
+        try:
+            tracker.finish()
+        except OSError as error:  # a full disk, which is not to take the place of what ended the run
+            print(f"warning: {tracker.name} cannot be closed: {error}", file=sys.stderr)
+    accelerator.free_memory()
+    release_memory()  # once more, without accelerate's references: a prepared model refers to itself
+    torch.compiler.reset()  # what is compiled for this model would count against the next

@@ -1,6 +1,7 @@
 """Where the numbers go: Accelerate's trackers (TensorBoard by default) and metrics.jsonl, the same scalars in both."""
 
 import json
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -50,7 +51,13 @@ class Tracker:
         for tracker in accelerator.log_with:
             if getattr(tracker, "name", None) == "tensorboard":
                 tracker.init_kwargs["purge_step"] = step + 1
-        accelerator.init_trackers(folder.name)
+            elif getattr(tracker, "name", None) == "wandb" and accelerator.is_main_process:
+                tracker.init_kwargs["id"] = wandb_id(folder)
+        try:
+            accelerator.init_trackers(folder.name)
+        except BaseException:
+            accelerator.trackers.clear()  # whoever closes them would stumble over those that were not opened
+            raise
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard" and accelerator.is_main_process:
                 tracker.writer.add_custom_scalars(CHARTS)
@@ -90,10 +97,13 @@ class Tracker:
         """Different images that could not be decoded so far, by all processes and in all lives of the run."""
         return len(set(self.unreadable.read_text().splitlines())) if self.unreadable.exists() else 0
 
-    def close(self) -> None:
-        """Finish what is being written; the process group stays, for what comes after training."""
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+
+def wandb_id(folder: Path) -> str:
+    """What wandb knows the run of this folder by, in all of its lives."""
+    file = folder / "wandb_id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()
 
 
 def keep_until(metrics: Path, step: int) -> None:
