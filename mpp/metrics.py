@@ -8,24 +8,12 @@ from functools import reduce
 
 import torch
 from accelerate.utils import gather_object
-from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, Kind
 from mpp.objectives import Objective
-from mpp.predictor import take
 
 Sums = dict[str, Tensor]
-
-
-def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """(B, 3, H, W) to patches in the encoder's order, (B, N, 3, P, P)."""
-    return rearrange(images, "b c (h p) (w q) -> b (h w) c p q", p=patch_size, q=patch_size)
-
-
-def patches_at(patches: Tensor, positions: Tensor) -> Tensor:
-    """(B, N, 3, P, P) at (B, K): (B, K, 3, P, P)."""
-    return take(patches.flatten(2), positions).unflatten(2, patches.shape[2:])
 
 
 def nearest_visible(positions: Tensor, patches: int) -> Tensor:
@@ -44,18 +32,21 @@ def nearest_visible(positions: Tensor, patches: int) -> Tensor:
 
 
 @torch.no_grad()
-def measure(objective: Objective, predictions: Tensor, patches: Tensor, corruption: Corruption) -> Sums:
-    """Counts for `summarize`, additive over batches.
+def measure(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Sums:
+    """Counts for `summarize`, additive over batches; none of an objective without colours.
 
     Args:
         predictions: (B, K, outputs).
-        patches: (B, N, 3, P, P) uint8, the clean image.
+        images: (B, 3, H, W) uint8, clean.
         corruption: what the model saw.
     """
-    truth = objective.labels(objective.targets(patches_at(patches, corruption.positions)))  # (B, K, cells)
+    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells)
+    if truth is None:
+        return {}
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
-    nearest = nearest_visible(corruption.positions, patches.shape[1])
-    copied = objective.labels(objective.targets(patches_at(patches, nearest)))
+    patches = images[0, 0].numel() // objective.patch_size**2
+    nearest = nearest_visible(corruption.positions, patches)
+    copied = objective.labels(objective.targets(images, nearest))
     sums = {}
     for kind in Kind:
         of_kind = corruption.kinds == kind
@@ -79,7 +70,7 @@ def total(sums: Sums) -> Sums:
 
 
 def summarize(sums: Sums) -> dict[str, float]:
-    """Accuracies as shares.
+    """Accuracies as shares; none where nothing was measured.
 
     `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
     On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
@@ -87,9 +78,9 @@ def summarize(sums: Sums) -> dict[str, float]:
     """
     result = {}
     for kind, name in (("mask", "accuracy"), ("random", "accuracy_random"), ("keep", "accuracy_keep")):
-        if sums[f"count_{kind}"] > 0:
+        if sums.get(f"count_{kind}", 0) > 0:
             result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
-    if sums["count_mask"] > 0:
+    if sums.get("count_mask", 0) > 0:
         result["most_frequent"] = float(sums["colors"].max() / sums["colors"].sum())
         result["nearest"] = float(sums["right_nearest"] / sums["count_mask"])
     return result

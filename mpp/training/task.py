@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
+from mpp.corruption import Grid
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hold, training_loader
@@ -39,7 +40,7 @@ class ImageTask:
     method: str
     """How it is trained, for the model card."""
     corruption: CorruptionConfig | None = None
-    patches = 0
+    grid: Grid = (0, 0)
     randaugment = 0
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
@@ -52,7 +53,7 @@ class ImageTask:
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops (and corruptions) of these images."""
         return ViewDataset(
-            dataset, self.data, self.img_size, self.run.seed, self.corruption, self.patches, self.randaugment
+            dataset, self.data, self.img_size, self.run.seed, self.corruption, self.grid, self.randaugment
         )
 
     def batches(self, start: int, places: Places) -> Iterable[Batch]:
