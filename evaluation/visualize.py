@@ -121,7 +121,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     task.held_out = task.held_out.choose(config.images, config.data.cut_seed)
     with subject.accelerator.autocast():
         images, corruption, predicted = task.predict(task.model, range(len(task.held_out)))
-    columns = prediction_columns(task.objective, predicted, images, corruption, task.patch_size)
+    columns = prediction_columns(task.objective, predicted, images, corruption)
     columns = columns.movedim(2, -1).cpu().numpy()
     numbers = {name: part for name, part in zip(("original", "seen", "predicted", "true"), columns, strict=True)}
     numbers |= {"positions": corruption.positions.cpu().numpy(), "kinds": corruption.kinds.cpu().numpy()}
@@ -130,7 +130,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     if entropy is not None:
         numbers["entropy"] = entropy.cpu().numpy()
         doubts = on_grid(numbers["entropy"], numbers["positions"], task.patches)
-    return figures.plot_predictions(columns, doubts, task.config.objective.name), numbers
+    return figures.plot_predictions(columns, doubts, task.objective.shown), numbers
 
 
 def on_grid(values: np.ndarray, positions: np.ndarray, patches: int) -> np.ndarray:

@@ -12,20 +12,9 @@ from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, Kind
-from mpp.objectives import Objective
-from mpp.predictor import take
+from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]
-
-
-def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """(B, 3, H, W) to patches in the encoder's order, (B, N, 3, P, P)."""
-    return rearrange(images, "b c (h p) (w q) -> b (h w) c p q", p=patch_size, q=patch_size)
-
-
-def patches_at(patches: Tensor, positions: Tensor) -> Tensor:
-    """(B, N, 3, P, P) at (B, K): (B, K, 3, P, P)."""
-    return take(patches.flatten(2), positions).unflatten(2, patches.shape[2:])
 
 
 def nearest_visible(positions: Tensor, patches: int) -> Tensor:
@@ -50,21 +39,30 @@ def nearest_visible(positions: Tensor, patches: int) -> Tensor:
     return torch.stack(found)
 
 
+def mean_in_a_row(one: Tensor, other: Tensor) -> Tensor:
+    """The means of patches (B, K, 3, P, P) uint8, halves going up, as images of one row of patches, (B, 3, P, K * P)."""
+    return rearrange(((one.int() + other.int() + 1) // 2).to(torch.uint8), "b k c p q -> b c p (k q)")
+
+
 @torch.no_grad()
-def measure(objective: Objective, predictions: Tensor, patches: Tensor, corruption: Corruption) -> Sums:
-    """Counts for `summarize`, additive over batches.
+def measure(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Sums:
+    """Counts for `summarize`, additive over batches; none of an objective without colours.
 
     Args:
         predictions: (B, K, outputs).
-        patches: (B, N, 3, P, P) uint8, the clean image.
+        images: (B, 3, H, W) uint8, clean.
         corruption: what the model saw.
     """
-    truth = objective.labels(objective.targets(patches_at(patches, corruption.positions)))  # (B, K, cells)
+    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells)
+    if truth is None:
+        return {}
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
-    nearest, second = nearest_visible(corruption.positions, patches.shape[1]).unbind(-1)
-    near, near_too = patches_at(patches, nearest), patches_at(patches, second)
-    mixed = ((near.int() + near_too.int() + 1) // 2).to(near.dtype)  # halves go up
-    copied, guessed = (objective.labels(objective.targets(part)) for part in (near, mixed))
+    patches = images[0, 0].numel() // objective.patch_size**2
+    two = nearest_visible(corruption.positions, patches).unbind(-1)
+    copied = objective.labels(objective.targets(images, two[0]))
+    row = mean_in_a_row(*(patches_at(images, each, objective.patch_size) for each in two))
+    places = torch.arange(truth.shape[1], device=images.device).expand(truth.shape[:2])
+    guessed = objective.labels(objective.targets(row, places))
     sums = {}
     for kind in Kind:
         of_kind = corruption.kinds == kind
@@ -89,7 +87,7 @@ def total(sums: Sums) -> Sums:
 
 
 def summarize(sums: Sums) -> dict[str, float]:
-    """Accuracies as shares.
+    """Accuracies as shares; none where nothing was measured.
 
     `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
     On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
@@ -97,9 +95,9 @@ def summarize(sums: Sums) -> dict[str, float]:
     """
     result = {}
     for kind, name in (("mask", "accuracy"), ("random", "accuracy_random"), ("keep", "accuracy_keep")):
-        if sums[f"count_{kind}"] > 0:
+        if sums.get(f"count_{kind}", 0) > 0:
             result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
-    if sums["count_mask"] > 0:
+    if sums.get("count_mask", 0) > 0:
         result["most_frequent"] = float(sums["colors"].max() / sums["colors"].sum())
         for name in ("nearest", "two_nearest"):
             result[name] = float(sums[f"right_{name}"] / sums["count_mask"])

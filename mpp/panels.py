@@ -5,8 +5,7 @@ from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, corrupt
-from mpp.metrics import patches_at, patchify
-from mpp.objectives import Objective
+from mpp.objectives import Objective, at, patchify
 
 GREY = 128  # what is behind a [mask]
 
@@ -14,9 +13,7 @@ GREY = 128  # what is behind a [mask]
 COLUMNS = ("original", "corrupted", "predicted", "true")
 
 
-def prediction_columns(
-    objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption, patch_size: int
-) -> Tensor:
+def prediction_columns(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Tensor:
     """Each image as COLUMNS: what it is, what the model saw, what it predicted, what was to be predicted.
 
     Uncorrupted patches are shown as they are in all four.
@@ -27,18 +24,18 @@ def prediction_columns(
     Returns:
         (4, B, 3, S, S) uint8.
     """
-    patches = patchify(images, patch_size)
-    clean = patches_at(patches, corruption.positions)
+    patches = patchify(images, objective.patch_size)
+    clean, targets = at(patches, corruption.positions), objective.targets(images, corruption.positions)
     grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
     seen = corrupt(patches.flatten(2).float(), grey, corruption).to(torch.uint8).view(patches.shape)
     columns = [
         patches,
         seen,
-        put(patches, corruption.positions, objective.paint(objective.decide(predictions))),
-        put(patches, corruption.positions, objective.paint(objective.targets(clean))),
+        put(patches, corruption.positions, objective.paint(objective.decide(predictions), clean)),
+        put(patches, corruption.positions, objective.paint(targets, clean)),
     ]
-    side = images.shape[-1] // patch_size
-    return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=side)
+    rows = images.shape[-2] // objective.patch_size
+    return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:

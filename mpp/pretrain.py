@@ -15,16 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpp.config import Config, SourceConfig, require
-from mpp.corruption import Corruption, corrupted_count
+from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.encoder import build_encoder
 from mpp.features import extract, features_at, stages
-from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize, total
+from mpp.metrics import Sums, add, measure, summarize, total
+from mpp.networks import build_network
 from mpp.objectives import build_objective
 from mpp.panels import COLUMNS, prediction_columns, prediction_panel
-from mpp.predictor import MaskedPatchPredictor, executed_flops
+from mpp.predictor import executed_flops
 from mpp.probe import knn_accuracy
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
@@ -41,11 +42,6 @@ PANEL_IMAGES = 8
 class Pretraining(ImageTask):
     """The task that `fit` trains: predict what the corrupted patches looked like."""
 
-    method = (
-        "Pre-trained without labels by masked patch prediction (Dosovitskiy et al., ICLR 2021, appendix B.1.2). Its "
-        "[class] token got no gradient of its own: the mean of the patch tokens is mostly the better feature"
-    )
-
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config, self.corruption = config, config.corruption
@@ -53,11 +49,13 @@ class Pretraining(ImageTask):
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
         encoder = build_encoder(config.model)
         self.img_size = encoder.patch_embed.img_size[0]
-        self.patch_size = self.img_size // encoder.patch_embed.grid_size[0]  # in pixels, for hybrids too
+        self.grid = encoder.patch_embed.grid_size
+        self.patch_size = self.img_size // self.grid[0]  # in pixels, for hybrids too
         self.patches = encoder.patch_embed.num_patches
-        self.corrupted = corrupted_count(config.corruption.rate, self.patches)
+        self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.objective = build_objective(config.objective, self.patch_size)
-        self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
+        input_config = (config.model.mean, config.model.std)
+        self.model = build_network(config.network, encoder, self.objective.outputs, *input_config)
         with accelerator.main_process_first():
             if config.data.streaming:
                 self.train, self.probe_train, self.held_out = load_streamed(
@@ -67,19 +65,20 @@ class Pretraining(ImageTask):
                 train, self.held_out = load_image_datasets(config.data)
                 self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
 
+    @property
+    def method(self) -> str:
+        return (
+            f"Pre-trained without labels by {self.model.method}. Its [class] token got no gradient of its own: the "
+            "mean of the patch tokens is mostly the better feature"
+        )
+
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
         images = batch.images.to(device, non_blocking=True)
         corruption = batch.corruption.to(device)
         predictions = model(images, corruption)  # (B, K, outputs) float32
-        loss = self.objective.loss(predictions, self.targets(images, corruption))
-        if not measure_too:
-            return loss, {}
-        return loss, measure(self.objective, predictions.detach(), patchify(images, self.patch_size), corruption)
-
-    def targets(self, images: Tensor, corruption: Corruption) -> Tensor:
-        """What the corrupted patches of clean images (B, 3, S, S) uint8 really are: (B, K, ...)."""
-        return self.objective.targets(patches_at(patchify(images, self.patch_size), corruption.positions))
+        loss = self.objective.loss(predictions, self.objective.targets(images, corruption.positions))
+        return loss, measure(self.objective, predictions.detach(), images, corruption) if measure_too else {}
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return summarize(sums)
@@ -104,7 +103,7 @@ class Pretraining(ImageTask):
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""
         images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
-        columns = prediction_columns(self.objective, predictions, images, corruption, self.patch_size)
+        columns = prediction_columns(self.objective, predictions, images, corruption)
         panel = prediction_panel(columns)
         enlarge = max(1, 128 // self.img_size)
         panel = panel.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
@@ -118,7 +117,7 @@ class Pretraining(ImageTask):
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
         return images, corruption, model(images, corruption).float()
 
-    def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
+    def probe(self, model: nn.Module) -> dict[str, float]:
         """kNN accuracy of the patches' mean after each block, where there are labels; on the main process alone."""
         train, test = self.probe_train.labelled(), self.held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
@@ -137,7 +136,7 @@ class Pretraining(ImageTask):
         tensors = (torch.from_numpy(part).to(self.accelerator.device) for part in features_and_labels)
         return knn_accuracy(*tensors, self.config.probe.neighbours)
 
-    def features(self, model: MaskedPatchPredictor, dataset: ImageDataset) -> tuple[list[NDArray], NDArray]:
+    def features(self, model: nn.Module, dataset: ImageDataset) -> tuple[list[NDArray], NDArray]:
         """Features (N, D) at every depth and labels (N,) of a data set; on the main process alone."""
         depths = range(1, 1 + len(stages(model.encoder)))
 

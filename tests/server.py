@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 from conftest import wait_until
@@ -33,7 +34,8 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     from mpp.runtime.launch import command
 
     try:
-        command(lambda: importlib.import_module(MODULES[module]).main(arguments))
+        main = importlib.import_module(MODULES[module]).main
+        command(lambda: [main([*words]) for then, words in groupby(arguments, "then".__eq__) if not then])
     except Exception:
         traceback.print_exc()
         sys.exit(1)
@@ -44,6 +46,7 @@ class Command:
 
     Args:
         module: one of MODULES.
+        arguments: its command line; after the word `then` that of another run, in the same processes.
         prepare: called in each process before the command, to break something. Must be picklable.
     """
 

@@ -19,7 +19,7 @@ from mpp.runtime.randomness import FIXED
 
 
 def views(dataset, **settings) -> ViewDataset:
-    return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), patches=16)
+    return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))
 
 
 def rows(count=12, column="image", **more) -> datasets.Dataset:

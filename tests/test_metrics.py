@@ -8,26 +8,26 @@ import torch
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
 from mpp.corruption import Corruption, Kind, draw
-from mpp.metrics import add, measure, nearest_visible, patches_at, patchify, summarize
-from mpp.objectives import build_objective
+from mpp.metrics import add, measure, nearest_visible, summarize
+from mpp.objectives import build_objective, patchify
 
 
-def corruption_of(images: int, patches: int, **settings) -> Corruption:
-    drawn = [draw(CorruptionConfig(**settings), patches, 0, 0, index) for index in range(images)]
+def corruption_of(images: int, side: int, **settings) -> Corruption:
+    drawn = [draw(CorruptionConfig(**settings), (side, side), 0, 0, index) for index in range(images)]
     return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
 
 
-def test_patches_are_in_the_encoders_order():
-    image = torch.arange(64).view(1, 1, 8, 8).expand(1, 3, 8, 8)
-    patches = patchify(image, 4)
-    assert patches.shape == (1, 4, 3, 4, 4)
-    assert torch.equal(patches[0, 1], image[0, :, :4, 4:])  # second patch: top right
-
-
-@pytest.mark.parametrize("rate", [0.8, 0.96])  # at 0.96 one patch alone is visible
-def test_nearest_visible_patches_by_search(rate):
-    side = 5
-    corruption = corruption_of(20, side**2, rate=rate)
+@pytest.mark.parametrize(
+    ("pattern", "side", "rate"),
+    [
+        ("random", 5, 0.8),
+        ("random", 5, 0.96),
+        ("blocks", 6, 0.8),
+        ("blockwise", 5, 0.8),
+    ],  # at 0.96 one alone is visible
+)
+def test_nearest_visible_patches_by_search(pattern, side, rate):
+    corruption = corruption_of(20, side, rate=rate, pattern=pattern)
     nearest = nearest_visible(corruption.positions, side**2)
     for positions, found in zip(corruption.positions.tolist(), nearest.tolist(), strict=True):
         visible = [p for p in range(side**2) if p not in positions]
@@ -41,18 +41,19 @@ def test_nearest_visible_patches_by_search(rate):
 def test_measures_against_a_loop(name):
     torch.manual_seed(0)
     objective = build_objective(ObjectiveConfig(name=name, bits=1), 4)
-    patches = torch.randint(0, 256, (6, 16, 3, 4, 4), dtype=torch.uint8)
-    patches[:, ::2] = 200  # so that one colour is frequent
-    corruption = corruption_of(6, 16, mask=0.4, random=0.3, keep=0.3)
+    images = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8)
+    images[..., :8] = 200  # so that one colour is frequent
+    corruption = corruption_of(6, 4, mask=0.4, random=0.3, keep=0.3)
     predictions = torch.randn(6, 8, objective.outputs)
     halves = [slice(0, 2), slice(2, 6)]  # sums add up over uneven batches
     sums = {}
     for half in halves:
         part = Corruption(*(field[half] for field in corruption))
-        sums = add(sums, measure(objective, predictions[half], patches[half], part))
+        sums = add(sums, measure(objective, predictions[half], images[half], part))
     result = summarize(sums)
-    truth = objective.labels(objective.targets(patches))
+    truth = objective.labels(objective.targets(images, torch.arange(16).expand(6, -1)))
     guess = objective.labels(objective.decide(predictions))
+    patches = patchify(images, 4)
     right = {kind: [] for kind in Kind}
     copied, mixed, colors = [], [], []
     nearest = nearest_visible(corruption.positions, 16)
@@ -64,8 +65,10 @@ def test_measures_against_a_loop(name):
                 first, second = nearest[b, k]
                 copied.append((truth[b, first] == truth[b, position]).double().mean().item())
                 mean_patch = torch.floor((patches[b, first].double() + patches[b, second].double()) / 2 + 0.5)
-                guessed = objective.labels(objective.targets(mean_patch.to(torch.uint8)[None, None]))[0, 0]
-                mixed.append((guessed == truth[b, position]).double().mean().item())
+                guessed = objective.labels(
+                    objective.targets(mean_patch.to(torch.uint8)[None], torch.zeros(1, 1).long())
+                )
+                mixed.append((guessed[0, 0] == truth[b, position]).double().mean().item())
                 colors += truth[b, position].tolist()
     mean = statistics.fmean
     assert result["accuracy"] == pytest.approx(mean(right[Kind.MASK]))
@@ -78,8 +81,15 @@ def test_measures_against_a_loop(name):
 
 def test_a_kind_that_does_not_occur_is_not_reported():
     objective = build_objective(ObjectiveConfig(), 4)
-    patches = torch.zeros(1, 16, 3, 4, 4, dtype=torch.uint8)
-    corruption = corruption_of(1, 16, mask=0.0, random=0.0, keep=1.0)
-    sums = measure(objective, torch.zeros(1, 8, 512), patches, corruption)
+    images = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
+    corruption = corruption_of(1, 4, mask=0.0, random=0.0, keep=1.0)
+    sums = measure(objective, torch.zeros(1, 8, 512), images, corruption)
     assert summarize(sums) == {"accuracy_keep": 1.0}
-    assert patches_at(patches, corruption.positions).shape == (1, 8, 3, 4, 4)
+
+
+@pytest.mark.parametrize("target", [dict(name="hog"), dict(name="pixels", normalize="patch")])
+def test_where_no_colour_is_predicted_no_accuracy_is_measured(target):
+    objective = build_objective(ObjectiveConfig(**target), 4)
+    images = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
+    sums = measure(objective, torch.zeros(1, 8, objective.outputs), images, corruption_of(1, 4))
+    assert summarize(sums) == {}

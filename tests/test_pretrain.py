@@ -124,10 +124,15 @@ HARD = (
 
 
 @pytest.mark.parametrize(
-    ("step", "optimizer"), [(1, "muon"), (3, "adam"), (5, "muon"), (9, "muon")], ids=lambda value: str(value)
+    ("step", "optimizer", "overlay"),
+    [
+        *((1, "muon", None), (3, "adam", None), (9, "muon", None), (5, "muon", "rivals/mae")),
+        *((2, "muon", "rivals/mae_mean_color"), (4, "adam", "rivals/simmim"), (7, "muon", "rivals/maskfeat")),
+    ],
+    ids=lambda value: str(value),
 )
-def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step, optimizer):
-    arguments = (*HARD, f"--optim.name={optimizer}")
+def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step, optimizer, overlay):
+    arguments = (*HARD, f"--optim.name={optimizer}", *([f"--config={overlay}"] if overlay else []))
     whole = pretrain(*arguments, dir=tmp_path / "whole")
     with monkeypatch.context() as context:
         kill_at(context, step)

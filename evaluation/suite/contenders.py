@@ -107,7 +107,7 @@ def mpp_bare(bench: Bench) -> Contender:
     """The same network's forward, backward and optimiser, and nothing else."""
     ours, device = set_up(bench), bench.accelerator.device
     images, corruption = ours.batch.images.to(device), ours.batch.corruption.to(device)
-    targets = ours.task.targets(images, corruption)
+    targets = ours.task.objective.targets(images, corruption.positions)
 
     def step() -> None:
         ours.task.objective.loss(ours.model(images, corruption), targets).backward()

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 from mpp import corruption
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
-from mpp.corruption import Corruption
+from mpp.corruption import Corruption, Grid
 from mpp.data import images
 from mpp.data.sources import Decoded, ImageDataset
 from mpp.data.workers import NOTHING, WatchedLoader, note_reading
@@ -50,7 +50,7 @@ class ViewDataset(Dataset):
     img_size: int
     seed: int = 0
     corruption: CorruptionConfig | None = None
-    patches: int = 0
+    grid: Grid = (0, 0)
     randaugment: int = 0
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
@@ -63,7 +63,7 @@ class ViewDataset(Dataset):
             crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
             crop = images.augment(crop, self.randaugment, self.seed, epoch, index)
         seed = self.data.cut_seed if epoch == FIXED else self.seed  # runs of other seeds are judged on the same
-        drawn = self.corruption and corruption.draw(self.corruption, self.patches, seed, epoch, index)
+        drawn = self.corruption and corruption.draw(self.corruption, self.grid, seed, epoch, index)
         labels = self.dataset.labels
         label = torch.tensor(-1 if labels is None else labels[shown])
         note_reading(NOTHING)

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object, release_memory
 from torch import nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
+from mpp.corruption import Grid
 from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
@@ -43,7 +44,7 @@ class ImageTask:
     method: str
     """How it is trained, for the model card."""
     corruption: CorruptionConfig | None = None
-    patches = 0
+    grid: Grid = (0, 0)
     randaugment = 0
     learns_labels = False
     """Whether the training images' labels are learned from."""
@@ -58,7 +59,7 @@ class ImageTask:
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops (and corruptions) of these images."""
         return ViewDataset(
-            dataset, self.data, self.img_size, self.run.seed, self.corruption, self.patches, self.randaugment
+            dataset, self.data, self.img_size, self.run.seed, self.corruption, self.grid, self.randaugment
         )
 
     def batches(self, start: int, places: Places) -> Iterable[Batch]:
