@@ -11,21 +11,19 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpp.config import Config, SourceConfig, require
 from mpp.corruption import Corruption, corrupted_count
 from mpp.data.shards import load_streamed
-from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
+from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.encoder import build_encoder
-from mpp.features import extract, features_at, stages
 from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize, total
 from mpp.objectives import build_objective
 from mpp.panels import COLUMNS, prediction_columns, prediction_panel
 from mpp.predictor import MaskedPatchPredictor, executed_flops
-from mpp.probe import knn_accuracy
+from mpp.probe import probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED
@@ -98,7 +96,7 @@ class Pretraining(ImageTask):
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= self.probe(model)
+            scalars |= probe(self, model, self.probe_train, self.config.probe)
         return scalars
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
@@ -117,35 +115,6 @@ class Pretraining(ImageTask):
         batch = collate([views[FIXED, index] for index in indices])
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
         return images, corruption, model(images, corruption).float()
-
-    def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
-        """kNN accuracy of the patches' mean after each block, where there are labels; on the main process alone."""
-        train, test = self.probe_train.labelled(), self.held_out.labelled()
-        if train is None or test is None or train.labels.ndim > 1:
-            return {}
-        seed = self.data.eval_seed
-        known, classes = self.features(model, train.choose(self.config.probe.images, seed))
-        unseen, truth = self.features(model, test.choose(self.data.eval_images, seed))
-        if not self.accelerator.is_main_process:
-            return {}
-        return {
-            f"knn/depth_{depth:02d}": self.judge(before, classes, after, truth)
-            for depth, (before, after) in enumerate(zip(known, unseen, strict=True), start=1)
-        }
-
-    def judge(self, *features_and_labels: NDArray) -> float:
-        """kNN accuracy of one depth, computed on the device."""
-        tensors = (torch.from_numpy(part).to(self.accelerator.device) for part in features_and_labels)
-        return knn_accuracy(*tensors, self.config.probe.neighbours)
-
-    def features(self, model: MaskedPatchPredictor, dataset: ImageDataset) -> tuple[list[NDArray], NDArray]:
-        """Features (N, D) at every depth and labels (N,) of a data set; on the main process alone."""
-        depths = range(1, 1 + len(stages(model.encoder)))
-
-        def encode(images: Tensor) -> list[Tensor]:
-            return features_at(model.encoder, model.normalize(images), depths, "mean")
-
-        return extract(self.fixed_batches(dataset), encode, len(dataset), self.accelerator)
 
     def flops(self) -> int:
         sample = collate([self.views(self.held_out)[FIXED, 0]])
