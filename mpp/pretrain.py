@@ -21,7 +21,7 @@ from mpp.data.views import Batch, BatchLayout, collate
 from mpp.encoder import build_encoder
 from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize, total
 from mpp.objectives import build_objective
-from mpp.panels import COLUMNS, prediction_columns, prediction_panel
+from mpp.panels import COLUMNS, enlarge, prediction_columns, prediction_panel
 from mpp.predictor import MaskedPatchPredictor, executed_flops
 from mpp.probe import probe
 from mpp.runtime.launch import command
@@ -103,9 +103,7 @@ class Pretraining(ImageTask):
         """A picture of original | corrupted | predicted | true for the first held-out images."""
         images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
         columns = prediction_columns(self.objective, predictions, images, corruption, self.patch_size)
-        panel = prediction_panel(columns)
-        enlarge = max(1, 128 // self.img_size)
-        panel = panel.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
+        panel = enlarge(prediction_panel(columns), self.img_size)
         tracker.log_images(step, " | ".join(COLUMNS), panel[None])
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from conftest import wait_until
 
-MODULES = {"pretrain": "mpp.pretrain"} | {n: f"evaluation.{n}" for n in ("supervised", "finetune", "compare")}
+MODULES = {"pretrain": "mpp.pretrain"} | {n: f"evaluation.{n}" for n in ("supervised", "contrastive", "finetune", "compare")}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(MODULES.values()))
 
