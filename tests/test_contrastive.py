@@ -153,21 +153,17 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, monkeypatch):
 
 
 def test_two_processes_are_one_run_gradients_included(tmp_path):
-    """Both see four images a forward pass, and two passes an update; plain descent shows the gradient in the weights."""
+    """Both see four images a forward pass, two passes an update. Plain descent: the gradient is in the weights."""
     arguments = ["--optim.name=sgd", "--optim.momentum=0", "--optim.clip=null", "--optim.lr=0.1", "--run.steps=3"]
     arguments = [*TINY, *arguments, "--data.eval_images=7"]
     two = Command("contrastive", *arguments, "--data.batch_size=2", f"--run.dir={tmp_path / 'two'}", processes=2)
-    start = run(tmp_path / "start", *arguments, "--data.batch_size=4", "--optim.lr=1e-9")
     one = run(tmp_path / "one", *arguments, "--data.batch_size=4")
     assert two.wait() == [0, 0], two.said
     for key in ("loss", "accuracy", "optim/grad_norm", "heldout/loss", "heldout/accuracy"):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(one, key), rel=1e-4)
-    first, ours, theirs = (
-        load_file(folder / "encoder" / "model.safetensors") for folder in (start, tmp_path / "two", one)
-    )
+    ours, theirs = (load_file(folder / "encoder" / "model.safetensors") for folder in (tmp_path / "two", one))
     for name in theirs:
-        moved = (theirs[name] - first[name]).norm()
-        assert (ours[name] - theirs[name]).norm() <= 1e-3 * moved + 1e-7, name
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("together", "groups"), [(8, [7]), (3, [4, 3])])
