@@ -159,7 +159,7 @@ def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_t
     flat = features.double().flatten(0, 2).numpy()
     left, values, _ = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
     expected = (left * values)[:, :3].reshape(3, 4, 5, 3)
-    np.testing.assert_allclose(np.abs(above.coordinates), np.abs(expected), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(above.coordinates.abs(), np.abs(expected), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(above.shares, values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
     assert above.coordinates[:, 1:-1, 1:-1, 0].mean() > above.coordinates[..., 0].mean()
 
