@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from evaluation import fewshot, finetune, knn, linear, masked, supervised
+from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
 from evaluation.suite.findings import Results, unique, write_findings
 from evaluation.suite.plan import Case, CompareConfig, Options, plan
 from evaluation.suite.probing import forget_features
@@ -42,6 +42,7 @@ PAUSE = 10  # seconds before looking again whether others are done
 TRAININGS: dict[str, tuple[type, Callable]] = {
     "pretrain": (Config, lambda config: train(config, Pretraining)),
     "supervised": (supervised.SupervisedConfig, lambda config: train(config, supervised.Supervised)),
+    "contrastive": (contrastive.ContrastiveConfig, lambda config: train(config, contrastive.Contrastive)),
 }
 EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
     "fewshot": (fewshot.FewshotConfig, fewshot.run),

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from accelerate import Accelerator, PartialState
 
-from evaluation.suite.classify import Classification, Classifier, Pooling, zero_head
+from evaluation.suite.classify import Classification
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.labelled import load_labelled
+from evaluation.suite.networks import HeadedEncoder, Pooling, zero_head
 from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
 from mpp.data.views import BatchLayout
@@ -106,7 +107,7 @@ class Finetuning(Classification):
             raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
         head, normalize = zero_head(encoder.num_features, self.classes), loaded.normalize
-        self.model = Classifier(encoder, head, config.pooling, normalize.mean, normalize.std)
+        self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
 
 
 def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float:

@@ -29,10 +29,12 @@ from evaluation.suite.inspection import (
     Unavailable,
     attention_distance,
     attention_rollout,
+    components_by_depth,
     distances,
     filter_components,
     grid_of,
     model_of,
+    patch_features,
     position_similarity,
 )
 from evaluation.suite.probing import judge
@@ -49,9 +51,12 @@ from mpp.runtime.launch import command, start
 from mpp.training.checkpoint import saved_settings
 from mpp.training.tracking import progress_bar
 
-Picture = Literal["predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"]
+Picture = Literal[
+    "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth"
+]
 Numbers = dict[str, Any]
 FILTERS = 28  # as in the paper's figure
+DEPTHS = 6  # of pca, at most: more would be too small to see
 BATCH = 4  # a block's weights are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
 
 
@@ -62,7 +67,7 @@ class VisualizeConfig(EncoderConfig):
     out: str | None = None
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
     pictures: Picture | tuple[Picture, ...] = (
-        *("predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"),
+        *("predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth"),
     )
     """Which pictures."""
     images: int = 6
@@ -193,6 +198,24 @@ def rollout_start(subject: Subject) -> Literal["class", "patches"]:
     return "class" if has_class and not random and "objective" not in saved and pooling != "mean" else "patches"
 
 
+def pca(subject: Subject) -> tuple[Figure, Numbers]:
+    """Principal components of patch features as colours, and the foreground by the first one, by depth."""
+    model_of(subject.encoder)
+    deepest = len(subject.encoder.stages)
+    depths = np.linspace(1, deepest, min(DEPTHS, deepest)).round().astype(int)
+    shown, found = [], []
+    for images in subject.images(subject.config.images):
+        with subject.accelerator.autocast():
+            found.append(patch_features(subject.encoder, images, depths.tolist()))
+        shown.append(images.movedim(1, -1).cpu())
+    by_depth = components_by_depth([torch.cat(parts) for parts in zip(*found, strict=True)])
+    names = ("colors", "foreground", "shares", "coordinates")
+    numbers = {name: torch.stack([getattr(each, name) for each in by_depth]).numpy() for name in names}
+    pixels = torch.cat(shown).numpy()
+    figure = figures.plot_components(pixels, *(numbers[name] for name in names[:3]), depths)
+    return figure, numbers | {"images": pixels, "depths": depths}
+
+
 def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     """The few-shot curve."""
     if subject.held_out.labelled() is None:
@@ -212,6 +235,7 @@ PICTURES: dict[str, Callable[[Subject], tuple[Figure, Numbers]]] = {
     "positions": positions,
     "attention_distance": attention_distances,
     "attention_rollout": rollout,
+    "pca": pca,
     "accuracy_by_depth": accuracy_by_depth,
 }
 

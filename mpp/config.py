@@ -364,10 +364,10 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """kNN accuracy of the frozen features while training: the loss does not show representation quality."""
+    """The frozen features while training: effective rank and, with labels, kNN accuracy. The loss shows neither."""
 
     every: int = plumbing(400)
-    """Updates between two probes: every so many, where run.eval_every is due too. 0: never, as without labels."""
+    """Updates between two probes: every so many, where run.eval_every is due too. 0: never."""
     images: int = plumbing(2000)
     """At most so many labelled training images, a seeded choice, are compared with."""
     neighbours: int = plumbing(20)

@@ -33,12 +33,27 @@ def features_at(
     """Features after each depth.
 
     Args:
-        encoder: timm's, without a head.
-        images: (B, 3, H, W), normalised.
-        depths: from 1; the last one is the encoder's output, after its final norm.
+        encoder, images, depths: see `tokens_at`.
         representation: `class` token, `mean` over patches (or places of a feature map), or `both` side by side.
     Returns:
         (B, D) float32 for each depth, or (B, 2 D) for `both`.
+    """
+    last, tokens = len(stages(encoder)), tokens_at(encoder, images, depths)
+    return [
+        pool(encoder, of_depth, representation, depth == last).float()
+        for depth, of_depth in zip(depths, tokens, strict=True)
+    ]
+
+
+def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+    """Tokens after each depth.
+
+    Args:
+        encoder: timm's, without a head.
+        images: (B, 3, H, W), normalised.
+        depths: from 1; the last one is the encoder's output, after its final norm.
+    Returns:
+        (B, prefix + N, D) for each depth, or a feature map (B, D, H, W).
     """
     blocks = stages(encoder)
     last, seen = len(blocks), {}
@@ -52,7 +67,7 @@ def features_at(
     finally:
         for hook in hooks:
             hook.remove()
-    return [pool(encoder, seen[depth], representation, depth == last).float() for depth in depths]
+    return [seen[depth] for depth in depths]
 
 
 def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:

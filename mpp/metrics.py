@@ -40,7 +40,7 @@ def nearest_visible(positions: Tensor, patches: int) -> Tensor:
 
 
 def mean_in_a_row(one: Tensor, other: Tensor) -> Tensor:
-    """The means of patches (B, K, 3, P, P) uint8, halves going up, as images of one row of patches, (B, 3, P, K * P)."""
+    """The means of patches (B, K, 3, P, P) uint8, halves going up, as images of a row of patches, (B, 3, P, K * P)."""
     return rearrange(((one.int() + other.int() + 1) // 2).to(torch.uint8), "b k c p q -> b c p (k q)")
 
 

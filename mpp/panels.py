@@ -8,7 +8,7 @@ from mpp.corruption import Corruption, corrupt
 from mpp.objectives import Objective, at, patchify
 
 GREY = 128  # what is behind a [mask]
-
+LEGIBLE = 128  # pixels that the side of a shown image has, at least
 
 COLUMNS = ("original", "corrupted", "predicted", "true")
 
@@ -39,8 +39,14 @@ def prediction_columns(objective: Objective, predictions: Tensor, images: Tensor
 
 
 def prediction_panel(columns: Tensor) -> Tensor:
-    """Columns (4, B, 3, S, S) as one picture with a row for each image, (3, B * S, 4 * S)."""
+    """Columns (n, B, 3, S, S) as one picture with a row for each image, (3, B * S, n * S)."""
     return rearrange(columns, "n b c h w -> c (b h) (n w)")
+
+
+def enlarge(panel: Tensor, side: int) -> Tensor:
+    """A panel (3, H, W) of images of this side, each pixel repeated until they are large enough to be seen."""
+    times = max(1, LEGIBLE // side)
+    return panel.repeat_interleave(times, 1).repeat_interleave(times, 2)
 
 
 def put(patches: Tensor, positions: Tensor, replaced: Tensor) -> Tensor:

@@ -11,22 +11,20 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpp.config import Config, SourceConfig, require
 from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
-from mpp.data.sources import ImageDataset, load_image_datasets
+from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.encoder import build_encoder
-from mpp.features import extract, features_at, stages
 from mpp.metrics import Sums, add, measure, summarize, total
 from mpp.networks import build_network
 from mpp.objectives import build_objective
-from mpp.panels import COLUMNS, prediction_columns, prediction_panel
+from mpp.panels import COLUMNS, enlarge, prediction_columns, prediction_panel
 from mpp.predictor import executed_flops
-from mpp.probe import knn_accuracy
+from mpp.probe import probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
@@ -97,16 +95,14 @@ class Pretraining(ImageTask):
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= self.probe(model)
+            scalars |= probe(self, model, self.probe_train, self.config.probe)
         return scalars
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""
         images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
         columns = prediction_columns(self.objective, predictions, images, corruption)
-        panel = prediction_panel(columns)
-        enlarge = max(1, 128 // self.img_size)
-        panel = panel.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
+        panel = enlarge(prediction_panel(columns), self.img_size)
         tracker.log_images(step, " | ".join(COLUMNS), panel[None])
 
     @torch.no_grad()
@@ -116,34 +112,6 @@ class Pretraining(ImageTask):
         batch = collate([views[FIXED, index] for index in indices])
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
         return images, corruption, model(images, corruption).float()
-
-    def probe(self, model: nn.Module) -> dict[str, float]:
-        """kNN accuracy of the patches' mean after each block, where there are labels; on the main process alone."""
-        train, test = self.probe_train.labelled(), self.held_out.labelled()
-        if train is None or test is None or train.labels.ndim > 1:
-            return {}
-        known, classes = self.features(model, train.choose(self.config.probe.images, self.data.eval_seed))
-        unseen, truth = self.features(model, test.choose(self.data.eval_images, self.data.cut_seed))
-        if not self.accelerator.is_main_process:
-            return {}
-        return {
-            f"knn/depth_{depth:02d}": self.judge(before, classes, after, truth)
-            for depth, (before, after) in enumerate(zip(known, unseen, strict=True), start=1)
-        }
-
-    def judge(self, *features_and_labels: NDArray) -> float:
-        """kNN accuracy of one depth, computed on the device."""
-        tensors = (torch.from_numpy(part).to(self.accelerator.device) for part in features_and_labels)
-        return knn_accuracy(*tensors, self.config.probe.neighbours)
-
-    def features(self, model: nn.Module, dataset: ImageDataset) -> tuple[list[NDArray], NDArray]:
-        """Features (N, D) at every depth and labels (N,) of a data set; on the main process alone."""
-        depths = range(1, 1 + len(stages(model.encoder)))
-
-        def encode(images: Tensor) -> list[Tensor]:
-            return features_at(model.encoder, model.normalize(images), depths, "mean")
-
-        return extract(self.fixed_batches(dataset), encode, len(dataset), self.accelerator)
 
     def flops(self) -> int:
         sample = collate([self.views(self.held_out)[FIXED, 0]])

@@ -1,14 +1,96 @@
-"""The kNN classifier on frozen features."""
+"""What frozen features know while an encoder is trained: the accuracy of a kNN classifier, and their effective rank.
+
+N images, D width.
+"""
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from mpp.config import ProbeConfig
+from mpp.data.sources import ImageDataset
+from mpp.data.views import ViewDataset, held_out_loader
+from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
+from mpp.training.task import ImageTask
 
 BLOCK = 1024  # test images compared at a time: what bounds the memory
+RANKED = 2048  # images that the effective rank is of, at most
+
+
+def probe(
+    task: ImageTask,
+    model: nn.Module,
+    known: ImageDataset,
+    config: ProbeConfig,
+    representation: Representation = "mean",
+) -> dict[str, float]:
+    """Effective rank of the features after each block and, where there are labels, kNN accuracy.
+
+    All processes call it.
+
+    Args:
+        task: has the held-out images.
+        model: has an `encoder` and a `normalize`.
+        known: training images, of which labelled ones are what the kNN classifier compares with.
+        representation: which features.
+    Returns:
+        `features/rank/depth_XX` and `knn/depth_XX`; nothing but on the main process.
+    """
+    most, seed = task.data.eval_images, task.data.cut_seed
+    ranked = task.held_out.choose(min(most, RANKED), seed)
+    features, truth = frozen_features(task, model, ranked, representation)
+    scalars = by_depth("features/rank", [effective_rank(torch.from_numpy(part)) for part in features])
+    train, test = known.labelled(), task.held_out.labelled()
+    if train is None or test is None or train.labels.ndim > 1:
+        return scalars
+    judged = test.choose(most, seed)
+    if len(test) < len(task.held_out) or len(judged) > len(ranked):  # else they are the same images
+        features, truth = frozen_features(task, model, judged, representation)
+    compared, classes = frozen_features(task, model, train.choose(config.images, task.data.eval_seed), representation)
+    parts = [[compared[i], classes, features[i], truth] for i in range(len(features))]
+    on_device = [[torch.from_numpy(part).to(task.accelerator.device) for part in of_depth] for of_depth in parts]
+    return scalars | by_depth("knn", [knn_accuracy(*of_depth, config.neighbours) for of_depth in on_device])
+
+
+def frozen_features(
+    task: ImageTask, model: nn.Module, dataset: ImageDataset, representation: Representation
+) -> tuple[list[NDArray], NDArray]:
+    """Features (N, D) of the centre crops at every depth, and labels (N,); nothing but on the main process."""
+    depths = range(1, 1 + len(stages(model.encoder)))
+
+    def encode(images: Tensor) -> list[Tensor]:
+        return features_at(model.encoder, model.normalize(images), depths, representation)
+
+    layout = task.layout
+    views = ViewDataset(dataset, task.data, task.img_size)
+    batches = held_out_loader(views, layout.batch_size, layout.world_size, layout.rank)
+    features, labels = extract(batches, encode, len(dataset), task.accelerator)
+    return (features, labels) if task.accelerator.is_main_process else ([], labels)
+
+
+def by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Scalars with the names of their depths."""
+    return {f"{name}/depth_{depth:02d}": value for depth, value in enumerate(values, start=1)}
+
+
+def effective_rank(features: Tensor) -> float:
+    """RankMe (Garrido et al., 2023): in how many directions features spread. A loss does not show their collapse.
+
+    The exponential of the entropy of the singular values, scaled to a sum of 1.
+
+    Args:
+        features: (N, D).
+    Returns:
+        From 1 to min(N, D): k where k orthogonal directions are equally strong. 0 where all features are 0.
+    """
+    values = torch.linalg.svdvals(features.double())
+    if not values.any():
+        return 0.0
+    return float(torch.special.entr(values / values.sum()).sum().exp())
 
 
 def knn_predict(

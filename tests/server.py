@@ -17,7 +17,8 @@ from pathlib import Path
 
 from conftest import wait_until
 
-MODULES = {"pretrain": "mpp.pretrain"} | {n: f"evaluation.{n}" for n in ("supervised", "finetune", "compare")}
+COMMANDS = ("supervised", "contrastive", "finetune", "compare")
+MODULES = {"pretrain": "mpp.pretrain"} | {name: f"evaluation.{name}" for name in COMMANDS}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(MODULES.values()))
 

@@ -9,6 +9,7 @@ from conftest import ROOT, encoded, picture, read_metrics
 from server import Command
 
 from evaluation import compare, masked
+from evaluation.contrastive import ContrastiveConfig
 from evaluation.finetune import FinetuneConfig
 from evaluation.suite import plan
 from evaluation.suite.encoders import load_frozen
@@ -27,6 +28,7 @@ FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
         *((path, plan.CompareConfig) for path in COMPARISONS),
         *((path, SupervisedConfig) for path in sorted((ROOT / "configs" / "supervised").glob("*.yaml"))),
         *((path, FinetuneConfig) for path in sorted((ROOT / "configs" / "finetune").glob("*.yaml"))),
+        *((path, ContrastiveConfig) for path in sorted((ROOT / "configs" / "rivals").glob("simclr*.yaml"))),
     ],
     ids=lambda value: getattr(value, "stem", ""),
 )
@@ -174,6 +176,18 @@ def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, mo
         compare.main(["--config", str(tmp_path / "compare.yaml")])
     assert list(json.loads((tmp_path / "out" / "results.json").read_text())["summary"]["comparison"]) == ["floor"]
     assert "Traceback" in capsys.readouterr().err  # what nobody foresaw can be looked into
+
+
+def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_path):
+    options = {"config": "rivals/simclr", "views.blur": 0, "run.steps": 1, "run.threads": 1, "data.workers": 0}
+    options |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 16, "probe.every": 0}
+    trained = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
+    judged = [{"name": "kNN", "command": "knn"}, {"name": "masked patches", "command": "masked"}]
+    (case,) = plan.plan(plan.CompareConfig(encoders=[trained], evaluations=judged)).cases
+    job = compare.Job(case, tmp_path)
+    assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
+    job.prepare()
+    assert load_frozen(str(tmp_path / "0")).img_size == 16
 
 
 def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():

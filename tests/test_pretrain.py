@@ -45,6 +45,7 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert [line["step"] for line in held_out] == [2, 4]
     assert f"| `heldout/accuracy` | {held_out[-1]['heldout/accuracy']:.4g} |" in card
     assert set(held_out[0]) >= {"heldout/accuracy", "heldout/nearest", "knn/depth_01", "knn/depth_02"}
+    assert 1 <= held_out[0]["features/rank/depth_01"] <= 8  # as many as images
     assert list(read_metrics(folder)) == [1, 2, 3, 4]
     said = capsys.readouterr().out
     assert (

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import encoded, picture, run_command
+from accelerate import Accelerator
+from conftest import TINY, encoded, picture, run_command
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
@@ -20,12 +21,15 @@ from evaluation.features import main as extract
 from evaluation.linear import LinearConfig, fit_lbfgs
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.extraction import Features, load_features, save_features
-from mpp.config import DataConfig
+from mpp.config import Config, DataConfig
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
+from mpp.data.views import BatchLayout
 from mpp.encoder import export_encoder
 from mpp.features import interleave
-from mpp.probe import knn_predict
+from mpp.pretrain import Pretraining
+from mpp.probe import effective_rank, knn_predict, probe
+from mpp.runtime.parsing import parse
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 
@@ -290,3 +294,36 @@ def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["summary"]["5"]["mean"] > 0
     wrong = run_command("python", "evaluation/fewshot.py", "--encoder", "nowhere")
     assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].startswith("error: encoder is nowhere")
+
+
+def test_effective_rank_counts_directions():
+    generator = torch.Generator().manual_seed(0)
+    orthonormal = torch.linalg.qr(torch.randn(50, 8, dtype=torch.double, generator=generator))[0]
+    for count in (1, 2, 8):
+        assert effective_rank(3 * orthonormal[:, :count] @ torch.eye(8)[:count].double()) == pytest.approx(count)
+    drawn = torch.randn(40, 12, generator=generator) * torch.linspace(0, 5, 12)
+    values = np.linalg.svd(drawn.double().numpy(), compute_uv=False)
+    shares = values[values > 0] / values.sum()
+    assert effective_rank(drawn) == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+    assert effective_rank(drawn.T) == pytest.approx(effective_rank(100 * drawn))
+    assert effective_rank(torch.zeros(5, 3)) == 0
+
+
+def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(monkeypatch):
+    config = parse(Config, [*TINY, "--data.eval_images=20"])
+    task = Pretraining(config, Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
+    model, held_out = task.model.eval(), task.held_out.choose(20, 0)
+
+    def probed(images):
+        task.held_out = images
+        found = probe(task, model, task.train, config.probe)
+        return {name: [found[f"{name}/depth_{depth:02d}"] for depth in (1, 2)] for name in ("features/rank", "knn")}
+
+    whole = probed(held_out)
+    some = held_out.select(np.arange(20))
+    some.labels = np.where(np.arange(20) % 3, some.labels, -1)
+    partly = probed(some)
+    assert partly == {"features/rank": whole["features/rank"], "knn": probed(some.labelled())["knn"]}
+    monkeypatch.setattr("mpp.probe.RANKED", 2)
+    few = probed(held_out)
+    assert few["knn"] == whole["knn"] and max(few["features/rank"]) <= 2 < min(whole["features/rank"])

@@ -4,6 +4,7 @@ Colours are cividis's, which those who confuse red and green see as others do. N
 """
 
 import textwrap
+from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
@@ -124,6 +125,44 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
     figure.suptitle(f"attention rollout from {origin}{', with the residual' if residual else ''}", fontsize=11)
     bar = figure.colorbar(shown, ax=panels, label="multiple of uniform attention", shrink=0.9, pad=0.01)
     bar.solids.set_alpha(1)
+    return figure
+
+
+def plot_components(
+    images: NDArray[np.uint8], colors: NDArray, foreground: NDArray[np.bool_], shares: NDArray, depths: Sequence[int]
+) -> Figure:
+    """Two rows for each image: principal components of its patches' features as colours, and its foreground, by depth.
+
+    Args:
+        images: (B, S, S, 3).
+        colors: (depths, B, h, w, 3) in [0, 1].
+        foreground: (depths, B, h, w).
+        shares: (depths, 3) of the variance.
+    """
+    across, rows, side = 1 + len(depths), 2 * len(images), images.shape[1]
+    panel_side = min(1.2, WIDTH / across)  # inches
+    figure = Figure(figsize=(panel_side * across + 0.3, panel_side * rows + 0.9), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01)
+    panels = figure.subplots(rows, across, squeeze=False)
+    for number, pixels in enumerate(images):
+        above, below = panels[2 * number], panels[2 * number + 1]
+        above[0].imshow(pixels, interpolation="nearest")
+        below[0].set_visible(False)
+        for place in range(len(depths)):
+            above[1 + place].imshow(colors[place, number], interpolation="nearest")
+            veil = np.full((*foreground.shape[2:], 4), 0.5)  # grey, which is seen on dark images and on light ones
+            veil[..., 3] = np.where(foreground[place, number], 0, 0.9)
+            below[1 + place].imshow(pixels, interpolation="nearest")
+            below[1 + place].imshow(veil, extent=(-0.5, side - 0.5, side - 0.5, -0.5), interpolation="nearest")
+    panels[0, 0].set_title("original", fontsize=9)
+    for panel, depth, of_depth in zip(panels[0, 1:], depths, shares, strict=True):
+        panel.set_title(f"depth {depth}\n{100 * of_depth.sum():.0f} %", fontsize=9)
+    bare(*panels.flat)
+    figure.suptitle(
+        "patch features: three principal components as red, green, blue (%: their share\n"
+        "of the variance); below, the patches where the first one is above its mean",
+        fontsize=10,
+    )
     return figure
 
 

@@ -22,7 +22,7 @@ from mpp.training.checkpoint import saved_settings
 
 ConfigT = TypeVar("ConfigT")
 OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("plumbing")]
-OF_LABELS = ("head", "lrs")  # settings that only a run which learns from labels has
+WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
 
 
 def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
@@ -63,7 +63,7 @@ def images_of_run(run: Path) -> list[tuple[str, Any]]:
 def learned_labels(encoder: str) -> SourceConfig | None:
     """Where the images come from whose labels an encoder was trained with; None: with no labels, or nothing says so."""
     run = run_folder(encoder)
-    if run is None or not any(name in saved_settings(run) for name in OF_LABELS):
+    if run is None or not WITH_LABELS & saved_settings(run).keys() or "contrast" in saved_settings(run):
         return None
     return SourceConfig(**dict(images_of_run(run)))
 

@@ -13,7 +13,7 @@ from mpp.errors import UserError
 
 Options = dict[str, Any]
 
-TRAININGS = ("pretrain", "supervised")  # commands that make encoders
+TRAININGS = ("pretrain", "supervised", "contrastive")  # commands that make encoders
 EVALUATIONS = ("fewshot", "knn", "linear", "finetune", "masked")  # commands that judge them
 OF_LEARNED_WEIGHTS = ("finetune", "masked")
 
@@ -32,7 +32,7 @@ class EncoderEntry:
     """Further settings of every evaluation, such as {representation: class}."""
     seeds: tuple[int, ...]
     """Encoders that differ in their seed alone: what the spread is over."""
-    train: Literal["pretrain", "supervised"] | None
+    train: Literal["pretrain", "supervised", "contrastive"] | None
     """The command that makes it, where it is not there."""
     train_options: Options
     """Settings of that command."""
@@ -182,4 +182,4 @@ def suits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
     """Whether there is something to evaluate: a floor has no weights, and only pre-training has predicted patches."""
     if entry.encoder.startswith("floor:"):
         return evaluation.command not in OF_LEARNED_WEIGHTS
-    return evaluation.command != "masked" or not (entry.random or entry.train == "supervised")
+    return evaluation.command != "masked" or not (entry.random or entry.train in ("supervised", "contrastive"))

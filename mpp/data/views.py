@@ -57,17 +57,25 @@ class ViewDataset(Dataset):
         """A sample: a Batch whose tensors lack the leading B."""
         epoch, index = key
         shown, pixels, unreadable = self.readable(epoch, index)
-        if epoch == FIXED:
-            crop = images.centre_crop(pixels, self.img_size, self.data.eval_crop)
-        else:
-            crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
-            crop = images.augment(crop, self.randaugment, self.seed, epoch, index)
+        crop = self.view(pixels, epoch, index)
         seed = self.data.cut_seed if epoch == FIXED else self.seed  # runs of other seeds are judged on the same
         drawn = self.corruption and corruption.draw(self.corruption, self.grid, seed, epoch, index)
         labels = self.dataset.labels
         label = torch.tensor(-1 if labels is None else labels[shown])
         note_reading(NOTHING)
         return Batch(crop, drawn, label, torch.tensor(shown), unreadable)
+
+    def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
+        """What of an image (3, H, W) is shown: (3, S, S) uint8."""
+        if epoch == FIXED:
+            return images.centre_crop(pixels, self.img_size, self.data.eval_crop)
+        crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
+        return images.augment(crop, self.randaugment, self.seed, epoch, index)
+
+    @property
+    def costly(self) -> bool:
+        """Whether a view takes much more than its crop."""
+        return self.randaugment > 0
 
     def readable(self, epoch: int, index: int) -> tuple[int, Tensor, list[str]]:
         """The image at `index` or, where it cannot be decoded, another in its place: (its index, pixels, failures).

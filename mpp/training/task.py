@@ -75,7 +75,7 @@ class ImageTask:
             return self.views(self.train)
         views = self.views(hold(self.train, self.data))
         few_cores = self.accelerator.device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
-        if views.dataset.decoded and few_cores and not self.randaugment:
+        if views.dataset.decoded and few_cores and not views.costly:
             return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
         return views
 
