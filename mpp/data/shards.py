@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import SourceConfig
+from mpp.data.labels import number_labels, read_labels
 from mpp.data.sources import (
     ARCHIVES,
     SHARD_FILES,
@@ -27,8 +28,6 @@ from mpp.data.sources import (
     find_image_column,
     held_out_name,
     load_splits,
-    number_labels,
-    read_labels,
 )
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
@@ -235,7 +234,8 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         others = Shards(train, column, "held out", sorted(order[:cut]))
     parts = [in_memory(shards, probed, config.eval_seed), in_memory(others, evaluated, config.eval_seed)]
     columns = [config.label_column, config.eval_label_column or config.label_column]
-    labels = number_labels([read_labels(config, *part) for part in zip(parts, columns, strict=True)])
+    named = zip(parts, columns, strict=True)
+    labels = number_labels([read_labels(rows, name, describe(config)) for rows, name in named])
     known = [
         ImageDataset(rows.select_columns([column]), column, of_part, name)
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
