@@ -58,14 +58,15 @@ class Pretraining(ImageTask):
         self.corrupted = corrupted_count(config.corruption.rate, self.patches)
         self.objective = build_objective(config.objective, self.patch_size)
         self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
-        with accelerator.main_process_first():
-            if config.data.streaming:
-                self.train, self.probe_train, self.held_out = load_streamed(
-                    config.data, config.probe.images, config.data.eval_images
-                )
-            else:
+        if config.data.streaming:
+            probed = config.probe.images if config.probe.every else 0
+            with accelerator.local_main_process_first():  # machines may have no disk in common
+                parts = load_streamed(config.data, probed, config.data.eval_images)
+            self.train, self.probe_train, self.held_out = parts
+        else:
+            with accelerator.main_process_first():
                 train, self.held_out = load_image_datasets(config.data)
-                self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
+            self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device

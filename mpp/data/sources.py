@@ -86,10 +86,10 @@ class ImageDataset:
 
     def labelled(self) -> "ImageDataset | None":
         """The images that have a label; None where there are none."""
-        known = np.zeros(1, bool) if self.labels is None else (self.labels >= 0).reshape(len(self), -1).any(1)
-        if known.all():
-            return self
-        return self.select(np.flatnonzero(known)) if known.any() else None
+        if self.labels is None or not (self.labels >= 0).any():
+            return None
+        known = (self.labels >= 0).reshape(len(self), -1).any(1)
+        return self if known.all() else self.select(np.flatnonzero(known))
 
     def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
         """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
