@@ -143,7 +143,8 @@ class DataConfig(SourceConfig):
     """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
     whose loader processes share them (for a moment it needs twice as much). 0: none are."""
     streaming: bool = False
-    """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed or downloaded. Pre-training only."""
+    """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed, and nothing is downloaded but the
+    images to evaluate on. Pre-training only."""
     shuffle_block: int = 512
     """Rows of a stream's shard that are held in memory and shuffled together."""
 

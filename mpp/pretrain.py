@@ -54,14 +54,15 @@ class Pretraining(ImageTask):
         self.objective = build_objective(config.objective, self.patch_size)
         input_config = (config.model.mean, config.model.std)
         self.model = build_network(config.network, encoder, self.objective.outputs, *input_config)
-        with accelerator.main_process_first():
-            if config.data.streaming:
-                self.train, self.probe_train, self.held_out = load_streamed(
-                    config.data, config.probe.images, config.data.eval_images
-                )
-            else:
+        if config.data.streaming:
+            probed = config.probe.images if config.probe.every else 0
+            with accelerator.local_main_process_first():  # machines may have no disk in common
+                parts = load_streamed(config.data, probed, config.data.eval_images)
+            self.train, self.probe_train, self.held_out = parts
+        else:
+            with accelerator.main_process_first():
                 train, self.held_out = load_image_datasets(config.data)
-                self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
+            self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
 
     @property
     def method(self) -> str:

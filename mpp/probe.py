@@ -17,7 +17,7 @@ from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
 from mpp.training.task import ImageTask
 
-BLOCK = 1024  # test images compared at a time: what bounds the memory
+BLOCK, TRAIN_BLOCK = 1024, 2**16  # test and training images compared at a time: what bounds the memory
 RANKED = 2048  # images that the effective rank is of, at most
 
 
@@ -98,25 +98,61 @@ def knn_predict(
 ) -> dict[int, Tensor]:
     """Classes that a weighted kNN gives test images.
 
-    Cosine similarity s; the nearest k training images vote with weight exp(s / temperature) (Wu et al., 2018).
+    Cosine similarity s; the nearest k training images vote with weight exp(s / temperature) (Wu et al., 2018). Of
+    training images that are equally near the first count; of classes with equally many votes the lowest wins.
 
     Args:
-        train, test: (N, D) and (M, D) features.
+        train: (N, D) features, on any device and of any floating-point type: they are read block by block, once.
         train_labels: (N,) int64, from 0.
+        test: (M, D) features, on the device and of the type to compute in.
         neighbours: values of k; those above N count as N.
     Returns:
-        k -> (M,) int64.
+        k -> (M,) int64, on the device of `test`.
     """
-    train = F.normalize(train, dim=-1)
+    train_labels = train_labels.to(test.device)
     classes, most = int(train_labels.max()) + 1, min(max(neighbours), len(train))
     predictions: dict[int, list[Tensor]] = {k: [] for k in neighbours}
-    for block in test.split(BLOCK):
-        similarity, index = (F.normalize(block, dim=-1) @ train.T).topk(most, dim=-1)  # (block, most), descending
+    for similarity, index in nearest(train, test, most):
         weights, labels = ((similarity - 1) / temperature).exp(), train_labels[index]
         for k, of_k in predictions.items():
-            votes = torch.zeros(len(block), classes, dtype=weights.dtype, device=block.device)
+            votes = torch.zeros(len(labels), classes, dtype=weights.dtype, device=weights.device)
             of_k.append(votes.scatter_add_(1, labels[:, :k], weights[:, :k]).argmax(-1))
     return {k: torch.cat(of_k) for k, of_k in predictions.items()}
+
+
+def nearest(train: Tensor, test: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Cosine similarity and index of the `count` nearest training images, (m, count) each, by blocks of test images."""
+    units = [F.normalize(block, dim=-1) for block in test.split(BLOCK)]
+    best: list[tuple[Tensor, Tensor]] = []
+    for number, block in enumerate(train.split(TRAIN_BLOCK)):
+        others = F.normalize(block.to(test), dim=-1)
+        found = [largest(unit @ others.T, count) for unit in units]
+        found = [(similarity, index + number * TRAIN_BLOCK) for similarity, index in found]
+        best = [merge(*pair, count) for pair in zip(best, found, strict=True)] if best else found
+    return best
+
+
+def merge(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """The `count` nearest of both: similarity and index."""
+    similarity, index = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
+    similarity, chosen = largest(similarity, count)
+    return similarity, index.gather(1, chosen)
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row, descending, and where they are; of equal ones the first come first.
+
+    torch.topk alone says nothing of equal ones.
+    """
+    found, index = values.topk(min(count + 1, values.shape[1]))
+    equal = found[:, 1:] == found[:, :-1]
+    for row in equal[:, count - 1 :].any(1).nonzero():  # it had to choose among equal ones
+        found[row], index[row] = (part[:, : count + 1] for part in values[row].sort(descending=True, stable=True))
+    rows = equal.any(1).nonzero().squeeze(1)
+    ascending, order = index[rows].sort()
+    found[rows], order = found[rows].gather(1, order).sort(descending=True, stable=True)
+    index[rows] = ascending.gather(1, order)
+    return found[:, :count], index[:, :count]
 
 
 def knn_accuracy(

@@ -15,6 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fewshot import features
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evaluation import fewshot, knn, linear
 from evaluation.features import main as extract
@@ -28,7 +29,7 @@ from mpp.data.views import BatchLayout
 from mpp.encoder import export_encoder
 from mpp.features import interleave
 from mpp.pretrain import Pretraining
-from mpp.probe import effective_rank, knn_predict, probe
+from mpp.probe import effective_rank, knn_predict, nearest, probe
 from mpp.runtime.parsing import parse
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
@@ -248,12 +249,52 @@ def test_knn_equals_scikit_learns():
         assert (theirs.fit(unit[0], data.train_labels).predict(unit[1]) == ours.numpy()).all()
 
 
-def test_blocks_do_not_change_predictions(monkeypatch):
-    train, labels = torch.randn(500, 4), torch.arange(500) % 3
-    whole = knn_predict(train, labels, train[:100], [1, 9], 0.07)
-    assert torch.equal(whole[1], labels[:100])  # the nearest is the image itself
-    monkeypatch.setattr("mpp.probe.BLOCK", 7)
-    assert all(torch.equal(whole[k], of_k) for k, of_k in knn_predict(train, labels, train[:100], [1, 9], 0.07).items())
+@pytest.mark.parametrize(("block", "train_block"), [(1024, 2**16), (7, 2**16), (13, 100), (1024, 30), (100, 1)])
+def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monkeypatch, block, train_block):
+    """Corners of a cube have few similarities, and exact ones: most neighbours are as near as others."""
+    monkeypatch.setattr("mpp.probe.BLOCK", block)
+    monkeypatch.setattr("mpp.probe.TRAIN_BLOCK", train_block)
+    rng = np.random.default_rng(0)
+    train, test = (torch.from_numpy(rng.choice([-1.0, 1.0], (count, 16))) for count in (300, 40))
+    labels = torch.arange(300) % 3
+    similarity = (test @ train.T / 16).numpy()
+    expected = np.lexsort((np.broadcast_to(np.arange(300), similarity.shape), -similarity))[:, :50]
+    found = [torch.cat(parts).numpy() for parts in zip(*nearest(train, test, 50), strict=True)]
+    assert (found[1] == expected).all() and (found[0] == np.take_along_axis(similarity, expected, 1)).all()
+    predicted = knn_predict(train, labels, test, [1, 9, 1000], 0.07)
+    votes = {k: np.argsort(-similarity, kind="stable")[:, :k] for k in (1, 9, 1000)}
+    for k, chosen in votes.items():
+        weights = np.exp((np.take_along_axis(similarity, chosen, 1) - 1) / 0.07)
+        of_class = np.stack([(weights * (labels.numpy()[chosen] == c)).sum(1) for c in range(3)], 1)
+        clear = np.sort(of_class)[:, -1] - np.sort(of_class)[:, -2] > 1e-12
+        assert clear.sum() > 30 and (predicted[k].numpy() == of_class.argmax(1))[clear].all()
+
+
+class Largest(TorchDispatchMode):
+    """The most entries that a tensor had which was computed."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.given:
+                self.entries = max(self.entries, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+    def __init__(self, *given: torch.Tensor):
+        super().__init__()
+        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
+
+
+def test_knn_compares_block_with_block(monkeypatch):
+    """No tensor is as large as the training images, or as their similarities with a block of test images."""
+    monkeypatch.setattr("mpp.probe.BLOCK", 64)
+    monkeypatch.setattr("mpp.probe.TRAIN_BLOCK", 200)
+    train, labels, test = torch.randn(5000, 8, dtype=torch.half), torch.arange(5000) % 3, torch.randn(300, 8)
+    with Largest(train, labels, test) as largest:
+        knn_predict(train, labels, test, [5], 0.07)
+    assert largest.entries == 64 * 200
 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():

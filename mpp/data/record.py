@@ -22,6 +22,7 @@ COMMIT = re.compile(r"@([0-9a-f]{40})/")
 MEANING = {
     "split": "split",
     "images": "number of images",
+    "shards": "number of shards",
     "files": "the files (their names, or the bytes of one of those that are looked at)",
     "chosen": "which of them are chosen",
     "labels": "labels",
@@ -95,6 +96,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key, meaning in MEANING.items():
             was, is_now = (each.get(part, {}).get(key) for each in (before, now))
             if was != is_now:
-                plain = key in ("split", "images", "revision")
+                plain = key in ("split", "images", "shards", "revision")
                 changed.append(f"{part}: {meaning}" + (f" was {was}, is {is_now}" if plain else " changed"))
     return changed

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig
 from mpp.data import images
+from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import retried
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
 
-MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 LOADING_ERRORS = (  # what the library and those below it raise for what a user sees as one: it cannot be loaded
@@ -101,7 +101,8 @@ class ImageDataset:
         """The images that have a label; None where there are none."""
         if self.labels is None or not (self.labels >= 0).any():
             return None
-        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0))
+        known = (self.labels >= 0).reshape(len(self), -1).any(1)
+        return self if known.all() else self.select(np.flatnonzero(known))
 
     def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
         """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
@@ -181,7 +182,7 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
     parts = {config.split: (train, config.label_column)}
     if held_out is not None:
         parts[held_out] = (splits[held_out], config.eval_label_column or config.label_column)
-    labels = number_labels([read_labels(config, *part) for part in parts.values()])
+    labels = number_labels([read_labels(rows, name, describe(config)) for rows, name in parts.values()])
     undecoded = datasets.Image(decode=False)
     loaded = [
         ImageDataset(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
@@ -228,7 +229,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
         found = str(path) if path.is_dir() else config.path
-        return datasets.load_dataset(found, config.name, streaming=streaming)
+        return datasets.load_dataset(found, config.name, revision=config.revision, streaming=streaming)
     except LOADING_ERRORS as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
@@ -287,51 +288,3 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     if not isinstance(feature, datasets.Image) and getattr(feature, "dtype", None) not in ("binary", "string"):
         raise UserError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
     return config.image_column
-
-
-def read_labels(config: SourceConfig, rows: datasets.Dataset, column: str | None) -> list[list] | None:
-    """The labels of each image: none, one, or (where the column holds lists) several.
-
-    Args:
-        column: named by the user; None: `label`, if it holds classes.
-    Returns:
-        None where there is no such column.
-    """
-    if column is not None and column not in rows.features:
-        known = ", ".join(rows.features)
-        raise UserError(f"data.label_column is {column}; {describe(config)} has {known}")
-    if (column or "label") not in rows.features:
-        return None
-    labels = [as_list(value) for value in rows[column or "label"][:]]
-    if all(isinstance(value, int | str) for of_image in labels for value in of_image):
-        return labels
-    if column is None:
-        return None  # something else is called `label`, and nobody asked for it
-    raise UserError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
-
-
-def as_list(value: Any) -> list:
-    """A label, a list of labels, or none, as a list."""
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def number_labels(parts: list[list[list] | None]) -> list[NDArray[np.int64] | None]:
-    """Labels as class numbers: integers as they are, text numbered in its order over all parts.
-
-    Returns:
-        For each part (n,), or (n, L) where some image has several; padded with -1.
-    """
-    names = sorted({v for part in parts for of_image in part or () for v in of_image if isinstance(v, str)})
-    number = {name: i for i, name in enumerate(names)}
-    result: list[NDArray[np.int64] | None] = []
-    for part in parts:
-        if part is None:
-            result.append(None)
-            continue
-        array = np.full((len(part), max([1, *map(len, part)])), -1, dtype=np.int64)
-        for row, of_image in zip(array, part, strict=True):
-            row[: len(of_image)] = [number[v] if isinstance(v, str) else max(v, -1) for v in of_image]
-        if array.max(initial=-1) >= MOST_CLASSES:
-            raise UserError(f"a label is {array.max()}; labels are numbers of classes, below {MOST_CLASSES}")
-        result.append(array if array.shape[1] > 1 else array[:, 0])
-    return result

@@ -14,7 +14,6 @@ whose length nobody knows, adds the places it has come to.
 """
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from torch import nn
 from mpp.data.record import differences
 from mpp.errors import UserError
 from mpp.runtime import lock
+from mpp.runtime.disk import sync
 from mpp.runtime.hashing import digest
 from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
@@ -226,12 +226,3 @@ def load_flat_state(optimizer: torch.optim.Optimizer, flat: dict[str, torch.Tens
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def sync(path: Path) -> None:
-    """Make a file or a folder's entries durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
