@@ -12,37 +12,38 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
-from evaluation.suite.findings import Results, unique, write_findings
+from evaluation.suite.findings import COMPUTE, Results, unique, write_findings
 from evaluation.suite.plan import Case, CompareConfig, Options, plan
 from evaluation.suite.probing import forget_features
+from evaluation.suite.provenance import images_at, result_settings
 from evaluation.suite.reports import write_json
-from mpp.config import Config, SourceConfig
-from mpp.data.record import record
-from mpp.data.sources import load_image_datasets
+from mpp.config import Config
+from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import parse, plain, settings
+from mpp.runtime.parsing import parse
 from mpp.training.checkpoint import images_of
-from mpp.training.task import train
+from mpp.training.task import ImageTask, train
 from mpp.training.tracking import last_scalars
 
 PAUSE = 10  # seconds before looking again whether others are done
-TRAININGS: dict[str, tuple[type, Callable]] = {
-    "pretrain": (Config, lambda config: train(config, Pretraining)),
-    "supervised": (supervised.SupervisedConfig, lambda config: train(config, supervised.Supervised)),
-    "contrastive": (contrastive.ContrastiveConfig, lambda config: train(config, contrastive.Contrastive)),
+TRAININGS: dict[str, tuple[type, type[ImageTask]]] = {
+    "pretrain": (Config, Pretraining),
+    "supervised": (supervised.SupervisedConfig, supervised.Supervised),
+    "contrastive": (contrastive.ContrastiveConfig, contrastive.Contrastive),
 }
 EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
     "fewshot": (fewshot.FewshotConfig, fewshot.run),
@@ -65,23 +66,19 @@ def command_line(options: Options, seed: int) -> list[str]:
     ]
 
 
-def result_settings(config: Any) -> dict[str, Any]:
-    """The settings that a result depends on, as JSON has them."""
-    return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("plumbing")}
-
-
-def images_at(data: SourceConfig) -> dict[str, Any] | None:
-    """Which images these settings mean, now: what a result is of. None: a stream, which is not looked through."""
-    if getattr(data, "streaming", False):
-        return None
-    return images_of_source(SourceConfig(**{field.name: getattr(data, field.name) for field in fields(SourceConfig)}))
-
-
 @lru_cache
-def images_of_source(source: SourceConfig) -> dict[str, Any]:
-    """The record of both splits, looked at once."""
-    splits = zip(("train", "held_out"), load_image_datasets(source), strict=True)
-    return {part: record(dataset, labels=True, retries=source.read_retries) for part, dataset in splits}
+def flops_of(command: str, config: Any) -> int:
+    """Executed per image by this training, forward and backward. Its task is built to know."""
+    AcceleratorState._reset_state()
+    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+    return TRAININGS[command][1](config, Accelerator(cpu=not uses_gpu()), layout).flops()
+
+
+def with_compute(command: str, config: Any, pflop: float) -> Any:
+    """The training with as many steps as execute so much."""
+    an_image = flops_of(command, replace(config, run=replace(config.run, dir="", seed=0)))
+    steps = round(1e15 * pflop / (an_image * config.optim.global_batch_size))
+    return replace(config, run=replace(config.run, steps=steps))
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,8 @@ class Job:
         if entry.train is None:
             return None
         options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
-        return parse(TRAININGS[entry.train][0], command_line(options, self.case.seed))
+        config = parse(TRAININGS[entry.train][0], command_line(options, self.case.seed))
+        return config if entry.compute is None else with_compute(entry.train, config, entry.compute)
 
     def provenance(self) -> dict[str, Any]:
         """What the report depends on: settings, but for the plumbing, and weights."""
@@ -161,7 +159,7 @@ class Job:
             pass  # another process may be at it: to know that, nothing need be loaded
         self.check_images()
         forget_features()
-        TRAININGS[self.case.encoder.train][1](self.training)
+        train(self.training, TRAININGS[self.case.encoder.train][1])
 
     def check_images(self) -> None:
         """UserError where the encoder is there and was trained on other images than there are now."""
@@ -232,7 +230,7 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
         | {"accuracy": result["accuracy"]}
-        | {name: result[name] for name in ("depth", "lr") if name in result}
+        | {name: result[name] for name in ("depth", "lr", "pflop") if name in result}
         for result in report["results"]
         if result.get("depth", chosen) == chosen
     ]
@@ -240,12 +238,16 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]:
     """PFLOP that training these encoders executed, of those that are there; random weights cost none."""
-    found: dict[str, Path] = {}
+    found: dict[str, float] = {}
     for job in jobs:
-        trained = not job.case.encoder.random and (job.weights / "encoder").is_dir()
-        if trained and job.case.encoder.name in encoders:
-            found.setdefault(job.case.encoder.name, job.weights)  # another seed's is the same
-    return {name: last_scalars(folder, "compute/pflop")["compute/pflop"] for name, folder in found.items()}
+        entry = job.case.encoder
+        if entry.name not in encoders or entry.name in found:  # another seed's is the same
+            continue
+        if entry.random:
+            found[entry.name] = 0.0
+        elif (job.weights / "encoder").is_dir():
+            found[entry.name] = last_scalars(job.weights, "compute/pflop")["compute/pflop"]
+    return found
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -264,7 +266,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     failures = [] if config.tabulate else share_out(jobs)
     results = collect(jobs)
     for question in questions:
-        if question.x == "compute":
+        if question.x in COMPUTE:
             results.compute |= compute_of(jobs, question.encoders or unique(results.rows, "encoder"))
     asked = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too

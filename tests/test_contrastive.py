@@ -120,7 +120,7 @@ def run(folder, *arguments: str):
 def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     folder = run(tmp_path / "run", "--run.eval_every=2", "--probe.every=2")
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
-        *("config.yaml", "metrics.jsonl", "checkpoints", "encoder", ".lock")
+        *("config.yaml", "data.json", "metrics.jsonl", "checkpoints", "encoder", ".lock")
     }
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     names = set(load_file(folder / "encoder" / "model.safetensors"))

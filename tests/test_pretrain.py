@@ -56,11 +56,6 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
 
 
-def test_what_to_do_next_is_with_the_same_images(pretrain, image_folder, capsys):
-    pretrain(f"--data.path={image_folder}", "--data.eval_split=null", "--data.max_pixels=99999")
-    assert f"--data.path {image_folder} --data.max_pixels 99999 --data.eval_split null\n" in capsys.readouterr().out
-
-
 def test_tensorboard_shows_the_same_scalars_and_pictures(pretrain):
     folder = pretrain()
     events = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0}).Reload()
