@@ -2,7 +2,8 @@
 
     python evaluation/compare.py --config configs/compare/birds.yaml
 
-Encoders that are not there yet are trained first. Resumable: what is done, by the same settings, is not done again.
+Encoders that are not there yet are trained first. Resumable: what is done, by the same settings, is not done again,
+and neither is what diverged.
 Started several times, on the GPUs of a machine or on machines that share the folder, the processes share the work:
 none does what another is doing.
 """
@@ -29,7 +30,7 @@ from evaluation.suite.reports import write_json
 from mpp.config import Config
 from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
-from mpp.errors import UserError
+from mpp.errors import Diverged, UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
@@ -39,6 +40,7 @@ from mpp.training.checkpoint import images_of
 from mpp.training.task import ImageTask, train
 from mpp.training.tracking import last_scalars
 
+DIVERGED = "diverged.json"  # in the folder of a run: by which settings, and how
 PAUSE = 10  # seconds before looking again whether others are done
 TRAININGS: dict[str, tuple[type, type[ImageTask]]] = {
     "pretrain": (Config, Pretraining),
@@ -81,6 +83,31 @@ def with_compute(command: str, config: Any, pflop: float) -> Any:
     return replace(config, run=replace(config.run, steps=steps))
 
 
+def told(note: Path, about: dict[str, Any]) -> str | None:
+    """How a training with these settings diverged, as a note has it; None: nothing is known of it."""
+    try:
+        known = json.loads(note.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return known["diverged"] if known["settings"] == about else None
+
+
+def once(note: Path, about: dict[str, Any], training: Callable[[], Any]) -> None:
+    """Train, unless that diverged before: with the same settings it would again, in the same update.
+
+    Raises:
+        Diverged: now or then.
+    """
+    message = told(note, about)
+    if message is not None:
+        raise Diverged(f"{message} ({note} says so; delete it to try again)")
+    try:
+        training()
+    except Diverged as error:
+        write_json(note, {"settings": about, "diverged": str(error)})
+        raise
+
+
 @dataclass(frozen=True)
 class Job:
     """How a case is evaluated, and what says that it was."""
@@ -97,6 +124,11 @@ class Job:
     def note(self) -> Path:
         """Where stands of what settings and weights the report is."""
         return self.report.with_suffix(".done.json")
+
+    @property
+    def divergence(self) -> Path:
+        """Where stands that the evaluation, a fine-tuning, diverged."""
+        return self.report.with_suffix(f".{DIVERGED}")
 
     @property
     def weights(self) -> Path:
@@ -151,6 +183,12 @@ class Job:
             return None
         return json.loads(self.report.read_text()) if done else None
 
+    def diverged(self) -> bool:
+        """Whether the encoder's training or its fine-tuning is known to diverge."""
+        if self.training and told(Path(self.training.run.dir) / DIVERGED, result_settings(self.training)):
+            return True
+        return self.divergence.is_file() and told(self.divergence, self.provenance()) is not None
+
     def prepare(self) -> None:
         """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on."""
         if self.training is None:
@@ -159,7 +197,9 @@ class Job:
             pass  # another process may be at it: to know that, nothing need be loaded
         self.check_images()
         forget_features()
-        train(self.training, TRAININGS[self.case.encoder.train][1])
+        task = TRAININGS[self.case.encoder.train][1]
+        note = Path(self.training.run.dir) / DIVERGED
+        once(note, result_settings(self.training), lambda: train(self.training, task))
 
     def check_images(self) -> None:
         """UserError where the encoder is there and was trained on other images than there are now."""
@@ -172,13 +212,19 @@ class Job:
             )
 
     def carry_out(self) -> None:
-        """Train and evaluate what is not done yet. Raises Held where another process is at it."""
+        """Train and evaluate what is not done yet.
+
+        Raises:
+            Held: another process is at it.
+            Diverged: a training did, now or before.
+        """
         with hold(self.report.with_suffix(""), "dir"):
             if self.found() is not None:
                 return
             self.prepare()
             self.note.unlink(missing_ok=True)  # what it says will not be true of the next report
-            EVALUATIONS[self.case.evaluation.command][1](self.evaluation)
+            evaluate = EVALUATIONS[self.case.evaluation.command][1]
+            once(self.divergence, self.provenance(), lambda: evaluate(self.evaluation))
             write_json(self.note, self.provenance())
 
 
@@ -192,6 +238,8 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
                 job.carry_out()
             except Held:
                 left.append(job)
+            except Diverged as error:  # a finding
+                print(f"warning: {job.case.slug} diverged: {error}", file=sys.stderr)
             except (ValueError, ArithmeticError, RuntimeError) as error:  # bugs too: they leave the others
                 message = user_message(error)
                 if message is None:
@@ -212,10 +260,11 @@ def collect(jobs: Sequence[Job]) -> Results:
     results = Results()
     for job in jobs:
         report = job.found()
-        if report is None:
-            continue
         about = {"encoder": job.case.encoder.name, "encoder_seed": job.case.seed}
         about |= {"evaluation": job.case.evaluation.name, "dataset": job.case.dataset.name}
+        if report is None:
+            results.diverged += [about | {"group": job.case.dataset.group}] if job.diverged() else []
+            continue
         results.rows += [about | {"group": job.case.dataset.group} | row for row in rows_of(job.case, report)]
         by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
         about["seed"] = 0

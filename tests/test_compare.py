@@ -1,6 +1,7 @@
 """One comparison: what is trained, what is judged, what is done again."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from evaluation.finetune import FinetuneConfig
 from evaluation.suite import plan
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
-from evaluation.suite.findings import numbers_of
+from evaluation.suite.findings import numbers_of, table_of
 from evaluation.supervised import SupervisedConfig
 from mpp.runtime.parsing import parse
 
@@ -151,6 +152,52 @@ def test_a_report_of_other_settings_never_passes_for_these(floors, monkeypatch):
         patch.setattr(compare, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         floors(shots=[5])  # killed between its report and the note of what that is
     assert [row["shots"] for row in floors(shots=[1])["results"]] == [1, 1, 1]
+
+
+def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, monkeypatch, capsys):
+    """Of two evaluations of two seeds, and of a start from new; other settings are tried."""
+    config = yaml.safe_load(small.read_text())
+    wild, floor = config["encoders"][0], config["encoders"][-1]
+    wild |= {"name": "wild", "train_options": wild["train_options"] | {"optim.lr": 1e30}}
+    config |= {"encoders": [wild, floor], "datasets": [config["datasets"][0] | {"group": None}]}
+    (fewshot, finetuned), knn = config["evaluations"], {"name": "kNN", "command": "knn"}
+    fewshot["options"]["shots"], knn["options"] = 1, FAST | {"neighbours": 20}
+    config["evaluations"] = [fewshot, knn]
+    trained, (kind, train) = [], compare.TRAININGS["pretrain"]
+    monkeypatch.setitem(
+        compare.TRAININGS, "pretrain", (kind, lambda config: (trained.append(config.run.dir), train(config)))
+    )
+
+    def run():
+        small.write_text(yaml.safe_dump(config))
+        compare.main(["--config", str(small)])
+        return json.loads((tmp_path / "out" / "results.json").read_text())
+
+    first = run()
+    assert trained == [str(tmp_path / "encoders" / seed) for seed in "01"]
+    assert first["summary"]["comparison"]["wild"] == {"few-shot 1": {"diverged": 2}, "kNN 20": {"diverged": 2}}
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert [line.split() for line in lines if "wild" in line] == [["|", "wild", "|", "diverged", "|", "diverged", "|"]]
+    assert run() == first and len(trained) == 2
+    assert f"{tmp_path}/encoders/0/diverged.json says so; delete it to try again" in capsys.readouterr().err
+
+    shutil.rmtree(tmp_path / "encoders" / "1")
+    config["encoders"][0]["train_options"]["optim.lr"] = 1e-3
+    config["encoders"][0]["seeds"] = [1]
+    config["evaluations"] = [knn, finetuned | {"options": finetuned["options"] | {"lrs": 1e30}}]
+    second = run()["summary"]["comparison"]["wild"]
+    assert trained[2:] == [str(tmp_path / "encoders" / "1")] * 2  # the second time it is finished
+    assert second["kNN 20"]["mean"] > 0 and second["fine-tuned"] == {"diverged": 1}
+    monkeypatch.setitem(compare.EVALUATIONS, "finetune", (FinetuneConfig, lambda config: pytest.fail("again")))
+    assert run()["summary"]["comparison"]["wild"] == second
+
+
+def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
+    about = {"encoder": "a", "dataset": "birds", "group": None, "evaluation": "kNN"}
+    rows = [about | {"encoder_seed": seed, "seed": 0, "case": "20", "accuracy": 0.5} for seed in (0, 1)]
+    numbers = numbers_of(rows, [about | {"encoder_seed": 2}])
+    assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "diverged": 1}
+    assert "50.0 ± 0.0 (1 diverged)" in table_of(numbers)
 
 
 def test_a_failed_evaluation_leaves_the_others(floors, tmp_path):

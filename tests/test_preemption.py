@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from accelerate import Accelerator
+from conftest import wait_until
 
 from mpp.errors import UserError
 from mpp.runtime import preemption
@@ -31,6 +32,19 @@ def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
     assert (tmp_path / MARKER).read_text() == "SIGTERM, after step 7\n"
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
+    """A shell starts `command &` with SIGINT ignored, and Python leaves it so: a run does not."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+            stop.finish_step = True
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: stop.asked == "SIGINT", seconds=5)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path):

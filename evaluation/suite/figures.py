@@ -255,7 +255,7 @@ def plot_bars(numbers: dict[str, dict[str, dict[str, float]]]) -> Figure:
     panels = figure.subplots(1, len(columns), sharex=True, sharey=True, squeeze=False)[0]
     colors = PALETTE(np.linspace(0, 0.9, len(numbers)))
     for panel, column in zip(panels, columns, strict=True):
-        cells = [of.get(column, {"mean": np.nan, "std": 0}) for of in numbers.values()]
+        cells = [{"mean": np.nan, "std": 0} | of.get(column, {}) for of in numbers.values()]
         means, spreads = ([100 * cell[key] for cell in cells] for key in ("mean", "std"))
         bars = panel.barh(list(numbers), means, xerr=spreads, color=colors)
         panel.bar_label(bars, fmt="%.1f", padding=4, fontsize=8)

@@ -16,7 +16,7 @@ from mpp.config import require
 
 Row = dict[str, Any]
 Numbers = dict[str, dict[str, dict[str, float]]]
-"""Encoder -> column -> mean, standard deviation, count."""
+"""Encoder -> column -> mean, standard deviation, count; and how many seeds diverged, where any did."""
 
 COMPUTE = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and their axis."""
@@ -62,19 +62,22 @@ class Results:
     """Accuracies: encoder, encoder_seed, evaluation, dataset, group, case, seed, accuracy."""
     curves: list[Row] = field(default_factory=list)
     """Accuracies on the dev split by depth: encoder, encoder_seed, evaluation, dataset, depth, seed, accuracy."""
+    diverged: list[Row] = field(default_factory=list)
+    """What a training that diverged leaves without a result: encoder, encoder_seed, evaluation, dataset, group."""
     compute: dict[str, float] = field(default_factory=dict)
     """PFLOP that training an encoder executed."""
 
     def of(self, question: Question) -> "Results":
         """Those that a question is about, encoders in its order."""
-        asked = list(question.encoders) if question.encoders is not None else unique(self.rows, "encoder")
-        evaluations = question.evaluations or unique(self.rows, "evaluation")
+        everything = [*self.rows, *self.diverged]
+        asked = list(question.encoders) if question.encoders is not None else unique(everything, "encoder")
+        evaluations = question.evaluations or unique(everything, "evaluation")
 
         def chosen(rows: list[Row]) -> list[Row]:
             kept = [row for row in rows if row["encoder"] in asked and row["evaluation"] in evaluations]
             return sorted(kept, key=lambda row: (asked.index(row["encoder"]), evaluations.index(row["evaluation"])))
 
-        return Results(chosen(self.rows), chosen(self.curves), self.compute)
+        return Results(chosen(self.rows), chosen(self.curves), chosen(self.diverged), self.compute)
 
 
 def unique(rows: list[Row], key: str) -> list[Any]:
@@ -105,17 +108,27 @@ def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
     return columns
 
 
-def numbers_of(rows: list[Row]) -> Numbers:
-    """The numbers of a table."""
-    numbers: Numbers = {encoder: {} for encoder in unique(rows, "encoder")}
-    for name, belongs in columns_of(rows).items():
+def numbers_of(rows: list[Row], diverged: Sequence[Row] = ()) -> Numbers:
+    """The numbers of a table, and in how many of an encoder's seeds a training `diverged` that they need."""
+    lost = without_a_result(rows, diverged)
+    numbers: Numbers = {encoder: {} for encoder in unique([*rows, *lost], "encoder")}
+    for name, belongs in columns_of([*rows, *lost]).items():
         column = [row for row in rows if belongs(row)]
         datasets = set(unique(column, "dataset"))
         for encoder, cells in numbers.items():
             own = complete([row for row in column if row["encoder"] == encoder], datasets)
-            if own:
-                cells[name] = spread(own)
+            seeds = {row["encoder_seed"] for row in lost if belongs(row) and row["encoder"] == encoder}
+            if own or seeds:
+                cells[name] = (spread(own) if own else {}) | ({"diverged": len(seeds)} if seeds else {})
     return numbers
+
+
+def without_a_result(rows: list[Row], diverged: Sequence[Row]) -> list[Row]:
+    """What diverged, once for each case that its evaluation has where it does not; where it never does, for `""`."""
+    cases: dict[str, list[str]] = {}
+    for evaluation, case in dict.fromkeys((row["evaluation"], row["case"]) for row in rows):
+        cases.setdefault(evaluation, []).append(case)
+    return [row | {"case": case} for row in diverged for case in cases.get(row["evaluation"], [""])]
 
 
 def complete(rows: list[Row], datasets: set[str]) -> list[Row]:
@@ -137,7 +150,10 @@ def cell(numbers: dict[str, float] | None) -> str:
     """A number as the table has it; a single measurement has no spread."""
     if numbers is None:
         return "-"
-    return percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
+    if "mean" not in numbers:
+        return "diverged"
+    text = percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
+    return f"{text} ({numbers['diverged']} diverged)" if "diverged" in numbers else text
 
 
 def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
@@ -175,11 +191,13 @@ def write_findings(folder: Path, questions: Sequence[Question], results: Results
     folder.mkdir(parents=True, exist_ok=True)
     summary, texts, drawn = {}, [], []
     for question in questions:
-        numbers = summary[question.name] = numbers_of(results.of(question).rows)
+        asked = results.of(question)
+        numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged)
         heading = f"### {question.title}\n\n" if question.title else ""
         texts.append(heading + table_of(numbers))
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
-    found = {"results": results.rows, "dev_by_depth": results.curves, "training_pflop": results.compute}
+    found = {"results": results.rows, "dev_by_depth": results.curves}
+    found |= {"diverged": results.diverged, "training_pflop": results.compute}
     write_json(folder / "results.json", {"summary": summary, **found, "versions": about, "settings": settings})
     text = "\n\n".join(texts)
     (folder / "table.md").write_text(text + "\n")

@@ -5,7 +5,8 @@ Why each part has to be (tests/test_faults.py breaks a run without it):
 - The thread and its pipe. Python runs a signal's handler between two steps of the main thread's own code. While that
   waits in C, for a GPU or for another process, no handler runs, and a second Ctrl-C would do nothing. The interpreter
   writes the signal's number into the pipe at once, and the thread reads it there.
-- The handler. Before the first step there is nothing to finish: it ends the run where it stands.
+- The handler. Before the first step there is nothing to finish: it ends the run where it stands. It is installed where
+  SIGINT was ignored too, as in what a script starts in its background (`command &`).
 - The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal.
 - The agreement before each step. Signals do not reach all processes in the same step, and images can be missing on one
   alone. A process that stops by itself leaves the others waiting for its gradients. They agree over gloo, on the host:
