@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import SourceConfig
 from mpp.data.labels import find_label_column, number_labels, read_labels
-from mpp.data.samples import files_of, keep
+from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
     ARCHIVES,
     SHARD_FILES,
@@ -254,13 +254,11 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     return shards, known[0], known[1]
 
 
-def draw(
-    config: SourceConfig, files: list[list[str]], shards: Shards, label: str | None, limit: int
-) -> datasets.Dataset:
+def draw(config: SourceConfig, files: Files | None, shards: Shards, label: str | None, limit: int) -> datasets.Dataset:
     """A sample of the rows, images and labels, mapped from disk; see mpp/data/samples.py.
 
     Args:
-        files: what the stream is read from.
+        files: what the stream is read from; None: nobody knows, and nothing is kept.
         label: column of the labels, if the user named it.
     """
     label = find_label_column(label, shards.stream.features, describe(config))
@@ -270,7 +268,7 @@ def draw(
     identity = {"files": files, "name": config.name, "split": shards.split, "shards": shards.numbers}
     identity |= {"columns": columns, "rows": limit, "seed": config.eval_seed, "turns": SAMPLED_SHARDS}
     rows = (row | {PLACE: place} for place, row in needed.sample(limit, config.eval_seed))
-    kept = keep(rows, features, identity)
+    kept = keep(rows, features, identity) if files else datasets.Dataset.from_list(list(rows), features=features)
     return kept.select(np.argsort(kept[PLACE][:])[:limit])
 
 
@@ -282,7 +280,7 @@ def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.Iterabl
     return stream
 
 
-def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDataset], list[list[str]]]:
+def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDataset], Files | None]:
     """All splits as streams, and the files that they are read from: see `files_of`.
 
     What has no shards of its own, as a folder of image files, is cut into some.
@@ -291,7 +289,7 @@ def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDatas
     elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
     sharded = elsewhere or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
     if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
-        return load_splits(config, streaming=True), files_of(config.path)
+        return load_splits(config, streaming=True), list_files(config)
     splits = load_splits(config)
     files = [file for rows in splits.values() for cached in rows.cache_files for file in files_of(cached["filename"])]
     streams = {
