@@ -43,8 +43,8 @@ class KnnConfig(ProbeConfig):
 def evaluate(features: Features, config: KnnConfig) -> list[dict]:
     """Accuracy for every number of neighbours."""
     device = "cuda" if uses_gpu() else "cpu"
-    train, labels, test = (torch.from_numpy(part) for part in features[:3])
-    predicted = knn_predict(train, labels, test.to(device, torch.float32), config.neighbours, config.temperature)
+    labels, test = torch.from_numpy(features.train_labels), torch.tensor(features.test, dtype=torch.float32)
+    predicted = knn_predict(features.train, labels, test.to(device), config.neighbours, config.temperature)
     truth = torch.from_numpy(features.test_labels).to(device)
     return [
         {"neighbours": k, "accuracy": float(is_right(of_k, truth).double().mean())} for k, of_k in predicted.items()

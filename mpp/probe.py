@@ -94,7 +94,7 @@ def effective_rank(features: Tensor) -> float:
 
 
 def knn_predict(
-    train: Tensor, train_labels: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
+    train: Tensor | NDArray, train_labels: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
 ) -> dict[int, Tensor]:
     """Classes that a weighted kNN gives test images.
 
@@ -102,7 +102,8 @@ def knn_predict(
     training images that are equally near the first count; of classes with equally many votes the lowest wins.
 
     Args:
-        train: (N, D) features, on any device and of any floating-point type: they are read block by block, once.
+        train: (N, D) features, on any device and of any floating-point type, perhaps mapped: they are read once, block
+            by block.
         train_labels: (N,) int64, from 0.
         test: (M, D) features, on the device and of the type to compute in.
         neighbours: values of k; those above N count as N.
@@ -120,14 +121,16 @@ def knn_predict(
     return {k: torch.cat(of_k) for k, of_k in predictions.items()}
 
 
-def nearest(train: Tensor, test: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+def nearest(train: Tensor | NDArray, test: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     """Cosine similarity and index of the `count` nearest training images, (m, count) each, by blocks of test images."""
     units = [F.normalize(block, dim=-1) for block in test.split(BLOCK)]
     best: list[tuple[Tensor, Tensor]] = []
-    for number, block in enumerate(train.split(TRAIN_BLOCK)):
+    for first in range(0, len(train), TRAIN_BLOCK):
+        block = train[first : first + TRAIN_BLOCK]
+        block = block if isinstance(block, Tensor) else torch.tensor(block)  # a copy: what is mapped is not written to
         others = F.normalize(block.to(test), dim=-1)
         found = [largest(unit @ others.T, count) for unit in units]
-        found = [(similarity, index + number * TRAIN_BLOCK) for similarity, index in found]
+        found = [(similarity, index + first) for similarity, index in found]
         best = [merge(*pair, count) for pair in zip(best, found, strict=True)] if best else found
     return best
 

@@ -16,6 +16,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fewshot import features
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from evaluation import fewshot, knn, linear
 from evaluation.features import main as extract
@@ -184,6 +185,11 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     report = json.loads((tmp_path / "dev.json").read_text())
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
+    for module in ("mpp.features", "mpp.runtime.arrays"):
+        monkeypatch.setattr(f"{module}.IN_MEMORY", 0)
+    fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'files.json'}"])
+    files = json.loads((tmp_path / "files.json").read_text())
+    assert files["results"] == report["results"] and files["protocol"]["dev_accuracy_by_depth"] == on_dev
     with pytest.raises(ValueError, match="depth is 4; it must be from 1 to 3"):
         fewshot.main([*common, "--depth=4"])
 
@@ -270,21 +276,20 @@ def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monke
         assert clear.sum() > 30 and (predicted[k].numpy() == of_class.argmax(1))[clear].all()
 
 
-class Largest(TorchDispatchMode):
-    """The most entries that a tensor had which was computed."""
+class Allocations(TorchDispatchMode):
+    """How many entries each tensor has that torch computes: views, and what is changed in place, are none."""
 
-    entries = 0
+    def __init__(self):
+        super().__init__()
+        self.entries: list[int] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.given:
-                self.entries = max(self.entries, tensor.untyped_storage().nbytes() // tensor.element_size())
+        given, returned = ([t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for each in (args, result))
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        new = [tensor for tensor in returned if tensor.untyped_storage().data_ptr() not in known]
+        self.entries += [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in new]
         return result
-
-    def __init__(self, *given: torch.Tensor):
-        super().__init__()
-        self.given = {tensor.untyped_storage().data_ptr() for tensor in given}
 
 
 def test_knn_compares_block_with_block(monkeypatch):
@@ -292,9 +297,28 @@ def test_knn_compares_block_with_block(monkeypatch):
     monkeypatch.setattr("mpp.probe.BLOCK", 64)
     monkeypatch.setattr("mpp.probe.TRAIN_BLOCK", 200)
     train, labels, test = torch.randn(5000, 8, dtype=torch.half), torch.arange(5000) % 3, torch.randn(300, 8)
-    with Largest(train, labels, test) as largest:
+    with Allocations() as allocations:
         knn_predict(train, labels, test, [5], 0.07)
-    assert largest.entries == 64 * 200
+    assert max(allocations.entries) == 64 * 200
+
+
+def test_a_linear_probe_copies_the_training_features_once(monkeypatch):
+    """Once for the dev split and all penalties, once for the test; logits of all images there never are."""
+    monkeypatch.setattr(linear, "LOGITS", 30_000, raising=False)
+    data = features(classes=100, per_class=400, width=4)  # 40,000 images: their logits are 4 million
+    with Allocations() as allocations:
+        linear.evaluate(data, LinearConfig(l2=(1e-3, 1e-2, 1e-1), iterations=2))
+    assert sorted(n for n in allocations.entries if n > 30_000 * 2.5) == [4 * 36_000, 4 * 40_000]
+
+
+def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
+    data = features(seed=4)
+    x, y = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0)), torch.from_numpy(data.train_labels)
+    whole = fit_lbfgs(x, y, 7, 0.01, 5)
+    monkeypatch.setattr(linear, "LOGITS", 7 * 13)
+    blocks = fit_lbfgs(x, y, 7, 0.01, 5)
+    torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():

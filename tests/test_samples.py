@@ -167,3 +167,17 @@ def test_a_cache_that_cannot_be_written_is_named(shards, cache, monkeypatch):
     monkeypatch.setattr(samples.pa, "OSFile", Full)
     with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .*cache; .* cannot be kept there: .*No space left"):
         load(shards)
+
+
+def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch, capsys):
+    _, *first = load(shards)
+    kept_before = kept(cache)
+
+    def unreachable(_):
+        raise RuntimeError("the hub is\nout of reach")
+
+    monkeypatch.setattr("mpp.data.samples.files_of", unreachable)
+    _, *second = load(shards)
+    for one, other in zip(first, second, strict=True):
+        assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]
+    assert "cannot be listed (the hub is out of reach)" in capsys.readouterr().err and kept(cache) == kept_before

@@ -6,6 +6,7 @@ Evaluation and the probe need the same few thousand images whenever a run starts
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,8 @@ import datasets
 import fsspec
 import pyarrow as pa
 
-from mpp.data.sources import BIRDS
+from mpp.config import ImagesConfig
+from mpp.data.sources import BIRDS, describe
 from mpp.errors import UserError
 from mpp.runtime.disk import sync
 from mpp.runtime.lock import hold
@@ -23,6 +25,8 @@ from mpp.runtime.lock import hold
 FOLDER = "mpp_stream_samples"  # in the cache: one folder for each sample, and nothing else
 ROWS, NOTES = "rows.arrow", "notes.json"
 BLOCK = 64  # rows written at a time: what bounds the memory
+Files = list[list[str]]
+"""What tells data from others: name, size and stamp of each file. Where they lie does not matter."""
 STAMPS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")  # fsspec's words
 
 
@@ -88,12 +92,22 @@ def blocks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         raise UserError(f"data.path cannot be read as a stream: {error}") from error
 
 
-def files_of(path: str | None, revision: str | None = None) -> list[list[str]]:
-    """What tells the files at a path, URL or name on the hub from others: name, size and stamp of each.
+def list_files(config: ImagesConfig) -> Files | None:
+    """The files of a stream; None, with a warning, where they cannot be listed.
 
-    Nothing of their contents is read. Where they lie does not matter.
+    Of a hub that is out of reach, the library streams what it has from earlier.
     """
-    local = Path(path or BIRDS).expanduser()
+    try:
+        return files_of(str(BIRDS) if config.path is None else config.path, config.revision)
+    except Exception as error:  # clients of file systems raise whatever they like
+        reason = f"{describe(config)} cannot be listed ({' '.join(str(error).split())})"
+        print(f"warning: {reason}; the images to evaluate on are read at every start", file=sys.stderr)
+        return None
+
+
+def files_of(path: str, revision: str | None = None) -> Files:
+    """The files at a path, a URL, or a name of the hub. Nothing of their contents is read."""
+    local = Path(path).expanduser()
     url = str(local) if local.exists() else path if "://" in path else hub_url(path, revision)
     system, root = fsspec.url_to_fs(url)
     if system.isfile(root):

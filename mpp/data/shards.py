@@ -22,7 +22,7 @@ from mpp.config import SourceConfig
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import retried
 from mpp.data.record import digest
-from mpp.data.samples import files_of, keep
+from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
     ARCHIVES,
     SHARD_FILES,
@@ -64,7 +64,7 @@ class Shards:
         self.stream, self.image_column, self.split = stream, image_column, split
         self.numbers = list(range(stream.num_shards)) if numbers is None else [int(number) for number in numbers]
         self.count = len(self.numbers)
-        self.files: list[list[str]] = []  # what they are read from: name, size and stamp of each
+        self.files: Files = []  # what they are read from: name, size and stamp of each
 
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
         """The rows of a shard in lists of `size`, from row `skip` on."""
@@ -275,17 +275,17 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
     ]
     shards.stream = shards.stream.select_columns([column])  # no more is read from now on
-    shards.files = files
+    shards.files = files or []
     return shards, known[0], known[1]
 
 
 def draw(
-    config: SourceConfig, files: list[list[str]], shards: Shards, label: str | None, limit: int, seed: int
+    config: SourceConfig, files: Files | None, shards: Shards, label: str | None, limit: int, seed: int
 ) -> datasets.Dataset:
     """A sample of the rows, images and labels, mapped from disk; see mpp/data/samples.py.
 
     Args:
-        files: what the stream is read from.
+        files: what the stream is read from; None: nobody knows, and nothing is kept.
         label: column of the labels, if the user named it.
     """
     label = find_label_column(label, shards.stream.features, describe(config))
@@ -295,7 +295,7 @@ def draw(
     identity = {"files": files, "name": config.name, "split": shards.split, "shards": shards.numbers}
     identity |= {"columns": columns, "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
     rows = (row | {PLACE: place} for place, row in needed.sample(limit, seed))
-    kept = keep(rows, features, identity)
+    kept = keep(rows, features, identity) if files else datasets.Dataset.from_list(list(rows), features=features)
     return kept.select(np.argsort(kept[PLACE][:])[:limit])
 
 
@@ -307,7 +307,7 @@ def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.Iterabl
     return stream
 
 
-def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDataset], list[list[str]]]:
+def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDataset], Files | None]:
     """All splits as streams, and the files that they are read from: see `files_of`.
 
     What has no shards of its own, as a folder of image files, is cut into some.
@@ -316,7 +316,7 @@ def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDatas
     elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
     sharded = elsewhere or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
     if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
-        return load_splits(config, streaming=True), files_of(config.path, config.revision)
+        return load_splits(config, streaming=True), list_files(config)
     splits = load_splits(config)
     files = [file for rows in splits.values() for cached in rows.cache_files for file in files_of(cached["filename"])]
     streams = {
