@@ -37,7 +37,8 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     last = last_evaluation(Path(config.encoder))
     missing = [name for name in LINES.values() if f"heldout/{name}" not in last]
     if missing:
-        raise UserError(f"encoder is {config.encoder}; it must be a pre-training run: it has no heldout/{missing[0]}")
+        lacks = f"it has no heldout/{missing[0]} (nor has one that predicts no colours)"
+        raise UserError(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
     results = [{"case": line, "accuracy": last[f"heldout/{name}"]} for line, name in LINES.items()]
     report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}
     print(table(["masked patches", "accuracy (%)"], [[r["case"], f"{100 * r['accuracy']:.1f}"] for r in results]))
