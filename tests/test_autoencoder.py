@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpp.autoencoder import MaskedAutoencoder, decoder_numbers, others
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
 from mpp.corruption import Corruption, draw
-from mpp.encoder import build_encoder, set_attention
+from mpp.encoder import build_encoder, has_fused_attention, set_attention
 from mpp.networks import build_network
 from mpp.predictor import executed_flops
 
@@ -95,12 +95,16 @@ def test_compute_falls_with_the_patches_that_are_seen(rate):
     seen, every, wide, narrow = 17 - hidden, 17, 24, 16
     embedding = 16 * 3 * 8**2 * wide
     encoder = 2 * (12 * seen * wide**2 + 2 * seen**2 * wide)  # two blocks
-    queries = (
-        hidden * (2 + 8) * narrow**2 + 2 * hidden * every * narrow
-    )  # of the decoder's one block, which is the last
+    queries = hidden * (2 + 8) * narrow**2 + 2 * hidden * every * narrow  # in the decoder's one block
     decoder = seen * wide * narrow + every * 2 * narrow**2 + queries + hidden * narrow * 5
     assert counter.get_total_flops() == 3 * 2 * (embedding + encoder + decoder)
     assert 2.5 < executed_flops(model, images, corruption) / counter.get_total_flops() < 3  # with the backward pass
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_decoders_attention_is_computed_as_the_encoders(fused):
+    encoder = build_encoder(ModelConfig(depth=1, attention="fused" if fused else "unfused"))
+    assert has_fused_attention(build_network(SMALL, encoder, 5, *HALVES).decoder) == fused
 
 
 def test_the_others_are_all_but_those_named():

@@ -121,11 +121,8 @@ def test_hog_is_scikit_images(patch, cell):
     images = torch.randint(0, 256, (2, 3, 3 * patch, 5 * patch), dtype=torch.uint8)
     images[0, :, :patch, :patch] = 50  # a cell without a gradient
     images[1] = images[1] // 64 * 64  # many gradients of the same direction
-    o, side, positions = (
-        objective("hog", patch, cell=cell),
-        max(1, patch // cell),
-        torch.tensor([[0, 7, 14], [1, 4, 9]]),
-    )
+    o, side = objective("hog", patch, cell=cell), max(1, patch // cell)
+    positions = torch.tensor([[0, 7, 14], [1, 4, 9]])
     targets = o.targets(images, positions)
     assert targets.shape == (2, 3, o.outputs) and o.outputs == side**2 * 27 and o.labels(targets) is None
     for image, places, found in zip(images.double().numpy(), positions.tolist(), targets, strict=True):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, TINY, read_metrics
+from conftest import TINY, read_metrics
 from einops import rearrange
 from server import Command
 
@@ -13,7 +13,7 @@ from mpp.networks import build_network
 from mpp.objectives import build_objective
 from mpp.runtime.parsing import parse
 
-OVERLAYS = sorted(f"rivals/{path.stem}" for path in (ROOT / "configs" / "rivals").glob("*.yaml"))
+OVERLAYS = ["rivals/simmim", "rivals/mae", "rivals/mae_mean_color", "rivals/maskfeat"]
 MODEL = dict(width=24, depth=2, heads=2, img_size=32, patch_size=8)
 THEIRS = dict(
     **dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, image_size=32),

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from conftest import TINY, encoded, picture
+from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -197,20 +198,33 @@ def test_all_pictures_of_a_run(pretrain, tmp_path, capsys):
     assert found["colors"].shape == (2, 3, 4, 4, 3) and found["depths"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("objective", ["mean_color", "grid_color", "pixels"])
-def test_predictions_of_every_objective(pretrain, tmp_path, objective):
-    run = pretrain(f"--objective.name={objective}", *(["--optim.average=0.9"] if objective == "pixels" else []))
-    main([f"--encoder={run}", f"--out={tmp_path}", "--pictures=predictions", *FAST])
-    saved = np.load(tmp_path / "predictions.npz")
-    assert saved["original"].shape == (3, 32, 32, 3) and saved["positions"].shape == (3, 8)
-    assert ("entropy" in saved) == (objective != "pixels")
-    if objective != "pixels":
-        assert saved["entropy"].shape == (3, 8, 1 if objective == "mean_color" else 16)
-        assert saved["entropy"].min() >= 0 and saved["entropy"].max() <= 9
+@pytest.mark.parametrize(
+    ("settings", "cells", "heading"),
+    [
+        (["--objective.name=grid_color"], 16, "(colours of a grid over each patch)"),
+        (["--objective.name=pixels", "--optim.average=0.9"], None, "(pixels)"),
+        (["--config=rivals/mae"], None, "(pixels, put back by each patch's true mean and deviation)"),
+        (["--config=rivals/mae_mean_color"], 1, "(mean colours)"),
+        (["--config=rivals/maskfeat"], None, "(HOG, as its edges)"),
+    ],
+)
+def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch, settings, cells, heading):
+    headings = []
+    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: headings.append(text))
+    run, out = pretrain(*settings, "--run.steps=1"), tmp_path / "pictures"
+    main([f"--encoder={run}", f"--out={out}", "--pictures=predictions", *FAST])
+    assert headings[0].replace("\n", " ").endswith(heading)
+    saved = np.load(out / "predictions.npz")
+    corrupted = saved["positions"].shape[1]
+    assert saved["original"].shape == (3, 32, 32, 3)
+    assert (saved["entropy"].shape == (3, corrupted, cells)) if cells else ("entropy" not in saved)
+    assert not cells or 0 <= saved["entropy"].min() <= saved["entropy"].max() <= 9
     hidden = np.zeros((3, 16), bool)
     np.put_along_axis(hidden, saved["positions"], True, axis=1)
-    seen = hidden.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
-    assert (saved["predicted"][~seen] == saved["original"][~seen]).all()
+    hidden = hidden.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
+    assert all((saved[name][~hidden] == saved["original"][~hidden]).all() for name in ("seen", "predicted", "true"))
+    assert (saved["predicted"][hidden] != saved["true"][hidden]).any()
+    assert (saved["true"] == saved["original"]).all() == ("pixels" in heading)
 
 
 def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch, tmp_path):

@@ -21,13 +21,13 @@ DPI = 110
 MARKERS = "osD^vPX"  # lines differ in these too
 
 
-def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, objective: str) -> Figure:
+def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, what: str) -> Figure:
     """A row for each image: original, corrupted, predicted, true and, where there is one, the entropy.
 
     Args:
         columns: (4, B, S, S, 3).
         doubts: (B, h, w) entropy in bits, NaN where nothing was predicted; None: no distribution is predicted.
-        objective: its name.
+        what: is predicted, in a few words.
     """
     titles = [*COLUMNS, *(["entropy"] if doubts is not None else [])]
     rows, across = columns.shape[1], len(titles)
@@ -43,7 +43,8 @@ def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, objecti
     bare(*panels.flat)
     if doubts is not None:
         figure.colorbar(shown, ax=panels[:, -1], label="entropy of the prediction (bits)", shrink=min(1, 2 / rows))
-    figure.suptitle(f"held-out images, predicted from what is left of them ({objective})", fontsize=11)
+    heading = f"held-out images, predicted from what is left of them ({what})"
+    figure.suptitle(textwrap.fill(heading, 80), fontsize=11)
     return figure
 
 
