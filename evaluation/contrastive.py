@@ -1,7 +1,7 @@
 """Contrastive pre-training, a rival that masks nothing: SimCLR (Chen et al., ICML 2020).
 
     accelerate launch evaluation/contrastive.py
-    accelerate launch evaluation/contrastive.py --config configs/rivals/simclr_cifar10.yaml
+    accelerate launch evaluation/contrastive.py --config cifar10 --config rivals/simclr_cifar10
 
 Two random views of each image go through the encoder and a projection head. Each view has to be more like the other
 view of its image than like any view of another image. The run folder and its encoder/ are as pre-training's, so that
@@ -74,7 +74,9 @@ class ContrastiveConfig:
     views: ViewsConfig = field(default_factory=ViewsConfig)
     head: ProjectionConfig = field(default_factory=ProjectionConfig)
     contrast: ContrastConfig = field(default_factory=ContrastConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3, global_batch_size=64))
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
+    )
     probe: ProbeConfig = field(default_factory=ProbeConfig)
 
 

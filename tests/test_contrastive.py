@@ -18,6 +18,7 @@ from mpp.config import DataConfig
 from mpp.data.images import random_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout, held_out_loader, training_loader
+from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
 
 
@@ -110,6 +111,15 @@ def test_views_are_the_same_from_any_number_of_loader_processes():
         drawn[workers].append(next(iter(held_out_loader(dataclasses.replace(views, dataset=few), 4))).images)
     assert drawn[0][0].shape == (4, 2, 3, 32, 32) and drawn[0][0].dtype == torch.uint8
     assert all(torch.equal(*pair) for pair in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_the_overlay_for_cifar_changes_pre_trainings_config():
+    config = parse(contrastive.ContrastiveConfig, ["--config=cifar10", "--config=rivals/simclr_cifar10"])
+    assert (config.data.path, config.data.eval_crop, config.model.width) == ("uoft-cs/cifar10", 1.0, 96)
+    assert (config.data.crop_area, config.views.jitter, config.views.blur) == ((0.08, 1.0), 0.5, 0.0)
+    assert (config.contrast.temperature, config.run.dir) == (0.5, "runs/cifar10_simclr")
+    birds = parse(contrastive.ContrastiveConfig, ["--config=rivals/simclr"])
+    assert birds == contrastive.ContrastiveConfig()  # the paper's
 
 
 def run(folder, *arguments: str):
