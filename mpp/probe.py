@@ -17,6 +17,7 @@ from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
 from mpp.training.task import ImageTask
 
+<<<<<<< HEAD
 BLOCK, TRAIN_BLOCK = 1024, 2**16  # test and training images compared at a time: what bounds the memory
 RANKED = 2048  # images that the effective rank is of, at most
 
@@ -91,6 +92,10 @@ def effective_rank(features: Tensor) -> float:
     if not values.any():
         return 0.0
     return float(torch.special.entr(values / values.sum()).sum().exp())
+=======
+BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
+TIED_ROWS = 64  # test images at a time whose neighbours cannot be told apart
+>>>>>>> memory
 
 
 def knn_predict(
@@ -124,15 +129,16 @@ def knn_predict(
 def nearest(train: Tensor | NDArray, test: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     """Cosine similarity and index of the `count` nearest training images, (m, count) each, by blocks of test images."""
     units = [F.normalize(block, dim=-1) for block in test.split(BLOCK)]
-    best: list[tuple[Tensor, Tensor]] = []
+    best: dict[int, tuple[Tensor, Tensor]] = {}
     for first in range(0, len(train), TRAIN_BLOCK):
         block = train[first : first + TRAIN_BLOCK]
         block = block if isinstance(block, Tensor) else torch.tensor(block)  # a copy: what is mapped is not written to
         others = F.normalize(block.to(test), dim=-1)
-        found = [largest(unit @ others.T, count) for unit in units]
-        found = [(similarity, index + first) for similarity, index in found]
-        best = [merge(*pair, count) for pair in zip(best, found, strict=True)] if best else found
-    return best
+        for number, unit in enumerate(units):
+            similarity, index = largest(unit @ others.T, count)
+            found = similarity, index + first
+            best[number] = merge(best[number], found, count) if first else found
+    return list(best.values())
 
 
 def merge(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
@@ -149,13 +155,19 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     found, index = values.topk(min(count + 1, values.shape[1]))
     equal = found[:, 1:] == found[:, :-1]
-    for row in equal[:, count - 1 :].any(1).nonzero():  # it had to choose among equal ones
-        found[row], index[row] = (part[:, : count + 1] for part in values[row].sort(descending=True, stable=True))
+    tied = equal[:, count - 1 :].any(1).nonzero().squeeze(1)  # where it chose among equal ones
+    for first in range(0, len(tied), TIED_ROWS):
+        rows = tied[first : first + TIED_ROWS]
+        above, level = values[rows] > found[rows, count:], values[rows] == found[rows, count:]
+        wanted = count - above.sum(1, keepdim=True)
+        chosen = (above | level & (level.cumsum(1, dtype=torch.int32) <= wanted)).nonzero()[:, 1].view(-1, count)
+        index[rows, :count], found[rows, :count] = chosen, values[rows].gather(1, chosen)
+    found, index = found[:, :count], index[:, :count]
     rows = equal.any(1).nonzero().squeeze(1)
     ascending, order = index[rows].sort()
     found[rows], order = found[rows].gather(1, order).sort(descending=True, stable=True)
     index[rows] = ascending.gather(1, order)
-    return found[:, :count], index[:, :count]
+    return found, index
 
 
 def knn_accuracy(

@@ -3,14 +3,15 @@
 import json
 import shutil
 
+import datasets
 import pytest
 from conftest import Killed, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.suite.inheritance import check_unseen, parse_with_images
 from mpp.config import Config, DataConfig, SourceConfig
-from mpp.data.record import differences, record
-from mpp.data.sources import load_image_datasets
+from mpp.data.record import differences, record, revision
+from mpp.data.sources import load_image_datasets, load_splits
 from mpp.errors import UserError
 from mpp.runtime.parsing import parse_saved
 
@@ -110,3 +111,27 @@ def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_pat
     fewshot.main([*moved, "--random=true"])
     other = SourceConfig(path=str(image_folder), eval_split=None, cut_seed=1)
     assert check_unseen("floor:pixels", other, None, None) is None
+
+
+def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkeypatch):
+    options = (f"--data.path={image_folder}", "--data.eval_split=null", "--data.streaming=true")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 3)
+        pretrain(*options)
+    new = image_folder / "cat" / "00.png"
+    new.write_bytes(encoded(picture(99)))
+    with pytest.raises(UserError, match=r"a run on other images: train: the files .* changed"):
+        pretrain(*options)
+    new.unlink()
+    assert max(read_metrics(pretrain(*options))) == 4
+
+
+def test_a_revision_of_the_hub_is_asked_for_and_noted(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: asked.update(options))
+    load_splits(SourceConfig(path="somebody/birds", revision="v2"))
+    assert asked["revision"] == "v2"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    rows = datasets.Dataset.from_dict({"image": [1]})
+    rows.info.download_checksums = {f"hf://datasets/somebody/birds@{commit}/train.parquet": {}}
+    assert revision(rows) == commit
