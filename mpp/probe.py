@@ -17,8 +17,8 @@ from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
 from mpp.training.task import ImageTask
 
-<<<<<<< HEAD
-BLOCK, TRAIN_BLOCK = 1024, 2**16  # test and training images compared at a time: what bounds the memory
+BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
+TIED_ROWS = 64  # test images at a time whose neighbours cannot be told apart
 RANKED = 2048  # images that the effective rank is of, at most
 
 
@@ -92,10 +92,6 @@ def effective_rank(features: Tensor) -> float:
     if not values.any():
         return 0.0
     return float(torch.special.entr(values / values.sum()).sum().exp())
-=======
-BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
-TIED_ROWS = 64  # test images at a time whose neighbours cannot be told apart
->>>>>>> memory
 
 
 def knn_predict(
