@@ -156,14 +156,21 @@ class Job:
         return parse(EVALUATIONS[self.case.evaluation.command][0], self.arguments())
 
     @cached_property
-    def training(self) -> Any:
-        """The config of the encoder's training; None: nothing says how."""
+    def requested(self) -> Any:
+        """The config of the encoder's training, as the comparison's says it; None: nothing says how."""
         entry = self.case.encoder
         if entry.train is None:
             return None
         options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
-        config = parse(TRAININGS[entry.train][0], command_line(options, self.case.seed))
-        return config if entry.compute is None else with_compute(entry.train, config, entry.compute)
+        return parse(TRAININGS[entry.train][0], command_line(options, self.case.seed))
+
+    @cached_property
+    def training(self) -> Any:
+        """The same with the steps that its compute allows. To know these, the images are loaded."""
+        entry = self.case.encoder
+        if self.requested is None or entry.compute is None:
+            return self.requested
+        return with_compute(entry.train, self.requested, entry.compute)
 
     def provenance(self) -> dict[str, Any]:
         """What the report depends on: settings, but for the plumbing, and weights."""
@@ -311,7 +318,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     questions, cases = plan(config)
     jobs = [Job(case, folder) for case in cases]
     for job in jobs:
-        _ = job.evaluation, job.training  # parsed: a bad setting is named at once
+        _ = job.evaluation, job.requested  # parsed: a bad setting is named at once
     failures = [] if config.tabulate else share_out(jobs)
     results = collect(jobs)
     for question in questions:

@@ -50,7 +50,7 @@ def test_every_case_of_a_comparison_file_parses(path):
     assert {case.encoder.name for case in asked.cases} == {entry["name"] for entry in config.encoders}
     for case in asked.cases:
         job = compare.Job(case, ROOT)
-        assert job.evaluation.encoder and (job.training is None) == (case.encoder.train is None)
+        assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
 
 
 def test_vtab_has_its_19_tasks_in_three_groups():
@@ -163,10 +163,8 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     (fewshot, finetuned), knn = config["evaluations"], {"name": "kNN", "command": "knn"}
     fewshot["options"]["shots"], knn["options"] = 1, FAST | {"neighbours": 20}
     config["evaluations"] = [fewshot, knn]
-    trained, (kind, train) = [], compare.TRAININGS["pretrain"]
-    monkeypatch.setitem(
-        compare.TRAININGS, "pretrain", (kind, lambda config: (trained.append(config.run.dir), train(config)))
-    )
+    trained, train = [], compare.train
+    monkeypatch.setattr(compare, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
 
     def run():
         small.write_text(yaml.safe_dump(config))
