@@ -12,11 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from accelerate.state import AcceleratorState
 from PIL import Image
-
-from mpp.pretrain import main
-from mpp.training.loop import Update
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -27,15 +23,26 @@ TINY = (
 )
 
 
+def pytest_configure(config):
+    """Hide GPUs, before anything loads torch: only `pytest -m gpu` is about them."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
     """Accelerate keeps its state in the process: every test starts without."""
+    from accelerate.state import AcceleratorState
+
     AcceleratorState._reset_state(True)
 
 
 @pytest.fixture
 def pretrain(tmp_path):
     """A tiny pre-training run in this process: pretrain("--optim.lr=1", dir=...) -> its folder."""
+    from accelerate.state import AcceleratorState
+
+    from mpp.pretrain import main
 
     def run(*arguments: str, dir: Path = tmp_path / "run", without: str = "--none") -> Path:
         AcceleratorState._reset_state(True)
@@ -54,6 +61,8 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch, step: int) -> None:
     """Stop a run in this process just before update `step` (from 0) is done."""
+    from mpp.training.loop import Update
+
     update = Update.__call__
 
     def dies(self, number, *args, **kwargs):

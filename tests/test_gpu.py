@@ -1,0 +1,252 @@
+"""What is promised of a GPU, held on one: `pytest -m gpu`, alone, for all other tests hide it.
+
+`GPU_SUITE_DEVICE=cpu pytest -m gpu` rehearses on a CPU what a CPU can do.
+"""
+
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, Killed, kill_at, read_metrics, run_command
+
+from evaluation import features, throughput
+from evaluation.suite.contenders import CEILINGS, FORWARD, TRAINING, Bench
+from mpp.config import ModelConfig, OptimConfig, RunConfig
+from mpp.encoder import build_encoder
+from mpp.errors import Diverged
+from mpp.predictor import MaskedPatchPredictor
+from mpp.pretrain import main
+from mpp.runtime.launch import command, set_timeout, start
+from mpp.runtime.preemption import Preemption
+from mpp.training.loop import Update
+from mpp.training.optim import build_optimizer
+
+DEVICE = os.environ.get("GPU_SUITE_DEVICE", "cuda")
+CUDA = DEVICE == "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="no GPU to be seen; all but -m gpu hide it"),
+]
+on_cuda = pytest.mark.skipif(not CUDA, reason="is about CUDA alone")
+on_two = pytest.mark.skipif(not CUDA or torch.cuda.device_count() < 2, reason="takes two GPUs")
+
+TEN = ("--run.steps=10", "--run.checkpoint_every=5", "--data.workers=2", "--data.cache_gb=0")
+FALL = 0.5  # by so much, at least, the loss falls in ten updates: what is compared below is far closer
+
+
+@pytest.fixture
+def run(pretrain, tmp_path, monkeypatch):
+    """A tiny run on a device, in ten updates: run("cpu", "--optim.name=sgd") -> its folder."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the CPU's float32 is float32
+
+    def on(device: str, *arguments: str, name: str = ""):
+        with monkeypatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_CPU", str(device == "cpu"))
+            return pretrain(*TEN, *arguments, dir=tmp_path / (name or device))
+
+    return on
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Sums in one order, as far as torch has such kernels."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_waiting():
+    """no_waiting(True): from now on it is an error that the host waits for the device; False: no longer."""
+    forbid = torch.cuda.set_sync_debug_mode if CUDA else lambda mode: None
+    yield lambda strict: forbid("error" if strict else "default")
+    forbid("default")
+
+
+@pytest.mark.parametrize(("optimizer", "tolerance"), [("adam", 1e-3), ("muon", 5e-3)])  # Muon computes in bf16
+def test_ten_losses_are_the_cpus(run, optimizer, tolerance):
+    """In float32; also what is measured, on the held-out images too, and the probe. The CPU's attention is unfused."""
+    options = (f"--optim.name={optimizer}", "--data.eval_images=64", "--probe.every=10", "--optim.lr=1e-2")
+    here, there = run(DEVICE, *options, name="device"), run("cpu", *options)
+    losses = read_metrics(there)
+    assert len(losses) == 10 and losses[1] - losses[10] > FALL
+    assert read_metrics(here) == pytest.approx(losses, abs=tolerance)
+    assert read_metrics(here, "heldout/loss") == pytest.approx(read_metrics(there, "heldout/loss"), abs=tolerance)
+    assert read_metrics(here, "nearest") == pytest.approx(read_metrics(there, "nearest"), abs=1e-6)  # of integers
+    for key in ("heldout/accuracy", "knn/depth_01", "knn/depth_02"):
+        assert read_metrics(here, key) == pytest.approx(read_metrics(there, key), abs=0.05)  # of 64 images
+
+
+def test_bf16_trains(run):
+    options = ("--optim.name=adam", "--optim.lr=1e-2")
+    half = run(DEVICE, *options, "--run.precision=bf16", name="half")
+    assert "precision: bf16" in (half / "config.yaml").read_text()
+    assert read_metrics(half) == pytest.approx(read_metrics(run(DEVICE, *options)), abs=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_compiled_training_is_the_same(run, precision):
+    options = ("--optim.name=adam", "--optim.lr=1e-2", f"--run.precision={precision}")
+    compiled = run(DEVICE, *options, "--run.compile=true", name="compiled")
+    tolerance = 1e-3 if precision == "fp32" else 1e-2
+    assert read_metrics(compiled) == pytest.approx(read_metrics(run(DEVICE, *options)), abs=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("optimizer", "step"), [("adam", 7), ("muon", 6)])
+def test_a_killed_run_ends_with_the_same_bits(run, exact, monkeypatch, precision, optimizer, step):
+    """With deterministic kernels; dropout and accumulation on the way."""
+    options = (f"--run.precision={precision}", f"--optim.name={optimizer}", "--model.dropout=0.1")
+    options += ("--model.drop_path=0.1", "--data.batch_size=4", "--optim.average=0.9")
+    whole = run(DEVICE, *options, name="whole")
+    with monkeypatch.context() as patch:
+        kill_at(patch, step)
+        with pytest.raises(Killed):
+            run(DEVICE, *options)
+    killed = run(DEVICE, *options)
+    files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert read_metrics(whole) == read_metrics(killed)
+
+
+def test_preemptions_answer_is_late_and_waited_for_by_none(tmp_path, no_waiting):
+    """The other process is asked in the fourth step; this one learns of it `lag` steps later."""
+    others = iter([0, 0, 0, 1, 1, 1, 1])
+    accelerator = SimpleNamespace(
+        num_processes=2, device=torch.device(DEVICE), reduce=lambda flag, how: flag + next(others), is_main_process=True
+    )
+    stop = Preemption(accelerator, tmp_path)
+    assert stop.lag == (2 if CUDA else 0)
+    no_waiting(True)
+    assert [stop.agreed() for _ in range(7)] == [False] * (3 + stop.lag) + [True] * (4 - stop.lag)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
+def test_the_host_does_not_wait_in_a_step(run, monkeypatch, no_waiting, optimizer):
+    """Between two lines of metrics; the first two updates set things up."""
+    call, strict = Update.__call__, []
+
+    def watched(self, step, micro, measure):
+        strict.append(step > 1 and not measure)
+        no_waiting(strict[-1])
+        try:
+            return call(self, step, micro, measure)
+        finally:
+            no_waiting(False)
+
+    monkeypatch.setattr(Update, "__call__", watched)
+    options = ("--optim.average=0.9", "--run.log_every=5", "--data.batch_size=4", "--run.precision=bf16")
+    run(DEVICE, f"--optim.name={optimizer}", *options)
+    assert strict == [False] * 2 + [True] * 2 + [False] + [True] * 4 + [False]
+
+
+@on_cuda
+def test_a_wait_would_be_noticed(no_waiting):
+    number = torch.ones((), device=DEVICE)
+    no_waiting(True)
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        number.item()
+
+
+@pytest.mark.parametrize("name", [*TRAINING, *FORWARD, *CEILINGS])
+def test_throughputs_contenders_run(name, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
+    bench = Bench("vit_tiny_patch16_224", 2, False, start(RunConfig(dir="unused", trackers=())))
+    contender = (TRAINING | FORWARD | CEILINGS)[name](bench)
+    assert throughput.seconds_of(contender.step) > 0 and contender.flops > 1e8
+    assert bench.accelerator.device.type == DEVICE
+
+
+def test_throughput_says_what_it_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
+    throughput.main(["--batch_size=2", "--rounds=2", "--memory=false", f"--out={tmp_path / 'all.json'}"])
+    assert "mpp update" in capsys.readouterr().out and (tmp_path / "all.json").stat().st_size
+
+
+@on_cuda
+def test_out_of_memory_is_one_line_and_leaves_nothing_behind(tmp_path, capsys):
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 32 * 2**20) / total)
+    words = [*TINY, *TEN, "--optim.global_batch_size=2048", f"--run.dir={tmp_path / 'run'}"]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            command(lambda: main(words))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: the GPU is out of memory; lower data.batch_size")
+    assert torch.cuda.memory_allocated() == before
+    main([*words, "--data.batch_size=64", "--run.steps=1"])  # as it advises
+
+
+@on_cuda
+def test_a_diverged_run_leaves_nothing_on_the_gpu(run):
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(Diverged) as error:
+        run(DEVICE, "--optim.name=adam", "--optim.lr=1e30")
+    assert error and torch.cuda.memory_allocated() == before
+
+
+def test_muon_is_the_cpus_and_heeds_the_verdict_on_the_device():
+    """Three steps on the same gradients; where the verdict is that they are not finite, no weight changes by a bit."""
+    places, models = ("cpu", DEVICE), []
+    for place in places:
+        torch.manual_seed(0)
+        encoder = build_encoder(ModelConfig(depth=1, width=16, heads=2))
+        models.append(MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3).to(place))
+    optimizers = [build_optimizer(model, OptimConfig(name="muon", lr=0.1)) for model in models]
+    first = [parameter.detach().clone() for parameter in models[0].parameters()]
+    for _ in range(3):
+        gradients = [torch.randn_like(parameter) for parameter in first]
+        for place, model, optimizer in zip(places, models, optimizers, strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient.to(place)
+            optimizer.found_inf = torch.zeros((), device=place)
+            optimizer.step()
+    assert optimizers[1].defaults["capturable"] == CUDA
+    for begin, one, other in zip(first, *(model.parameters() for model in models), strict=True):
+        assert (one - other.cpu()).norm() < 0.02 * (one - begin).norm()  # Newton and Schulz iterate in bf16
+    model, optimizer = models[1], optimizers[1]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.found_inf = torch.ones((), device=DEVICE)
+    optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_frozen_features_are_the_cpus(run, tmp_path, monkeypatch):
+    folder, found = run("cpu"), {}
+    for place in ("cpu", DEVICE):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", str(place == "cpu"))
+        out = tmp_path / f"{place}.npz"
+        features.main([f"--encoder={folder}", "--precision=fp32", "--data.workers=0", f"--out={out}"])
+        found[place] = np.load(out)
+    for key in found["cpu"]:
+        np.testing.assert_allclose(found[DEVICE][key], found["cpu"][key], rtol=1e-3, atol=1e-3)
+
+
+@on_cuda
+def test_nccls_timeout_can_be_set():
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        set_timeout(timedelta(minutes=7))
+        group = torch.distributed.distributed_c10d._get_default_group()
+        assert group._get_backend(torch.device("cuda")).options._timeout == timedelta(minutes=7)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@on_two
+def test_two_gpus_are_one_run(run, tmp_path):
+    words = [*TINY, *TEN, "--optim.name=adam", "--optim.lr=1e-2", f"--run.dir={tmp_path / 'two'}"]
+    launch = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29641")
+    two = run_command(*launch, "mpp/pretrain.py", *words)
+    assert two.returncode == 0 and "2 processes on cuda" in two.stdout, two.stderr
+    one = run(DEVICE, "--optim.name=adam", "--optim.lr=1e-2")
+    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(one), abs=1e-3)
