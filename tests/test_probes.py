@@ -124,8 +124,8 @@ def test_an_image_size_that_does_not_fit_is_named(vit):
         load_frozen(str(vit[1]), img_size=36)
 
 
-@pytest.mark.parametrize("count", [11, 12, 2])
-def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count):
+@pytest.mark.parametrize(("count", "in_file"), [(11, False), (12, True), (2, False), (2, True)])
+def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count, in_file):
     whole = np.arange(2 * count).reshape(count, 2)
     shares = [whole[rank::3] if rank < count else np.empty((0, 0), int) for rank in range(3)]
     firsts = iter((0, 2))
@@ -138,7 +138,7 @@ def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count):
     monkeypatch.setattr("mpp.features.ROWS", 2)
     monkeypatch.setattr("mpp.features.gather_object", gathered)
     main = SimpleNamespace(num_processes=3, is_main_process=True)
-    assert (interleave(shares[0], count, main) == whole).all()
+    assert (interleave(shares[0], count, main, in_file) == whole).all()
 
 
 def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit, tmp_path):

@@ -1,5 +1,7 @@
 """What is looked at again and again of a stream: read once, by one process of a machine, and never used torn."""
 
+import errno
+import io
 import os
 import shutil
 from itertools import zip_longest
@@ -159,14 +161,26 @@ def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkey
     assert len(load(shards, probed=100)[1]) == 25
 
 
-def test_a_cache_that_cannot_be_written_is_named(shards, cache, monkeypatch):
-    class Full:
-        def __init__(self, *_):
-            raise OSError(28, "No space left on device")
+class FullDisk(io.BytesIO):
+    """Where the first rows have room."""
 
-    monkeypatch.setattr(samples.pa, "OSFile", Full)
-    with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .*cache; .* cannot be kept there: .*No space left"):
+    def write(self, data) -> int:
+        if self.tell() > 20_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("how", ["a full disk", "a file in its place"])
+def test_a_cache_that_cannot_be_written_is_named(shards, cache, monkeypatch, how):
+    if how == "a full disk":
+        aside = FullDisk()
+        monkeypatch.setattr(samples.pa, "OSFile", lambda *_: aside)
+    else:
+        cache.mkdir()
+        (cache / FOLDER).write_text("")
+    with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .*cache; .* cannot be kept there: .*; choose another"):
         load(shards)
+    assert not list(cache.rglob(ROWS))
 
 
 def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch, capsys):

@@ -43,14 +43,14 @@ def keep(rows: Iterable[dict[str, Any]], features: datasets.Features, identity: 
     """
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     folder = cache / FOLDER / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-    if not is_whole(folder):
-        with hold(folder, "HF_DATASETS_CACHE", wait=True):
-            if not is_whole(folder):
-                try:
+    try:
+        if not is_whole(folder):
+            with hold(folder, "HF_DATASETS_CACHE", wait=True):
+                if not is_whole(folder):
                     write(folder, rows, features, identity)
-                except OSError as error:
-                    what = "the images of the stream that are evaluated on cannot be kept there"
-                    raise UserError(f"HF_DATASETS_CACHE is {cache}; {what}: {error}") from error
+    except OSError as error:
+        what = "the images of the stream that are evaluated on cannot be kept there"
+        raise UserError(f"HF_DATASETS_CACHE is {cache}; {what}: {error}; choose another") from error
     return datasets.Dataset.from_file(str(folder / ROWS))
 
 
