@@ -10,6 +10,7 @@ every probe takes it; the projection head is left out.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from evaluation.suite.contrast import Everyone, TwoViews, ViewsConfig, nt_xent
-from evaluation.suite.networks import HeadedEncoder, Pooling, build_backbone
+from evaluation.suite.networks import HeadedEncoder, build_backbone
 from mpp.config import DataConfig, ModelConfig, OptimConfig, ProbeConfig, RunConfig, require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import Batch, BatchLayout
@@ -41,8 +42,8 @@ PANEL_IMAGES = 8
 class ProjectionConfig:
     """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
 
-    pooling: Pooling = "mean"
-    """What it is on: `class` token or `mean` over patches or places; auto: [class] where there is one."""
+    pooling: Literal["class", "mean"] = "mean"
+    """What it is on: the `class` token, or the `mean` over patches or places."""
     hidden: int | None = None
     """Width of the hidden layer. null: the encoder's."""
     outputs: int = 128
