@@ -147,6 +147,10 @@ def test_what_a_user_can_mend_is_one_line(error, capsys):
     assert ended.value.code == 2 and capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_gpus_are_hidden_from_these_tests_and_what_they_start():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not uses_gpu()
+
+
 def test_a_launcher_that_was_told_cpu_leaves_the_gpu_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert uses_gpu()
