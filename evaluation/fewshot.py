@@ -21,6 +21,7 @@ from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
+from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.launch import command
 
 BIAS = 100.0
@@ -92,8 +93,8 @@ def predict(
     targets[np.arange(len(labels)), labels] = 1.0
     weights = least_squares(whitened, targets, l2)
     predictions: list[list[NDArray[np.int64]]] = [[] for _ in l2]
-    for start in range(0, len(test), BLOCK):
-        block = (test[start : start + BLOCK].astype(np.float64) - mean) / std
+    for block in in_blocks(test, BLOCK):
+        block = (block.astype(np.float64) - mean) / std
         for of_l2, weight in zip(predictions, weights, strict=True):
             of_l2.append((block @ weight[:-1] + BIAS * weight[-1]).argmax(1))
     return [np.concatenate(of_l2) for of_l2 in predictions]
@@ -119,7 +120,7 @@ def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
         drawn = orders(features.train_labels, seed)
         for shots in config.shots:
             chosen = np.concatenate([order[:shots] for order in drawn])
-            support, labels = features.train[chosen], features.train_labels[chosen]
+            support, labels = select(features.train, chosen), features.train_labels[chosen]
             predicted = predict(support, labels, features.test, classes, config.l2)
             for l2, of_l2 in zip(config.l2, predicted, strict=True):
                 accuracy = float(is_right(torch.from_numpy(of_l2), truth).double().mean())

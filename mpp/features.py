@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mpp.data.views import Batch
 from mpp.errors import UserError
-from mpp.runtime.arrays import IN_MEMORY, Rows
+from mpp.runtime.arrays import IN_MEMORY, Rows, let_go
 
 Representation = Literal["class", "mean", "both"]
 ROWS = 4096  # of each process, exchanged at a time: what bounds the memory of those that only send
@@ -143,6 +143,7 @@ def interleave(own: NDArray, count: int, accelerator: Accelerator, in_file: bool
     whole = Rows((count, *own.shape[1:]) if main else (0, 0), own.dtype, in_file and main)
     for first in range(0, -(-count // processes), ROWS):
         parts = gather_object([own[first : first + ROWS]])
+        let_go(own)
         if main:
             block = np.empty((sum(map(len, parts)), *own.shape[1:]), own.dtype)
             for number, part in enumerate(parts):

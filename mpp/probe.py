@@ -15,6 +15,7 @@ from mpp.data.sources import ImageDataset
 from mpp.data.views import ViewDataset, held_out_loader
 from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
+from mpp.runtime.arrays import in_blocks
 from mpp.training.task import ImageTask
 
 BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
@@ -126,14 +127,13 @@ def nearest(train: Tensor | NDArray, test: Tensor, count: int) -> list[tuple[Ten
     """Cosine similarity and index of the `count` nearest training images, (m, count) each, by blocks of test images."""
     units = [F.normalize(block, dim=-1) for block in test.split(BLOCK)]
     best: dict[int, tuple[Tensor, Tensor]] = {}
-    for first in range(0, len(train), TRAIN_BLOCK):
-        block = train[first : first + TRAIN_BLOCK]
+    for turn, block in enumerate(in_blocks(train, TRAIN_BLOCK)):
         block = block if isinstance(block, Tensor) else torch.tensor(block)  # a copy: what is mapped is not written to
         others = F.normalize(block.to(test), dim=-1)
         for number, unit in enumerate(units):
             similarity, index = largest(unit @ others.T, count)
-            found = similarity, index + first
-            best[number] = merge(best[number], found, count) if first else found
+            found = similarity, index + turn * TRAIN_BLOCK
+            best[number] = merge(best[number], found, count) if turn else found
     return list(best.values())
 
 

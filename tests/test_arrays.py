@@ -3,6 +3,7 @@
 import tempfile
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from evaluation import fewshot, knn, linear
 from evaluation.suite.extraction import NAMES, Features, load_features, save_features
 from mpp.data.views import Batch
 from mpp.features import extract
-from mpp.runtime.arrays import Rows, select
+from mpp.runtime.arrays import Rows, in_blocks, select
 
 
 @pytest.fixture
@@ -84,6 +85,22 @@ def test_a_choice_of_rows_is_bounded(monkeypatch, peak):
     chosen = select(array, indices)
     assert peak() - held < 2.5 * 10**6
     assert (chosen == array[indices]).all()
+
+
+def resident() -> int:
+    """Bytes that this process has mapped of files and that are in memory."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * sum(int(lines[name].split()[0]) for name in ("RssFile", "RssShmem"))
+
+
+@pytest.mark.parametrize("way", [in_blocks, lambda array: [select(array, np.arange(0, len(array), 7))]])
+def test_what_was_read_of_a_mapped_array_is_let_go(way):
+    rows = Rows((2**14, 2**10), np.float32, True)  # 67 MB
+    rows.append(np.ones(rows.shape, np.float32))
+    mapped, before = rows.array(), resident()
+    assert sum(block.sum(dtype=np.float64) for block in way(mapped)) in (mapped.size, 2**10 * len(range(0, 2**14, 7)))
+    assert resident() - before < 10**7
+    assert mapped[-1, -1] == 1  # it can be read again
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -22,7 +22,7 @@ from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features import Representation, extract
-from mpp.runtime.arrays import in_blocks, map_array, select
+from mpp.runtime.arrays import in_blocks, let_go, map_array, select
 from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
 
@@ -137,6 +137,7 @@ def save_features(path: Path, features: Features) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+        let_go(features.train)
 
 
 def load_features(path: Path) -> Features:

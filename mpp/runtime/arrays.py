@@ -1,6 +1,7 @@
 """Arrays that may be larger than memory."""
 
 import math
+import mmap
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from mpp.errors import UserError
 
 IN_MEMORY = 2 * 10**9  # bytes: what takes more lies in a file
 BLOCK = 2**14  # rows handled at a time
+FEW_ROWS = 2**10  # rows from anywhere: the kernel maps what is around each, too
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -52,18 +54,30 @@ class Rows:
 
 
 def in_blocks(array: NDArray, rows: int = BLOCK) -> Iterator[NDArray]:
-    """Consecutive rows, so many at a time."""
+    """Consecutive rows, so many at a time; of a mapped array no more than these take memory."""
     for first in range(0, len(array), rows):
         yield array[first : first + rows]
+        let_go(array)
 
 
 def select(array: NDArray, indices: NDArray[np.int64]) -> NDArray:
-    """`array[indices]`, in a file where it is large."""
+    """`array[indices]`, in a file where it is large; of a mapped array no more takes memory."""
     shape = (len(indices), *array.shape[1:])
     chosen = Rows(shape, array.dtype, array[:1].nbytes * len(indices) > IN_MEMORY)
-    for some in in_blocks(indices):
+    for some in in_blocks(indices, FEW_ROWS):
         chosen.append(array[some])
+        let_go(array)
     return chosen.array()
+
+
+def let_go(array: NDArray) -> None:
+    """Give back the memory of what was read of a mapped array; the rest of the system may still have it cached.
+
+    The kernel would do so when memory is short, but who counts a process's memory, as batch systems do, counts it in.
+    """
+    mapping = getattr(array, "base", None)
+    if isinstance(mapping, mmap.mmap):
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def map_array(path: Path, arrays: np.lib.npyio.NpzFile, name: str) -> NDArray:
