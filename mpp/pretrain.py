@@ -104,10 +104,7 @@ class Pretraining(ImageTask):
         """A picture of original | corrupted | predicted | true for the first held-out images."""
         images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
         columns = prediction_columns(self.objective, predictions, images, corruption)
-        panel = prediction_panel(columns)
-        enlarge = max(1, 128 // self.img_size)
-        panel = panel.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-        tracker.log_images(step, " | ".join(COLUMNS), panel[None])
+        tracker.log_images(step, " | ".join(COLUMNS), prediction_panel(columns)[None])
 
     @torch.no_grad()
     def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Corruption, Tensor]:
@@ -155,7 +152,7 @@ class Pretraining(ImageTask):
         return (
             f"{self.config.model.name or 'ViT'}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
             f"{self.patches} patches of {self.patch_size} x {self.patch_size}, {self.corrupted} corrupted, "
-            f"{super().describe_model()}"
+            f"{self.model.on_top}, {super().describe_model()}"
         )
 
 
