@@ -25,7 +25,7 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
 from mpp.features import extract
 from mpp.metrics import Sums
-from mpp.panels import enlarge, prediction_panel
+from mpp.panels import prediction_panel
 from mpp.predictor import executed_flops
 from mpp.probe import probe
 from mpp.runtime.launch import command
@@ -161,7 +161,7 @@ class Contrastive(ImageTask):
         """A picture of the two views of the first held-out images."""
         views = self.views(self.held_out)
         pairs = torch.stack([views[FIXED, index].images for index in range(min(PANEL_IMAGES, len(self.held_out)))])
-        panel = enlarge(prediction_panel(pairs.movedim(1, 0)), self.img_size)
+        panel = prediction_panel(pairs.movedim(1, 0))
         tracker.log_images(step, "view 1 | view 2", panel[None])
 
     def flops(self) -> int:

@@ -51,8 +51,10 @@ class MaskedAutoencoder(nn.Module):
         )
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
-        self.decoder = Decoder(encoder, *decoder_numbers(config, encoder))
-        self.head = nn.Linear(self.decoder.width, outputs)
+        width, depth, heads = decoder_numbers(config, encoder)
+        self.on_top = f"a decoder of width {width}, {depth} blocks and {heads} heads"
+        self.decoder = Decoder(encoder, width, depth, heads)
+        self.head = nn.Linear(width, outputs)
         initialize(self.head)
 
     def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
@@ -89,7 +91,6 @@ class Decoder(nn.Module):
 
     def __init__(self, encoder: VisionTransformer, width: int, depth: int, heads: int):
         super().__init__()
-        self.width = width
         self.embed = nn.Linear(encoder.embed_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width))
         of_prefix = torch.zeros(encoder.num_prefix_tokens, width)

@@ -9,11 +9,12 @@ B images, K patches, P side of a patch, C classes.
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange, repeat
+from einops import rearrange, repeat
 from torch import Tensor
 
 from mpp.config import ObjectiveConfig
@@ -22,6 +23,7 @@ from mpp.errors import UserError
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss}
 """Means over all numbers of all patches."""
 ORIENTATIONS = 9  # of a histogram of oriented gradients
+LEGIBLE = 16  # pixels of a cell's side in a picture of one
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
@@ -91,8 +93,8 @@ class Objective(Protocol):
         where targets do not say a patch's colour: then no accuracy is measured."""
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        """Targets as pixels, (B, K, 3, P, P) uint8. Where they lack what pixels need, it is `clean`'s, the true patches
-        (B, K, 3, P, P) uint8; then `shown` says so."""
+        """Targets as pixels, (B, K, 3, P, P) uint8, or s times as large to be legible, for a whole s. Where they lack
+        what pixels need, it is `clean`'s, the true patches (B, K, 3, P, P) uint8; then `shown` says so."""
 
     def entropy(self, predictions: Tensor) -> Tensor | None:
         """How unsure the predictions are, in bits, (B, K, cells); None where no distribution is predicted."""
@@ -243,8 +245,8 @@ class NormalizedPixels:
 class Hog:
     """Regress the histograms of oriented gradients of the patch's cells, in each colour channel (MaskFeat).
 
-    No accuracy: a histogram of edges has no colour. Pictures show a line for each orientation along its edge, as bright
-    as its share; red, green and blue are the three channels.
+    No accuracy: a histogram of edges has no colour. Pictures show a line for each orientation, along its edge and as
+    bright as its share is long; red, green and blue are the three channels.
     """
 
     shown = "HOG, as its edges"
@@ -272,8 +274,10 @@ class Hog:
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, 3, ORIENTATIONS))
-        drawn = einsum(shares, edges(self.cell).to(targets.device), "b k g f c o, o h w -> b k c g h f w")
-        return rearrange((255 * drawn.clamp(max=1)).to(torch.uint8), "b k c g h f w -> b k c (g h) (f w)")
+        lines = edges(self.cell * -(-LEGIBLE // self.cell)).to(targets.device)  # (9, h, w)
+        drawn = (share[..., None, None] * line for share, line in zip(shares.unbind(-1), lines, strict=True))
+        brightest = (255 * reduce(torch.maximum, drawn)).to(torch.uint8)
+        return rearrange(brightest, "b k g f c h w -> b k c (g h) (f w)")
 
     def entropy(self, predictions: Tensor) -> None:
         return None
@@ -302,16 +306,16 @@ def oriented_gradients(images: Tensor, cell: int) -> Tensor:
     return F.normalize(torch.stack(votes, dim=2), dim=2)
 
 
-def edges(cell: int) -> Tensor:
-    """A line through a cell for the middle of each orientation, along the edge: at right angles to the gradient.
+def edges(side: int) -> Tensor:
+    """A line through a square for the middle of each orientation, along the edge: at right angles to the gradient.
 
     Returns:
-        (9, cell, cell) float32, from 0 to 1.
+        (9, side, side) float32, from 0 to 1.
     """
     angles = (torch.arange(ORIENTATIONS) + 0.5) * math.pi / ORIENTATIONS
-    place = torch.arange(cell) - (cell - 1) / 2
+    place = torch.arange(side) - (side - 1) / 2
     apart = angles.sin()[:, None, None] * place[:, None] + angles.cos()[:, None, None] * place  # from the line
-    return (1 - apart.abs()).clamp(min=0)
+    return (0.5 + side / 12 - apart.abs()).clamp(0, 1)
 
 
 def pixels_as_asked(config: ObjectiveConfig, patch_size: int) -> Objective:

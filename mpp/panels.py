@@ -8,7 +8,8 @@ from mpp.corruption import Corruption, corrupt
 from mpp.objectives import Objective, at, patchify
 
 GREY = 128  # what is behind a [mask]
-LEGIBLE = 128  # pixels that the side of a shown image has, at least
+PANEL_SIDE = 128  # of an image in a panel, at least half of it
+
 
 COLUMNS = ("original", "corrupted", "predicted", "true")
 
@@ -22,31 +23,27 @@ def prediction_columns(objective: Objective, predictions: Tensor, images: Tensor
         predictions: (B, K, outputs) for these images and this corruption.
         images: (B, 3, S, S) uint8.
     Returns:
-        (4, B, 3, S, S) uint8.
+        (4, B, 3, S, S) uint8; S is s times the images' where the objective paints s times as large.
     """
     patches = patchify(images, objective.patch_size)
     clean, targets = at(patches, corruption.positions), objective.targets(images, corruption.positions)
+    painted = [objective.paint(each, clean) for each in (objective.decide(predictions), targets)]
+    patches = enlarge(patches, painted[0].shape[-1] // objective.patch_size)
     grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
     seen = corrupt(patches.flatten(2).float(), grey, corruption).to(torch.uint8).view(patches.shape)
-    columns = [
-        patches,
-        seen,
-        put(patches, corruption.positions, objective.paint(objective.decide(predictions), clean)),
-        put(patches, corruption.positions, objective.paint(targets, clean)),
-    ]
+    columns = [patches, seen, *(put(patches, corruption.positions, each) for each in painted)]
     rows = images.shape[-2] // objective.patch_size
     return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:
-    """Columns (n, B, 3, S, S) as one picture with a row for each image, (3, B * S, n * S)."""
-    return rearrange(columns, "n b c h w -> c (b h) (n w)")
+    """Columns (n, B, 3, S, S) as one picture with a row for each image, (3, B * S, n * S); small S are enlarged."""
+    return rearrange(enlarge(columns, max(1, PANEL_SIDE // columns.shape[-1])), "n b c h w -> c (b h) (n w)")
 
 
-def enlarge(panel: Tensor, side: int) -> Tensor:
-    """A panel (3, H, W) of images of this side, each pixel repeated until they are large enough to be seen."""
-    times = max(1, LEGIBLE // side)
-    return panel.repeat_interleave(times, 1).repeat_interleave(times, 2)
+def enlarge(pixels: Tensor, times: int) -> Tensor:
+    """(..., H, W) to (..., times * H, times * W)."""
+    return pixels.repeat_interleave(times, -2).repeat_interleave(times, -1)
 
 
 def put(patches: Tensor, positions: Tensor, replaced: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class MaskedPatchPredictor(nn.Module):
     """
 
     method = "masked patch prediction (Dosovitskiy et al., ICLR 2021, appendix B.1.2)"
+    on_top = "a linear head"
 
     def __init__(self, encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float]):
         super().__init__()

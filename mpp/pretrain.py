@@ -22,7 +22,7 @@ from mpp.encoder import build_encoder
 from mpp.metrics import Sums, add, measure, summarize, total
 from mpp.networks import build_network
 from mpp.objectives import build_objective
-from mpp.panels import COLUMNS, enlarge, prediction_columns, prediction_panel
+from mpp.panels import COLUMNS, prediction_columns, prediction_panel
 from mpp.predictor import executed_flops
 from mpp.probe import probe
 from mpp.runtime.launch import command
@@ -103,8 +103,7 @@ class Pretraining(ImageTask):
         """A picture of original | corrupted | predicted | true for the first held-out images."""
         images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
         columns = prediction_columns(self.objective, predictions, images, corruption)
-        panel = enlarge(prediction_panel(columns), self.img_size)
-        tracker.log_images(step, " | ".join(COLUMNS), panel[None])
+        tracker.log_images(step, " | ".join(COLUMNS), prediction_panel(columns)[None])
 
     @torch.no_grad()
     def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Corruption, Tensor]:
@@ -123,7 +122,7 @@ class Pretraining(ImageTask):
         return (
             f"{self.config.model.name or 'ViT'}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
             f"{self.patches} patches of {self.patch_size} x {self.patch_size}, {self.corrupted} corrupted, "
-            f"{super().describe_model()}"
+            f"{self.model.on_top}, {super().describe_model()}"
         )
 
 

@@ -216,12 +216,13 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch
     assert headings[0].replace("\n", " ").endswith(heading)
     saved = np.load(out / "predictions.npz")
     corrupted = saved["positions"].shape[1]
-    assert saved["original"].shape == (3, 32, 32, 3)
+    side = 64 if "HOG" in heading else 32  # drawn larger, to be legible
+    assert saved["original"].shape == (3, side, side, 3)
     assert (saved["entropy"].shape == (3, corrupted, cells)) if cells else ("entropy" not in saved)
     assert not cells or 0 <= saved["entropy"].min() <= saved["entropy"].max() <= 9
     hidden = np.zeros((3, 16), bool)
     np.put_along_axis(hidden, saved["positions"], True, axis=1)
-    hidden = hidden.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
+    hidden = hidden.reshape(3, 4, 4).repeat(side // 4, 1).repeat(side // 4, 2)
     assert all((saved[name][~hidden] == saved["original"][~hidden]).all() for name in ("seen", "predicted", "true"))
     assert (saved["predicted"][hidden] != saved["true"][hidden]).any()
     assert (saved["true"] == saved["original"]).all() == ("pixels" in heading)
