@@ -49,7 +49,7 @@ def parquet(tmp_path_factory):
 def lanes(folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, places=None) -> Lanes:
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
-    views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), 4)
+    views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2))
     return Lanes(views, BatchLayout(batch * processes, 1, processes, rank), start, stop, places or {})
 
 
@@ -107,7 +107,7 @@ def test_a_lane_goes_on_where_it_was(parquet, count):
 def test_batches_come_from_lanes_in_turn_and_resume(parquet, workers):
     data = DataConfig(path=str(parquet), streaming=True, workers=workers, shuffle_block=4)
     shards, _, _ = load_streamed(data, 5, 5)
-    views, layout = ViewDataset(shards, data, 16, 3, CorruptionConfig(), 4), BatchLayout(2, 1, 1, 0)
+    views, layout = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2)), BatchLayout(2, 1, 1, 0)
     whole = list(streaming_loader(views, layout, 0, 12, {}))
     assert [int(batch.place[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
     for stop in (1, 2, 5, 7):
@@ -259,8 +259,12 @@ def test_a_stream_is_resumed_as_it_was(pretrain, parquet, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"data\.workers is 3; a stream is resumed with as many as before \(1\)"):
         pretrain(*options, "--data.workers=3")
     (copy / "train-00003-of-00006.parquet").unlink()
+    with pytest.raises(ValueError, match=r"train: number of shards was 6, is 5"):
+        pretrain(*options)
+    (folder / "data.json").unlink()  # a run of an earlier release
     with pytest.raises(ValueError, match=r"data\.path has 5 shards to train on; the run began with 6"):
         pretrain(*options)
+    (folder / "data.json").unlink()
     places = folder / "checkpoints" / "step_00000004" / "places.json"
     places.write_text(places.read_text().replace("10", "24"))
     capsys.readouterr()
@@ -280,7 +284,7 @@ def test_a_folder_sorted_by_class_is_mixed(tmp_path):
     assert len(set(held_out.labels)) == 4 and len(set(known.labels)) == 4
     paths = [{row["image"]["path"].split("/")[-2] for rows in shards.blocks(n, 8) for row in rows} for n in range(3)]
     assert all(len(classes) > 1 for classes in paths)
-    other, _, _ = load_streamed(replace(data, eval_seed=1), 40, 40)
+    other, _, _ = load_streamed(replace(data, cut_seed=1), 40, 40)
     assert other.numbers != shards.numbers
 
 
