@@ -15,8 +15,10 @@ from evaluation.finetune import FinetuneConfig
 from evaluation.suite import plan
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
-from evaluation.suite.findings import numbers_of, table_of
+from evaluation.suite.findings import Question, Results, draw, numbers_of, table_of
+from evaluation.suite.provenance import images_of_source
 from evaluation.supervised import SupervisedConfig
+from mpp.errors import UserError
 from mpp.runtime.parsing import parse
 
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -368,3 +370,65 @@ def test_bad_comparisons_are_named(small, tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as error:
         compare.main(["--config", str(small)])
     assert "\n" not in str(error.value)
+
+
+def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
+    """Other images are judged anew; an encoder that was trained on others is not passed off as theirs."""
+    config = yaml.safe_load(small.read_text())
+    config |= {"encoders": config["encoders"][-1:], "evaluations": config["evaluations"][:1]}
+    judged, (kind, run) = [], compare.EVALUATIONS["fewshot"]
+    again = (kind, lambda settings: (judged.append(settings.data.path), run(settings))[1])
+    monkeypatch.setitem(compare.EVALUATIONS, "fewshot", again)
+
+    def judge():
+        images_of_source.cache_clear()  # as in a new process
+        compare.main(["--config", str(small)])
+
+    small.write_text(yaml.safe_dump(config))
+    judge()
+    judge()
+    assert len(judged) == 2
+    (tmp_path / "one" / "cat" / "01.png").write_bytes(encoded(picture(99)))
+    judge()
+    assert judged[2:] == [str(tmp_path / "one")]
+
+    tiny = {"data.path": str(tmp_path / "one"), "data.eval_split": None, "run.steps": 1}
+    encoder = {"name": "trained", "encoder": str(tmp_path / "encoder"), "train": "pretrain", "train_options": tiny}
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "data.json").write_text('{"train": {"files": "others"}}')
+    small.write_text(yaml.safe_dump(config | {"encoders": [encoder]}))
+    with pytest.raises(UserError, match=r"encoder was trained on other images than there are now \(train\)"):
+        judge()
+
+
+def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
+    config = yaml.safe_load(small.read_text())
+    options = config["encoders"][0]["train_options"] | {"data.path": str(tmp_path / "one")}
+    wide = options | {"model.width": 32}
+    config["encoders"] = [
+        {"name": name, "encoder": str(tmp_path / name), "train": "pretrain", "train_options": of, "compute": 1e-6}
+        for name, of in (("narrow", options), ("wide", wide))
+    ]
+    small.write_text(yaml.safe_dump(config))
+    asked = plan.plan(parse(plan.CompareConfig, ["--config", str(small)]))
+    jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in asked.cases}
+    for job in jobs.values():
+        an_image = compare.flops_of("pretrain", job.training)
+        assert job.training.run.steps == pytest.approx(1e9 / (8 * an_image), rel=0.01)  # batches of 8
+        assert job.requested.run.steps == 2
+    assert jobs["narrow"].training.run.steps > 2 * jobs["wide"].training.run.steps
+
+
+def test_lines_go_through_encoders_against_all_compute():
+    rows = [
+        {"encoder": name, "encoder_seed": 0, "seed": 0, "evaluation": "tuned", "dataset": "birds", "group": None}
+        | {"case": "", "accuracy": accuracy, "pflop": 2.0}
+        for name, accuracy in (("short", 0.1), ("long", 0.3), ("scratch", 0.2))
+    ]
+    results = Results(rows, compute={"short": 1.0, "long": 4.0, "scratch": 0.0})
+    lines = {"pre-trained": ["long", "short"], "from scratch": ["scratch"]}
+    question = Question("q", plot="lines", x="total compute", lines=lines)
+    axes = draw(question, results, {}).axes[0]
+    drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in axes.containers}
+    assert drawn["pre-trained"] == [[3.0, pytest.approx(10)], [6.0, pytest.approx(30)]]
+    assert drawn["from scratch"] == [[2.0, pytest.approx(20)]] and axes.get_xticks().tolist() == [2, 3, 6]

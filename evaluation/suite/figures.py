@@ -219,8 +219,9 @@ def plot_lines(curves: Curves, label: str) -> Figure:
             color = PALETTE(0.8 * number / max(1, len(cases) - 1))
             draw_line(panel, of_place, name, color, MARKERS[number % len(MARKERS)])
         panel.set_xscale("log")
-        labels = [f"{place:,.0f}" if place >= 100 else f"{place:.3g}" for place in of_place]
-        panel.set_xticks(list(of_place), labels, fontsize=7)
+        places = sorted({place for of_place in cases.values() for place in of_place})
+        labels = [f"{place:,.0f}" if place >= 100 else f"{place:.3g}" for place in places]
+        panel.set_xticks(places, labels, fontsize=7)
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # not over the bars
