@@ -1,6 +1,7 @@
 """Images that cannot be read now, or not be decoded: tried again, told, never made up."""
 
 import itertools
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from mpp.data import reading
 from mpp.data.reading import retried
 from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets
 from mpp.data.views import ViewDataset, held_out_loader
+from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
 from mpp.training.feed import FEW, RECENT, Feed
 from mpp.training.loop import Update
@@ -52,8 +54,10 @@ def test_a_loader_processs_error_is_one_line(image_folder):
     dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
     image_folder.rename(image_folder.with_name("elsewhere"))
     views = ViewDataset(dataset, DataConfig(workers=1, read_retries=0), 16)
-    with pytest.raises(ReadFailed, match=r"^\S*\.png cannot be read, tried for 0 s: [^\n]*$"):
+    with pytest.raises(ReadFailed, match=r"^\S*\.png cannot be read, tried for 0 s: [^\n]*$") as _:
         list(held_out_loader(views, 4))
+    kill_workers()  # as at exit: pytest holds the error, and with it torch's iterator
+    assert not multiprocessing.active_children()
 
 
 def at_update(monkeypatch, step: int, act) -> None:

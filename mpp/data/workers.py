@@ -36,6 +36,7 @@ NOTHING = -1
 slot: np.ndarray | None = None  # in a loader process: [its pid, the index of the image that it reads]
 said = np.zeros(1, dtype=np.int64)  # whether a warning that concerns all was printed; loader processes share it
 alive: "WeakSet[WatchedLoader]" = WeakSet()
+left: set[int] = set()  # processes of loaders that may be gone while torch's iterator, held by an error, is not
 cleared_by = 0  # the process whose exit ends its loader processes
 
 
@@ -73,7 +74,7 @@ def start_worker(watch: Tensor, told: Tensor, worker: int) -> None:
 
 def kill_workers() -> None:
     """End this process's loader processes, which listen to nobody else and have nothing to lose."""
-    watched = {pid for loader in alive for pid, _ in loader.watch.tolist()}
+    watched = left | {pid for loader in alive for pid, _ in loader.watch.tolist()}
     with deaths_unnoticed():
         for child in multiprocessing.active_children():
             if child.pid in watched:
@@ -126,6 +127,8 @@ class WatchedLoader:
         except UserError as error:
             last = str(error).rstrip().rsplit("\n", 1)[-1]
             raise type(error)(last.removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")) from error
+        finally:
+            left.update(pid for pid, _ in self.watch.tolist() if pid)
 
 
 @contextmanager
