@@ -13,34 +13,39 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 
-from evaluation import fewshot, finetune, knn, linear, masked, supervised
-from evaluation.suite.findings import Results, unique, write_findings
+from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
+from evaluation.suite.findings import COMPUTE, Results, unique, write_findings
 from evaluation.suite.plan import Case, CompareConfig, Options, plan
 from evaluation.suite.probing import forget_features
+from evaluation.suite.provenance import images_at, result_settings
 from evaluation.suite.reports import write_json
 from mpp.config import Config
+from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
 from mpp.errors import Diverged, UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import parse, plain, settings
-from mpp.training.task import train
+from mpp.runtime.parsing import parse
+from mpp.training.checkpoint import images_of
+from mpp.training.task import ImageTask, train
 from mpp.training.tracking import last_scalars
 
 DIVERGED = "diverged.json"  # in the folder of a run: by which settings, and how
 PAUSE = 10  # seconds before looking again whether others are done
-TRAININGS: dict[str, tuple[type, Callable]] = {
-    "pretrain": (Config, lambda config: train(config, Pretraining)),
-    "supervised": (supervised.SupervisedConfig, lambda config: train(config, supervised.Supervised)),
+TRAININGS: dict[str, tuple[type, type[ImageTask]]] = {
+    "pretrain": (Config, Pretraining),
+    "supervised": (supervised.SupervisedConfig, supervised.Supervised),
+    "contrastive": (contrastive.ContrastiveConfig, contrastive.Contrastive),
 }
 EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
     "fewshot": (fewshot.FewshotConfig, fewshot.run),
@@ -63,9 +68,19 @@ def command_line(options: Options, seed: int) -> list[str]:
     ]
 
 
-def result_settings(config: Any) -> dict[str, Any]:
-    """The settings that a result depends on, as JSON has them."""
-    return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("plumbing")}
+@lru_cache
+def flops_of(command: str, config: Any) -> int:
+    """Executed per image by this training, forward and backward. Its task is built to know."""
+    AcceleratorState._reset_state()
+    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+    return TRAININGS[command][1](config, Accelerator(cpu=not uses_gpu()), layout).flops()
+
+
+def with_compute(command: str, config: Any, pflop: float) -> Any:
+    """The training with as many steps as execute so much."""
+    an_image = flops_of(command, replace(config, run=replace(config.run, dir="", seed=0)))
+    steps = round(1e15 * pflop / (an_image * config.optim.global_batch_size))
+    return replace(config, run=replace(config.run, steps=steps))
 
 
 def told(note: Path, about: dict[str, Any]) -> str | None:
@@ -141,20 +156,29 @@ class Job:
         return parse(EVALUATIONS[self.case.evaluation.command][0], self.arguments())
 
     @cached_property
-    def training(self) -> Any:
-        """The config of the encoder's training; None: nothing says how."""
+    def requested(self) -> Any:
+        """The config of the encoder's training, as the comparison's says it; None: nothing says how."""
         entry = self.case.encoder
         if entry.train is None:
             return None
         options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
         return parse(TRAININGS[entry.train][0], command_line(options, self.case.seed))
 
+    @cached_property
+    def training(self) -> Any:
+        """The same with the steps that its compute allows. To know these, the images are loaded."""
+        entry = self.case.encoder
+        if self.requested is None or entry.compute is None:
+            return self.requested
+        return with_compute(entry.train, self.requested, entry.compute)
+
     def provenance(self) -> dict[str, Any]:
         """What the report depends on: settings, but for the plumbing, and weights."""
-        trained = result_settings(self.training) if self.training and not self.case.encoder.random else None
+        trained = self.training if self.training and not self.case.encoder.random else None
         return {
             "settings": result_settings(self.evaluation),
-            "trained": trained,
+            "images": images_at(self.evaluation.data) if hasattr(self.evaluation, "data") else None,
+            "trained": trained and result_settings(trained) | {"images": images_at(trained.data)},
             "encoder_sha256": fingerprint(self.weights),
         }
 
@@ -178,10 +202,21 @@ class Job:
             return
         with hold(self.weights, "encoder"):
             pass  # another process may be at it: to know that, nothing need be loaded
+        self.check_images()
         forget_features()
-        train_it = TRAININGS[self.case.encoder.train][1]
+        task = TRAININGS[self.case.encoder.train][1]
         note = Path(self.training.run.dir) / DIVERGED
-        once(note, result_settings(self.training), lambda: train_it(self.training))
+        once(note, result_settings(self.training), lambda: train(self.training, task))
+
+    def check_images(self) -> None:
+        """UserError where the encoder is there and was trained on other images than there are now."""
+        before, now = images_of(self.weights) or {}, images_at(self.training.data) or {}
+        changed = [part for part in now if part in before and before[part]["files"] != now[part]["files"]]
+        if changed:
+            raise UserError(
+                f"{self.weights} was trained on other images than there are now ({', '.join(changed)}); "
+                "remove this folder to train anew, or put those images back"
+            )
 
     def carry_out(self) -> None:
         """Train and evaluate what is not done yet.
@@ -251,7 +286,7 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
         | {"accuracy": result["accuracy"]}
-        | {name: result[name] for name in ("depth", "lr") if name in result}
+        | {name: result[name] for name in ("depth", "lr", "pflop") if name in result}
         for result in report["results"]
         if result.get("depth", chosen) == chosen
     ]
@@ -259,12 +294,16 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]:
     """PFLOP that training these encoders executed, of those that are there; random weights cost none."""
-    found: dict[str, Path] = {}
+    found: dict[str, float] = {}
     for job in jobs:
-        trained = not job.case.encoder.random and (job.weights / "encoder").is_dir()
-        if trained and job.case.encoder.name in encoders:
-            found.setdefault(job.case.encoder.name, job.weights)  # another seed's is the same
-    return {name: last_scalars(folder, "compute/pflop")["compute/pflop"] for name, folder in found.items()}
+        entry = job.case.encoder
+        if entry.name not in encoders or entry.name in found:  # another seed's is the same
+            continue
+        if entry.random:
+            found[entry.name] = 0.0
+        elif (job.weights / "encoder").is_dir():
+            found[entry.name] = last_scalars(job.weights, "compute/pflop")["compute/pflop"]
+    return found
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -279,11 +318,11 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     questions, cases = plan(config)
     jobs = [Job(case, folder) for case in cases]
     for job in jobs:
-        _ = job.evaluation, job.training  # parsed: a bad setting is named at once
+        _ = job.evaluation, job.requested  # parsed: a bad setting is named at once
     failures = [] if config.tabulate else share_out(jobs)
     results = collect(jobs)
     for question in questions:
-        if question.x == "compute":
+        if question.x in COMPUTE:
             results.compute |= compute_of(jobs, question.encoders or unique(results.rows, "encoder"))
     asked = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too

@@ -9,15 +9,15 @@ The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D
 from collections.abc import Sequence
 
 from evaluation.suite.extraction import FeaturesConfig, extract_features, save_features
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.reports import report_path
 from mpp.config import RunConfig, require
 from mpp.runtime.launch import command, start
-from mpp.runtime.parsing import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features as the command line, or `arguments`, say, and write them."""
-    config = parse(FeaturesConfig, arguments, prog="python evaluation/features.py")
+    config = parse_with_images(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=()))
     by_depth = extract_features(config, accelerator)

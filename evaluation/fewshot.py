@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.suite.extraction import Features
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
+from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 
 BIAS = 100.0
 BLOCK = 4096  # test images scored at a time: what bounds the memory
@@ -92,8 +93,8 @@ def predict(
     targets[np.arange(len(labels)), labels] = 1.0
     weights = least_squares(whitened, targets, l2)
     predictions: list[list[NDArray[np.int64]]] = [[] for _ in l2]
-    for start in range(0, len(test), BLOCK):
-        block = (test[start : start + BLOCK].astype(np.float64) - mean) / std
+    for block in in_blocks(test, BLOCK):
+        block = (block.astype(np.float64) - mean) / std
         for of_l2, weight in zip(predictions, weights, strict=True):
             of_l2.append((block @ weight[:-1] + BIAS * weight[-1]).argmax(1))
     return [np.concatenate(of_l2) for of_l2 in predictions]
@@ -119,7 +120,7 @@ def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
         drawn = orders(features.train_labels, seed)
         for shots in config.shots:
             chosen = np.concatenate([order[:shots] for order in drawn])
-            support, labels = features.train[chosen], features.train_labels[chosen]
+            support, labels = select(features.train, chosen), features.train_labels[chosen]
             predicted = predict(support, labels, features.test, classes, config.l2)
             for l2, of_l2 in zip(config.l2, predicted, strict=True):
                 accuracy = float(is_right(torch.from_numpy(of_l2), truth).double().mean())
@@ -135,7 +136,7 @@ def run(config: FewshotConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    run(parse(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
+    run(parse_with_images(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
 
 
 if __name__ == "__main__":

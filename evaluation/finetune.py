@@ -17,18 +17,19 @@ from typing import Any, Literal
 
 from accelerate import Accelerator, PartialState
 
-from evaluation.suite.classify import Classification, Classifier, Pooling, zero_head
+from evaluation.suite.classify import Classification
 from evaluation.suite.encoders import load_frozen
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.labelled import load_labelled
+from evaluation.suite.networks import HeadedEncoder, Pooling, zero_head
 from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
 from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
 from mpp.errors import Diverged, UserError
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 from mpp.training.task import train
-from mpp.training.tracking import last_evaluation
+from mpp.training.tracking import last_evaluation, last_scalars
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Finetuning(Classification):
     method = "Fine-tuned with labels; the classification head is left out"
 
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
-        train, test = load_labelled(config.data, accelerator)
+        train, test = load_labelled(config.data, accelerator, config.encoder if config.init == "encoder" else "")
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
@@ -106,11 +107,11 @@ class Finetuning(Classification):
             raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
         head, normalize = zero_head(encoder.num_features, self.classes), loaded.normalize
-        self.model = Classifier(encoder, head, config.pooling, normalize.mean, normalize.std)
+        self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
 
 
-def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float:
-    """Carry out one run below `run.dir`; its accuracy at the end. It is evaluated then alone."""
+def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[str, float]:
+    """Carry out one run below `run.dir`; its accuracy at the end, where alone it is evaluated, and PFLOP executed."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values |= {"lrs": (lr,), "dev_steps": None, "test": True, "on_dev": on_dev, "encoder_sha256": weights_of(config)}
     place = str(Path(config.run.dir) / name)
@@ -119,13 +120,14 @@ def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> float
     values["optim"] = dataclasses.replace(config.optim, lr=lr)
     folder = train(OneRunConfig(**values), Finetuning)
     PartialState().wait_for_everyone()
-    return last_evaluation(folder)["heldout/accuracy"]
+    executed = last_scalars(folder, "compute/pflop")["compute/pflop"]
+    return {"accuracy": last_evaluation(folder)["heldout/accuracy"], "pflop": executed}
 
 
 def accuracy_on_dev(config: FinetuneConfig, lr: float) -> float:
     """How good a rate is; one at which training diverges is as bad as can be."""
     try:
-        return one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True)
+        return one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True)["accuracy"]
     except Diverged as error:
         print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
         return 0.0
@@ -144,8 +146,8 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
     if len(config.lrs) > 1:
         on_dev = {lr: accuracy_on_dev(config, lr) for lr in config.lrs}
     best = max(on_dev, key=on_dev.get) if on_dev else config.lrs[0]
-    accuracy = one_run(config, f"lr_{best:g}", best, on_dev=False) if config.test else None
-    result = {"seed": config.run.seed, "init": config.init, "lr": best, "accuracy": accuracy}
+    result = {"seed": config.run.seed, "init": config.init, "lr": best}
+    result |= one_run(config, f"lr_{best:g}", best, on_dev=False) if config.test else {}
     report = {
         "results": [result] if config.test else [],
         "dev": [{"lr": lr, "accuracy": value} for lr, value in on_dev.items()],
@@ -153,7 +155,7 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
     }
     if PartialState().is_main_process:
         rows = [[f"{lr:g}", f"{100 * value:.1f}", "-"] for lr, value in on_dev.items()]
-        rows += [[f"{best:g}", "-", f"{100 * accuracy:.1f}"]] if config.test else []
+        rows += [[f"{best:g}", "-", f"{100 * result['accuracy']:.1f}"]] if config.test else []
         print(table(["learning rate", "dev accuracy (%)", "test accuracy (%)"], rows))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
         write_json(path, report)
@@ -163,7 +165,7 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fine-tune as the command line, or `arguments`, say."""
-    run(parse(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
+    run(parse_with_images(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from evaluation.suite.extraction import Features
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.probe import knn_predict
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class KnnConfig(ProbeConfig):
 def evaluate(features: Features, config: KnnConfig) -> list[dict]:
     """Accuracy for every number of neighbours."""
     device = "cuda" if uses_gpu() else "cpu"
-    train, labels, test = (torch.from_numpy(part).to(device) for part in features[:3])
-    predicted = knn_predict(train.float(), labels, test.float(), config.neighbours, config.temperature)
+    labels, test = torch.from_numpy(features.train_labels), torch.tensor(features.test, dtype=torch.float32)
+    predicted = knn_predict(features.train, labels, test.to(device), config.neighbours, config.temperature)
     truth = torch.from_numpy(features.test_labels).to(device)
     return [
         {"neighbours": k, "accuracy": float(is_right(of_k, truth).double().mean())} for k, of_k in predicted.items()
@@ -58,7 +58,7 @@ def run(config: KnnConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    run(parse(KnnConfig, arguments, prog="python evaluation/knn.py"))
+    run(parse_with_images(KnnConfig, arguments, prog="python evaluation/knn.py"))
 
 
 if __name__ == "__main__":

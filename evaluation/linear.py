@@ -8,21 +8,25 @@ training set; the classifier is then fitted to all of it, and tested once.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.suite.extraction import Features
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
+from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
+
+LOGITS = 2**24  # computed at a time: what bounds the memory
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,18 @@ def fit_lbfgs(features: Tensor, labels: Tensor, classes: int, l2: float, iterati
         tolerance_grad=1e-6,
         line_search_fn="strong_wolfe",
     )
+    rows = max(1, LOGITS // classes)
+    blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(classifier(features), labels) + l2 / 2 * classifier.weight.square().sum()
-        loss.backward()
-        return loss
+        total = l2 / 2 * classifier.weight.square().sum()
+        total.backward()
+        for block, truth in blocks:
+            loss = F.cross_entropy(classifier(block), truth) * (len(truth) / len(labels))
+            loss.backward()
+            total = total.detach() + loss.detach()
+        return total
 
     optimizer.step(closure)
     return classifier
@@ -102,18 +112,37 @@ def zero_classifier(features: Tensor, classes: int) -> nn.Linear:
     return classifier
 
 
-def fitted_accuracy(features: Features, config: LinearConfig, classes: int, choice: float, seed: int) -> float:
-    """Test accuracy of the classifier with this penalty or learning rate."""
+def floats(features: NDArray, device: str, rows: int = BLOCK) -> Iterator[Tensor]:
+    """Features on the device, so many rows at a time."""
+    for block in in_blocks(features, rows):
+        yield torch.tensor(block, dtype=torch.float32, device=device)
+
+
+def fitted_accuracies(
+    features: Features, config: LinearConfig, classes: int, cases: Sequence[tuple[float, int]]
+) -> list[float]:
+    """Test accuracies of the classifiers with each of these penalties or learning rates, and seeds.
+
+    All are fitted to one copy of the training features; those of test are standardised as they are looked at.
+    """
     device = "cuda" if uses_gpu() else "cpu"
-    train, labels, test, truth = (torch.from_numpy(part).to(device) for part in features)
-    mean, std = train.float().mean(0), train.float().std(0, correction=0) + 1e-6
-    train, test = (train.float() - mean) / std, (test.float() - mean) / std
-    if config.solver == "lbfgs":
-        classifier = fit_lbfgs(train, labels, classes, choice, config.iterations)
-    else:
-        classifier = fit_sgd(train, labels, classes, choice, config.epochs, config.sgd_batch_size, seed)
-    with torch.no_grad():
-        return float(is_right(classifier(test).argmax(1), truth).double().mean())
+    train = torch.empty(features.train.shape, device=device)
+    for part, block in zip(train.split(BLOCK), floats(features.train, device), strict=True):
+        part.copy_(block)
+    mean, std = train.mean(0), train.std(0, correction=0) + 1e-6
+    train.sub_(mean).div_(std)
+    labels, truth = (torch.from_numpy(part).to(device) for part in (features.train_labels, features.test_labels))
+    accuracies = []
+    for choice, seed in cases:
+        if config.solver == "lbfgs":
+            classifier = fit_lbfgs(train, labels, classes, choice, config.iterations)
+        else:
+            classifier = fit_sgd(train, labels, classes, choice, config.epochs, config.sgd_batch_size, seed)
+        with torch.no_grad():
+            test = ((block - mean) / std for block in floats(features.test, device, max(1, LOGITS // classes)))
+            predicted = torch.cat([classifier(block).argmax(1) for block in test])
+        accuracies.append(float(is_right(predicted, truth).double().mean()))
+    return accuracies
 
 
 def evaluate(features: Features, config: LinearConfig) -> list[dict]:
@@ -121,13 +150,13 @@ def evaluate(features: Features, config: LinearConfig) -> list[dict]:
     classes = int(max(features.train_labels.max(), features.test_labels.max())) + 1
     name, choices = ("l2", config.l2) if config.solver == "lbfgs" else ("lr", config.lr)
     seeds = (0,) if config.solver == "lbfgs" else config.seeds
-    dev = features.dev()
-    on_dev = {choice: fitted_accuracy(dev, config, classes, choice, seeds[0]) for choice in choices}
+    tried = fitted_accuracies(features.dev(), config, classes, [(choice, seeds[0]) for choice in choices])
+    on_dev = dict(zip(choices, tried, strict=True))
     best = max(on_dev, key=on_dev.get)
+    tested = fitted_accuracies(features, config, classes, [(best, seed) for seed in seeds])
     return [
-        {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": on_dev[best]}
-        | {"accuracy": fitted_accuracy(features, config, classes, best, seed)}
-        for seed in seeds
+        {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": on_dev[best], "accuracy": accuracy}
+        for seed, accuracy in zip(seeds, tested, strict=True)
     ]
 
 
@@ -138,7 +167,7 @@ def run(config: LinearConfig) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe as the command line, or `arguments`, say."""
-    run(parse(LinearConfig, arguments, prog="python evaluation/linear.py"))
+    run(parse_with_images(LinearConfig, arguments, prog="python evaluation/linear.py"))
 
 
 if __name__ == "__main__":

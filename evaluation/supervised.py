@@ -11,24 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import timm
 from accelerate import Accelerator, PartialState
-from timm.models import is_model_in_modules
 from torch import nn
 
-from evaluation.suite.classify import Classification, Classifier, Pooling, zero_head
+from evaluation.suite.classify import Classification
 from evaluation.suite.labelled import load_labelled
+from evaluation.suite.networks import HeadedEncoder, Pooling, build_backbone, zero_head
 from evaluation.suite.reports import table, write_json
-from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, require
-from mpp.data.sources import as_arguments
+from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.views import BatchLayout
-from mpp.encoder import build_encoder
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.training.task import train
 from mpp.training.tracking import last_evaluation
-
-VITS = ("vision_transformer", "vision_transformer_hybrid")
 
 
 @dataclass(frozen=True)
@@ -63,20 +58,7 @@ class Supervised(Classification):
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         encoder, self.img_size = build_backbone(config.model)
         head = build_head(config.head, encoder.num_features, self.classes)
-        self.model = Classifier(encoder, head, config.head.pooling, config.model.mean, config.model.std)
-
-
-def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
-    """A ViT or hybrid as in pre-training, or another model of timm's; and the side of the images it takes."""
-    if config.name is None or not timm.is_model(config.name) or is_model_in_modules(config.name, VITS):
-        encoder = build_encoder(config)
-        return encoder, encoder.patch_embed.img_size[0]
-    for name in ("width", "depth", "heads", "patch_size", "init_from"):
-        require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
-    for name in ("dropout", "drop_path"):
-        require(getattr(config, name) == 0, f"model.{name}", getattr(config, name), f"0 with {config.name}")
-    encoder = timm.create_model(config.name, num_classes=0)
-    return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
+        self.model = HeadedEncoder(encoder, head, config.head.pooling, config.model.mean, config.model.std)
 
 
 def build_head(config: HeadConfig, width: int, classes: int) -> nn.Module:
@@ -95,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})
         print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
         print(f"wrote {folder / 'supervised.json'}")
-        after = f"--encoder {folder} --run.dir {folder}_finetuned{as_arguments(config.data)}"
-        print(f"next: accelerate launch evaluation/finetune.py {after}")
+        print(f"next: accelerate launch evaluation/finetune.py --encoder {folder} --run.dir {folder}_finetuned")
 
 
 if __name__ == "__main__":

@@ -235,10 +235,12 @@ def show(result: dict[str, Any]) -> None:
         median = statistics.median(result["seconds"][name])
         rate = result["flops"][name] / median
         memory = result["memory_mb"].get(name)
-        row = [f"{1e3 * median:.1f}", f"{batch / median:.1f}", f"{rate / 1e9:.0f}", f"{rate / result['ceiling']:.0%}"]
-        rows.append([name, *row, f"{memory:.0f}" if memory is not None else "-"])
+        row = [f"{1e3 * median:.1f}", f"{batch / median:.1f}", f"{result['flops'][name] / batch / 1e9:.2f}"]
+        row += [f"{rate / 1e9:.0f}", f"{rate / result['ceiling']:.0%}", "-" if memory is None else f"{memory:.0f}"]
+        rows.append([name, *row])
     print(f"\n{result['config']['model']}, batch {batch}, {result['precision']}, {result['machine']}")
-    print(table(["step", "ms", "images/s", "executed GFLOP/s", "of the ceiling", "MB"], rows))
+    heads = ["step", "ms", "images/s", "executed GFLOP an image", "executed GFLOP/s", "of the ceiling", "MB"]
+    print(table(heads, rows))
     for name in CEILINGS:
         rate = result["flops"][name] / statistics.median(result["seconds"][name])
         print(f"{name}: {rate / 1e9:.0f} GFLOP/s")

@@ -24,14 +24,17 @@ from evaluation import fewshot
 from evaluation.suite import figures
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
 from evaluation.suite.extraction import EncoderConfig, extract_features, views_for
+from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.inspection import (
     Unavailable,
     attention_distance,
     attention_rollout,
+    components_by_depth,
     distances,
     filter_components,
     grid_of,
     model_of,
+    patch_features,
     position_similarity,
 )
 from evaluation.suite.probing import judge
@@ -45,13 +48,15 @@ from mpp.features import Representation
 from mpp.panels import prediction_columns
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.launch import command, start
-from mpp.runtime.parsing import parse
 from mpp.training.checkpoint import saved_settings
 from mpp.training.tracking import progress_bar
 
-Picture = Literal["predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"]
+Picture = Literal[
+    "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth"
+]
 Numbers = dict[str, Any]
 FILTERS = 28  # as in the paper's figure
+DEPTHS = 6  # of pca, at most: more would be too small to see
 BATCH = 4  # a block's weights are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
 
 
@@ -62,11 +67,11 @@ class VisualizeConfig(EncoderConfig):
     out: str | None = None
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
     pictures: Picture | tuple[Picture, ...] = (
-        *("predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth"),
+        *("predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth"),
     )
     """Which pictures."""
     images: int = 6
-    """Held-out images in pictures that show some, a choice by data.eval_seed."""
+    """Held-out images in pictures that show some, a choice by data.cut_seed."""
     attention_images: int = 128
     """Held-out images that attention distance is averaged over."""
     residual: bool = False
@@ -101,7 +106,7 @@ class Subject(NamedTuple):
 
     def images(self, count: int) -> Iterator[Tensor]:
         """A seeded choice of held-out images as the encoder takes them, in batches (B, 3, S, S)."""
-        chosen = self.held_out.choose(count, self.config.data.eval_seed)
+        chosen = self.held_out.choose(count, self.config.data.cut_seed)
         views = views_for(self.encoder, chosen, self.config.data)
         for batch in held_out_loader(views, self.config.data.batch_size or BATCH):
             for failure in batch.unreadable:
@@ -118,10 +123,10 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
         task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)
     except UserError as error:  # its checkpoints are gone, say
         raise Unavailable(str(error)) from error
-    task.held_out = task.held_out.choose(config.images, config.data.eval_seed)
+    task.held_out = task.held_out.choose(config.images, config.data.cut_seed)
     with subject.accelerator.autocast():
         images, corruption, predicted = task.predict(task.model, range(len(task.held_out)))
-    columns = prediction_columns(task.objective, predicted, images, corruption, task.patch_size)
+    columns = prediction_columns(task.objective, predicted, images, corruption)
     columns = columns.movedim(2, -1).cpu().numpy()
     numbers = {name: part for name, part in zip(("original", "seen", "predicted", "true"), columns, strict=True)}
     numbers |= {"positions": corruption.positions.cpu().numpy(), "kinds": corruption.kinds.cpu().numpy()}
@@ -130,7 +135,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     if entropy is not None:
         numbers["entropy"] = entropy.cpu().numpy()
         doubts = on_grid(numbers["entropy"], numbers["positions"], task.patches)
-    return figures.plot_predictions(columns, doubts, task.config.objective.name), numbers
+    return figures.plot_predictions(columns, doubts, task.objective.shown), numbers
 
 
 def on_grid(values: np.ndarray, positions: np.ndarray, patches: int) -> np.ndarray:
@@ -193,6 +198,24 @@ def rollout_start(subject: Subject) -> Literal["class", "patches"]:
     return "class" if has_class and not random and "objective" not in saved and pooling != "mean" else "patches"
 
 
+def pca(subject: Subject) -> tuple[Figure, Numbers]:
+    """Principal components of patch features as colours, and the foreground by the first one, by depth."""
+    model_of(subject.encoder)
+    deepest = len(subject.encoder.stages)
+    depths = np.linspace(1, deepest, min(DEPTHS, deepest)).round().astype(int)
+    shown, found = [], []
+    for images in subject.images(subject.config.images):
+        with subject.accelerator.autocast():
+            found.append(patch_features(subject.encoder, images, depths.tolist()))
+        shown.append(images.movedim(1, -1).cpu())
+    by_depth = components_by_depth([torch.cat(parts) for parts in zip(*found, strict=True)])
+    names = ("colors", "foreground", "shares", "coordinates")
+    numbers = {name: torch.stack([getattr(each, name) for each in by_depth]).numpy() for name in names}
+    pixels = torch.cat(shown).numpy()
+    figure = figures.plot_components(pixels, *(numbers[name] for name in names[:3]), depths)
+    return figure, numbers | {"images": pixels, "depths": depths}
+
+
 def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     """The few-shot curve."""
     if subject.held_out.labelled() is None:
@@ -212,6 +235,7 @@ PICTURES: dict[str, Callable[[Subject], tuple[Figure, Numbers]]] = {
     "positions": positions,
     "attention_distance": attention_distances,
     "attention_rollout": rollout,
+    "pca": pca,
     "accuracy_by_depth": accuracy_by_depth,
 }
 
@@ -260,7 +284,7 @@ def visualize(config: VisualizeConfig) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw as the command line, or `arguments`, say."""
-    visualize(parse(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
+    visualize(parse_with_images(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
 
 
 if __name__ == "__main__":

@@ -73,15 +73,20 @@ class ImagesConfig:
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
     name: str | None = None
     """Config name of a hub dataset."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset. null: its main branch, as it is when the run begins."""
     image_column: str | None = None
     """Column of the images. null: the only image column."""
     label_column: str | None = None
     """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
     max_pixels: int = 100_000_000
     """Images with more pixels are refused from their header, before they are decoded."""
+    read_retries: int = plumbing(6)
+    """How often a file that cannot be read is tried again, after 1, 2, 4, ... (at most 60) seconds; then a run ends."""
 
     def __post_init__(self):
         require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
+        require(0 <= self.read_retries <= 20, "data.read_retries", self.read_retries, "from 0 to 20")
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,10 @@ class SourceConfig(ImagesConfig):
     """Held-out split. auto: `validation` or `test` where there is one, else a seeded cut. null: always a seeded cut."""
     eval_fraction: float = 0.05
     """Share of the images that the seeded cut holds out."""
+    cut_seed: int = 0
+    """Seed of what is held out: the cut, the choice of eval_images, their corruption. Replicates share it."""
     eval_seed: int = 0
-    """Seed of the cut and of train_images: not the run's, so that runs of other seeds see the same images."""
+    """Seed of train_images and of fine-tuning's dev split: not the run's, so that other runs see the same images."""
     eval_label_column: str | None = None
     """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
     train_images: int | None = None
@@ -109,7 +116,8 @@ class SourceConfig(ImagesConfig):
     def __post_init__(self):
         super().__post_init__()
         require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
-        require(0 <= self.eval_seed < 2**63, "data.eval_seed", self.eval_seed, "at least 0 and below 2**63")
+        for name in ("cut_seed", "eval_seed"):
+            require(0 <= getattr(self, name) < 2**63, f"data.{name}", getattr(self, name), "at least 0 and below 2**63")
         require(
             self.train_images is None or self.train_images >= 1, "data.train_images", self.train_images, "at least 1"
         )
@@ -135,7 +143,8 @@ class DataConfig(SourceConfig):
     """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
     whose loader processes share them (for a moment it needs twice as much). 0: none are."""
     streaming: bool = False
-    """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed or downloaded. Pre-training only."""
+    """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed, and nothing is downloaded but the
+    images to evaluate on. Pre-training only."""
     shuffle_block: int = 512
     """Rows of a stream's shard that are held in memory and shuffled together."""
 
@@ -188,6 +197,8 @@ class ModelConfig:
     """Side of the square input in pixels. null: the named model's, or 64."""
     patch_size: int | None = None
     """Side of a patch in pixels. null: the named model's, or 8."""
+    position: Literal["learned", "sincos_2d"] = "learned"
+    """Position embeddings. learned: timm's; sincos_2d: a fixed table of sines and cosines of row and column (MAE)."""
     dropout: float = 0.0
     """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""
     drop_path: float = 0.0
@@ -233,8 +244,13 @@ def check_grid(img_size: int, patch_size: int, key: str = "model.img_size") -> N
 class CorruptionConfig:
     """Which patch embeddings are corrupted, and how (paper, appendix B.1.2)."""
 
+    pattern: str = "random"
+    """random: any patches; blocks: whole squares of patches (SimMIM); blockwise: rectangles of all sizes (BEiT)."""
+    block: int = 2
+    """Side of the squares of `blocks`, in patches (SimMIM: 32 pixels, 2 patches of 16)."""
     rate: float = 0.5
-    """Share of the patches that is corrupted: exactly K = floor(rate * N + 1/2) of N in every image."""
+    """Share of the patches that is corrupted: exactly K = floor(rate * N + 1/2) of N in every image. With blocks it is
+    the share of the squares."""
     mask: float = 0.8
     """Share of the corrupted patches whose embedding becomes the learnable [mask]."""
     random: float = 0.1
@@ -245,6 +261,7 @@ class CorruptionConfig:
     """Where the other patch is: in the same image, or in another of the forward pass, whose size then matters."""
 
     def __post_init__(self):
+        require(self.block >= 1, "corruption.block", self.block, "at least 1")
         require(0 < self.rate < 1, "corruption.rate", self.rate, "above 0 and below 1")
         for name in ("mask", "random", "keep"):
             require(0 <= getattr(self, name) <= 1, f"corruption.{name}", getattr(self, name), "in [0, 1]")
@@ -253,19 +270,49 @@ class CorruptionConfig:
 
 
 @dataclass(frozen=True)
+class NetworkConfig:
+    """What the encoder sees while it is pre-trained, and what predicts."""
+
+    name: str = "predictor"
+    """predictor: the encoder sees every place, corrupted or not, and a linear head predicts; autoencoder: the encoder
+    sees the visible patches alone, and a decoder predicts (MAE)."""
+    decoder_width: int | None = None
+    """Width of the autoencoder's decoder. null: two thirds of the encoder's in steps of 32, at most 512 (MAE's)."""
+    decoder_depth: int | None = None
+    """Blocks of the decoder. null: two thirds of the encoder's, at most 8 (MAE's)."""
+    decoder_heads: int | None = None
+    """Attention heads of the decoder. null: one for every 32 of its width (MAE's)."""
+
+    def __post_init__(self):
+        for name in ("decoder_width", "decoder_depth", "decoder_heads"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"network.{name}", value, "at least 1")
+        width = self.decoder_width
+        require(width is None or width % 4 == 0, "network.decoder_width", width, "a multiple of 4")
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """What is predicted for every corrupted patch (paper, appendix B.1.2)."""
 
     name: str = "mean_color"
-    """mean_color: the patch's mean colour; grid_color: its colours on a grid of cells; pixels: its pixels."""
+    """mean_color: the patch's mean colour; grid_color: its colours on a grid of cells; pixels: its pixels; hog: its
+    histograms of oriented gradients (MaskFeat)."""
+    loss: Literal["l1", "l2"] = "l2"
+    """Distance from the true pixels or hog: mean absolute (SimMIM) or mean squared difference."""
+    normalize: Literal["none", "patch"] = "none"
+    """patch: of pixels, each patch is predicted less its own mean and over its own deviation (MAE)."""
     bits: int = 3
     """Bits per colour channel of the colour objectives and of every accuracy: 3 bits are 512 colours."""
     grid: int = 4
     """Cells per side of grid_color."""
+    cell: int = 8
+    """Side of a cell of hog in pixels; a smaller patch is one cell."""
 
     def __post_init__(self):
         require(1 <= self.bits <= 5, "objective.bits", self.bits, "from 1 to 5")
-        require(self.grid >= 1, "objective.grid", self.grid, "at least 1")
+        for name in ("grid", "cell"):
+            require(getattr(self, name) >= 1, f"objective.{name}", getattr(self, name), "at least 1")
 
 
 @dataclass(frozen=True)
@@ -318,10 +365,10 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """kNN accuracy of the frozen features while training: the loss does not show representation quality."""
+    """The frozen features while training: effective rank and, with labels, kNN accuracy. The loss shows neither."""
 
     every: int = plumbing(400)
-    """Updates between two probes: every so many, where run.eval_every is due too. 0: never, as without labels."""
+    """Updates between two probes: every so many, where run.eval_every is due too. 0: never."""
     images: int = plumbing(2000)
     """At most so many labelled training images, a seeded choice, are compared with."""
     neighbours: int = plumbing(20)
@@ -341,6 +388,7 @@ class Config:
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(
@@ -348,3 +396,8 @@ class Config:
         )
     )
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+    def __post_init__(self):
+        fits = self.corruption.mask == 1 or self.network.name != "autoencoder"
+        allowed = "1 (random and keep: 0) with network.name=autoencoder, whose encoder does not see corrupted patches"
+        require(fits, "corruption.mask", self.corruption.mask, allowed)

@@ -1,19 +1,29 @@
 """Corruption of patch embeddings: which patches, what becomes of each. Pure functions (paper, appendix B.1.2).
 
-B images, N patches, K corrupted patches, D width.
+Which patches is a pattern's choice. To add one, write a function that chooses positions and name it in PATTERNS.
+
+B images, N patches on a grid of rows x columns, K corrupted patches, D width.
 """
 
+import math
+from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mpp.config import CorruptionConfig
+from mpp.config import CorruptionConfig, require
 from mpp.errors import UserError
-from mpp.runtime.randomness import Stream, uniform
+from mpp.runtime.randomness import Numbers, Stream, uniforms
+
+Grid = tuple[int, int]  # rows and columns of patches
+
+LEAST = 16  # patches of a rectangle of `blockwise`, and how flat one may be (BEiT)
+FLATTEST = 0.3
 
 
 class Kind(IntEnum):
@@ -37,27 +47,86 @@ class Corruption(NamedTuple):
         return Corruption(*(part.to(device, non_blocking=True) for part in self))
 
 
-def corrupted_count(rate: float, patches: int) -> int:
+def corrupted_count(rate: float, count: int, what: str = "patches") -> int:
     """K = floor(rate * N + 1/2), in decimal arithmetic: halves go up, whatever a float makes of them.
 
     Raises:
-        UserError: no patch, or every patch, would be corrupted.
+        UserError: none, or all, would be corrupted.
     """
-    count = int((Decimal(str(rate)) * patches).quantize(Decimal(1), rounding=ROUND_HALF_UP))
-    if not 0 < count < patches:
+    corrupted = int((Decimal(str(rate)) * count).quantize(Decimal(1), rounding=ROUND_HALF_UP))
+    if not 0 < corrupted < count:
         raise UserError(
-            f"corruption.rate is {rate}, which corrupts {count} of {patches} patches; "
-            f"it must leave between 1 and {patches - 1} corrupted"
+            f"corruption.rate is {rate}, which corrupts {corrupted} of {count} {what}; "
+            f"it must leave between 1 and {count - 1} corrupted"
         )
-    return count
+    return corrupted
 
 
-def draw(config: CorruptionConfig, patches: int, seed: int, epoch: int, index: int) -> Corruption:
-    """The corruption of one image: a pure function of (config, N, seed, epoch, index)."""
-    count = corrupted_count(config.rate, patches)
-    numbers = uniform(Stream.CORRUPTION, seed, epoch, index, patches + 3 * count)
-    order, kind, other, image = np.split(numbers, np.cumsum([patches, count, count]))
-    positions = np.sort(np.argsort(order, kind="stable")[:count])
+def anywhere(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+    """Any K patches."""
+    patches = math.prod(grid)
+    return np.argsort(numbers(patches), kind="stable")[: corrupted_count(config.rate, patches)]
+
+
+def whole_blocks(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+    """Squares of `block` x `block` patches on their own grid, all or nothing (SimMIM).
+
+    The rate is that of the squares: K is block**2 times floor(rate * squares + 1/2).
+
+    Raises:
+        UserError: the squares do not fill the grid of patches, or there is but one.
+    """
+    side, (rows, columns) = config.block, grid
+    fits = rows % side == 0 == columns % side and side < max(grid)
+    require(fits, "corruption.block", side, f"a divisor of the grid of patches ({rows} x {columns}), and smaller")
+    coarse = (rows // side, columns // side)
+    hidden = np.zeros(coarse, bool)
+    squares = np.argsort(numbers(hidden.size), kind="stable")
+    hidden.flat[squares[: corrupted_count(config.rate, hidden.size, "blocks")]] = True
+    return np.flatnonzero(hidden.repeat(side, 0).repeat(side, 1))
+
+
+def rectangles(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+    """Rectangles anywhere, one after the other, until K patches are in one (BEiT, algorithm 1; MaskFeat).
+
+    A rectangle has from 16 patches to as many as are left to corrupt, and is from 0.3 to 1 / 0.3 times as high as wide:
+    both in so far as its sides are whole numbers and the grid has room. Where K, or what is left of it, is below 16,
+    so is what is taken: of the rectangle that would be too much, the first patches in reading order.
+    """
+    hidden = np.zeros(grid, bool)
+    count = corrupted_count(config.rate, hidden.size)
+    while (left := count - np.count_nonzero(hidden)) > 0:
+        size, flatness, down, right = numbers(4)
+        area = min(LEAST, count) + size * max(left - LEAST, 0)
+        ratio = FLATTEST ** (1 - 2 * flatness)  # its logarithm is uniform, as in BEiT's code
+        height, width = (max(1, round(side)) for side in (math.sqrt(area * ratio), math.sqrt(area / ratio)))
+        height, width = min(height, grid[0]), min(width, grid[1])
+        top, start = int(down * (grid[0] - height + 1)), int(right * (grid[1] - width + 1))
+        inside = np.zeros(grid, bool)
+        inside[top : top + height, start : start + width] = True
+        hidden.flat[np.flatnonzero(inside & ~hidden)[:left]] = True
+    return np.flatnonzero(hidden)
+
+
+PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, Numbers], NDArray[np.int64]]] = {
+    "random": anywhere,
+    "blocks": whole_blocks,
+    "blockwise": rectangles,
+}
+
+
+def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int) -> Corruption:
+    """The corruption of one image: a pure function of (config, grid, seed, epoch, index). All images have the same K.
+
+    Raises:
+        UserError: no such pattern, or one that does not fit the grid.
+    """
+    if config.pattern not in PATTERNS:
+        raise UserError(f"corruption.pattern is {config.pattern}; it must be one of {', '.join(PATTERNS)}")
+    numbers, patches = uniforms(Stream.CORRUPTION, seed, epoch, index), math.prod(grid)
+    positions = np.sort(PATTERNS[config.pattern](config, grid, numbers))
+    count = len(positions)
+    kind, other, image = numbers(count), numbers(count), numbers(count)
     kinds = np.digitize(kind, [config.mask, config.mask + config.random])
     others = (other * (patches - 1)).astype(np.int64)
     others += others >= positions  # any position but its own

@@ -14,11 +14,12 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from timm.layers import build_sincos2d_pos_embed
 from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from mpp.config import ModelConfig, check_grid
+from mpp.config import ModelConfig, check_grid, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.hashing import digest
@@ -64,7 +65,36 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     encoder.set_grad_checkpointing(config.activation_checkpointing)
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
+    if config.position == "sincos_2d":
+        fix_positions(encoder)
     return encoder
+
+
+def sincos_2d(grid: tuple[int, int], width: int) -> Tensor:
+    """Fixed position embeddings (MAE): sines and cosines of the row, then of the column, at width / 4 frequencies each.
+
+    Args:
+        grid: rows and columns of patches.
+        width: a multiple of 4.
+    Returns:
+        (rows * columns, width).
+    """
+    return build_sincos2d_pos_embed(list(grid), width, interleave_sin_cos=True)
+
+
+def fix_positions(encoder: VisionTransformer) -> None:
+    """Put sines and cosines in the place of the learned positions, for good; [class] and registers have none.
+
+    Raises:
+        UserError: the encoder has no table of positions, or a width that is no multiple of 4.
+    """
+    asked, width = ("model.position", "sincos_2d"), encoder.embed_dim
+    require(encoder.pos_embed is not None, *asked, "learned with a model that has no table of position embeddings")
+    require(width % 4 == 0, *asked, f"learned with a width ({width}) that is no multiple of 4")
+    table = sincos_2d(encoder.patch_embed.grid_size, width)
+    with torch.no_grad():
+        encoder.pos_embed.zero_()[0, -len(table) :] = table
+    encoder.pos_embed.requires_grad_(False)
 
 
 class Normalize(nn.Module):
@@ -89,6 +119,11 @@ def set_attention(encoder: nn.Module, fused: bool) -> None:
     for module in encoder.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = fused
+
+
+def has_fused_attention(encoder: nn.Module) -> bool:
+    """What `set_attention` said."""
+    return any(getattr(module, "fused_attn", False) for module in encoder.modules())
 
 
 def load_weights(encoder: VisionTransformer, path: Path) -> None:

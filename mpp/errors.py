@@ -8,5 +8,9 @@ class UserError(ValueError):
     """
 
 
+class ReadFailed(UserError):
+    """A file cannot be read, though it was tried again: a disk or a server has gone away."""
+
+
 class Diverged(UserError, FloatingPointError):
     """A loss or gradient is not finite."""

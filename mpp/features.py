@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mpp.data.views import Batch
 from mpp.errors import UserError
+from mpp.runtime.arrays import IN_MEMORY, Rows, let_go
 
 Representation = Literal["class", "mean", "both"]
 ROWS = 4096  # of each process, exchanged at a time: what bounds the memory of those that only send
@@ -33,12 +34,27 @@ def features_at(
     """Features after each depth.
 
     Args:
-        encoder: timm's, without a head.
-        images: (B, 3, H, W), normalised.
-        depths: from 1; the last one is the encoder's output, after its final norm.
+        encoder, images, depths: see `tokens_at`.
         representation: `class` token, `mean` over patches (or places of a feature map), or `both` side by side.
     Returns:
         (B, D) float32 for each depth, or (B, 2 D) for `both`.
+    """
+    last, tokens = len(stages(encoder)), tokens_at(encoder, images, depths)
+    return [
+        pool(encoder, of_depth, representation, depth == last).float()
+        for depth, of_depth in zip(depths, tokens, strict=True)
+    ]
+
+
+def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+    """Tokens after each depth.
+
+    Args:
+        encoder: timm's, without a head.
+        images: (B, 3, H, W), normalised.
+        depths: from 1; the last one is the encoder's output, after its final norm.
+    Returns:
+        (B, prefix + N, D) for each depth, or a feature map (B, D, H, W).
     """
     blocks = stages(encoder)
     last, seen = len(blocks), {}
@@ -52,7 +68,7 @@ def features_at(
     finally:
         for hook in hooks:
             hook.remove()
-    return [pool(encoder, seen[depth], representation, depth == last).float() for depth in depths]
+    return [seen[depth] for depth in depths]
 
 
 def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:
@@ -86,7 +102,7 @@ def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, nor
 def extract(
     batches: Iterable[Batch], encode: Callable[[Tensor], list[Tensor]], count: int, accelerator: Accelerator
 ) -> tuple[list[NDArray[np.float32]], NDArray[np.int64]]:
-    """Features of a whole data set, on the main process; nothing on the others.
+    """Features of a whole data set, on the main process; nothing on the others. What is large is mapped from files.
 
     Args:
         batches: this process's: the images rank, rank + processes, ... in their order.
@@ -97,37 +113,41 @@ def extract(
     """
     rank, processes = accelerator.process_index, accelerator.num_processes
     own_count = len(range(rank, count, processes))
-    own: list[NDArray] = []
-    done = 0
+    collected: list[Rows] = []
     for batch in batches:
         with torch.no_grad(), accelerator.autocast():
             encoded = encode(batch.images.to(accelerator.device, non_blocking=True))
         parts = [part.float().cpu().numpy() for part in encoded] + [batch.labels.numpy()]
-        own = own or [np.empty((own_count, *part.shape[1:]), part.dtype) for part in parts]
-        for whole, part in zip(own, parts, strict=True):
-            whole[done : done + len(part)] = part
-        done += len(batch.images)
+        in_files = count * sum(part[0].nbytes for part in parts) > IN_MEMORY
+        collected = collected or [Rows((own_count, *part.shape[1:]), part.dtype, in_files) for part in parts]
+        for rows, part in zip(collected, parts, strict=True):
+            rows.append(part)
+    own = [rows.array() for rows in collected]
     if processes > 1:
         columns = max(gather_object([len(own)]))  # a process that has no image does not know how many depths there are
         own = own or [np.empty((0, 0), np.float32) for _ in range(columns)]
-        own = [interleave(part, count, accelerator) for part in own]
+        in_files = count * sum(part[:1].nbytes for part in own) > IN_MEMORY
+        own = [interleave(part, count, accelerator, in_files) for part in own]
     return own[:-1], own[-1]
 
 
-def interleave(own: NDArray, count: int, accelerator: Accelerator) -> NDArray:
+def interleave(own: NDArray, count: int, accelerator: Accelerator, in_file: bool = False) -> NDArray:
     """All rows on the main process, of which process r has the rows r, r + processes, ...; nothing on the others.
 
     Args:
         own: the rows of this process.
         count: rows of all.
+        in_file: see `Rows`.
     """
-    processes = accelerator.num_processes
-    whole = np.empty((count, *own.shape[1:]) if accelerator.is_main_process else (0, 0), own.dtype)
+    processes, main = accelerator.num_processes, accelerator.is_main_process
+    whole = Rows((count, *own.shape[1:]) if main else (0, 0), own.dtype, in_file and main)
     for first in range(0, -(-count // processes), ROWS):
         parts = gather_object([own[first : first + ROWS]])
-        if accelerator.is_main_process:
-            block = whole[first * processes : (first + ROWS) * processes]
+        let_go(own)
+        if main:
+            block = np.empty((sum(map(len, parts)), *own.shape[1:]), own.dtype)
             for number, part in enumerate(parts):
                 if len(part):  # there may be fewer images than processes
                     block[number::processes] = part
-    return whole
+            whole.append(block)
+    return whole.array()

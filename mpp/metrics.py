@@ -1,4 +1,4 @@
-"""How much of what was hidden is predicted, beside two lines that need no model.
+"""How much of what was hidden is predicted, beside three lines that need no model.
 
 Sums are collected batch by batch and process by process, and divided at the end: an uneven last batch weighs what it
 should. B images, N patches, K corrupted patches.
@@ -12,26 +12,16 @@ from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, Kind
-from mpp.objectives import Objective
-from mpp.predictor import take
+from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]
 
 
-def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """(B, 3, H, W) to patches in the encoder's order, (B, N, 3, P, P)."""
-    return rearrange(images, "b c (h p) (w q) -> b (h w) c p q", p=patch_size, q=patch_size)
-
-
-def patches_at(patches: Tensor, positions: Tensor) -> Tensor:
-    """(B, N, 3, P, P) at (B, K): (B, K, 3, P, P)."""
-    return take(patches.flatten(2), positions).unflatten(2, patches.shape[2:])
-
-
 def nearest_visible(positions: Tensor, patches: int) -> Tensor:
-    """For each corrupted patch the nearest one that is not corrupted: (B, K) positions to (B, K) positions.
+    """For each corrupted patch the two nearest ones that are not corrupted: (B, K) positions to (B, K, 2) positions.
 
-    Nearest on a square grid of N patches, centre to centre; of equally near ones the first in reading order.
+    Nearest on a square grid of N patches, centre to centre; of equally near ones the first in reading order. Where one
+    patch alone is not corrupted, it is both.
     """
     side = int(patches**0.5)
     place = torch.arange(patches, dtype=torch.int32, device=positions.device)
@@ -40,22 +30,39 @@ def nearest_visible(positions: Tensor, patches: int) -> Tensor:
     corrupted = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
     corrupted.scatter_(1, positions, True)
     hidden = corrupted.int() * 2 * patches  # (B, N); no two patches are 2 N apart
-    return torch.stack([(apart[at] + far).argmin(-1) for at, far in zip(positions, hidden, strict=True)])
+    found = []
+    for at, far in zip(positions, hidden, strict=True):
+        distances = apart[at] + far  # (K, N)
+        first = distances.argmin(-1, keepdim=True)
+        second = distances.scatter(1, first, 2 * patches - 1).argmin(-1, keepdim=True)
+        found.append(torch.cat([first, second], 1))
+    return torch.stack(found)
+
+
+def mean_in_a_row(one: Tensor, other: Tensor) -> Tensor:
+    """The means of patches (B, K, 3, P, P) uint8, halves going up, as images of a row of patches, (B, 3, P, K * P)."""
+    return rearrange(((one.int() + other.int() + 1) // 2).to(torch.uint8), "b k c p q -> b c p (k q)")
 
 
 @torch.no_grad()
-def measure(objective: Objective, predictions: Tensor, patches: Tensor, corruption: Corruption) -> Sums:
-    """Counts for `summarize`, additive over batches.
+def measure(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Sums:
+    """Counts for `summarize`, additive over batches; none of an objective without colours.
 
     Args:
         predictions: (B, K, outputs).
-        patches: (B, N, 3, P, P) uint8, the clean image.
+        images: (B, 3, H, W) uint8, clean.
         corruption: what the model saw.
     """
-    truth = objective.labels(objective.targets(patches_at(patches, corruption.positions)))  # (B, K, cells)
+    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells)
+    if truth is None:
+        return {}
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
-    nearest = nearest_visible(corruption.positions, patches.shape[1])
-    copied = objective.labels(objective.targets(patches_at(patches, nearest)))
+    patches = images[0, 0].numel() // objective.patch_size**2
+    two = nearest_visible(corruption.positions, patches).unbind(-1)
+    copied = objective.labels(objective.targets(images, two[0]))
+    row = mean_in_a_row(*(patches_at(images, each, objective.patch_size) for each in two))
+    places = torch.arange(truth.shape[1], device=images.device).expand(truth.shape[:2])
+    guessed = objective.labels(objective.targets(row, places))
     sums = {}
     for kind in Kind:
         of_kind = corruption.kinds == kind
@@ -63,6 +70,7 @@ def measure(objective: Objective, predictions: Tensor, patches: Tensor, corrupti
         sums[f"right_{kind.name.lower()}"] = (right * of_kind).sum()
     masked = corruption.kinds == Kind.MASK
     sums["right_nearest"] = ((copied == truth).double().mean(-1) * masked).sum()
+    sums["right_two_nearest"] = ((guessed == truth).double().mean(-1) * masked).sum()
     sums["colors"] = torch.bincount(truth[masked].flatten(), minlength=8**objective.bits).double()
     return sums
 
@@ -79,19 +87,20 @@ def total(sums: Sums) -> Sums:
 
 
 def summarize(sums: Sums) -> dict[str, float]:
-    """Accuracies as shares.
+    """Accuracies as shares; none where nothing was measured.
 
     `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
     On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
-    patches), and `nearest`, a copy of the nearest uncorrupted patch.
+    patches), `nearest`, a copy of the nearest uncorrupted patch, and `two_nearest`, the mean of the two nearest.
     """
     result = {}
     for kind, name in (("mask", "accuracy"), ("random", "accuracy_random"), ("keep", "accuracy_keep")):
-        if sums[f"count_{kind}"] > 0:
+        if sums.get(f"count_{kind}", 0) > 0:
             result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
-    if sums["count_mask"] > 0:
+    if sums.get("count_mask", 0) > 0:
         result["most_frequent"] = float(sums["colors"].max() / sums["colors"].sum())
-        result["nearest"] = float(sums["right_nearest"] / sums["count_mask"])
+        for name in ("nearest", "two_nearest"):
+            result[name] = float(sums[f"right_{name}"] / sums["count_mask"])
     return result
 
 

@@ -1,13 +1,15 @@
 """What is predicted for a corrupted patch: targets and loss (paper, appendix B.1.2).
 
-An objective turns the clean pixels of patches into targets, says how many numbers the head predicts for a patch, how
-far a prediction is from its target, and what counts as right. All arithmetic is on integers or in float32: it runs
-outside autocast. To add one, write a class with these members and name it in OBJECTIVES.
+An objective turns clean images into targets, says how many numbers the head predicts for a patch, how far a prediction
+is from its target, and what counts as right. All arithmetic is on integers or in float32: it runs outside autocast. To
+add one, write a class with these members and name it in OBJECTIVES.
 
 B images, K patches, P side of a patch, C classes.
 """
 
 import math
+from collections.abc import Callable
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -17,6 +19,26 @@ from torch import Tensor
 
 from mpp.config import ObjectiveConfig
 from mpp.errors import UserError
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss}
+"""Means over all numbers of all patches."""
+ORIENTATIONS = 9  # of a histogram of oriented gradients
+LEGIBLE = 16  # pixels of a cell's side in a picture of one
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """(B, 3, H, W) to patches in the encoder's order, (B, N, 3, P, P)."""
+    return rearrange(images, "b c (h p) (w q) -> b (h w) c p q", p=patch_size, q=patch_size)
+
+
+def at(patches: Tensor, positions: Tensor) -> Tensor:
+    """What each image has at its positions: (B, N, ...) at (B, K) to (B, K, ...)."""
+    return patches[torch.arange(len(patches), device=patches.device)[:, None], positions]
+
+
+def patches_at(images: Tensor, positions: Tensor, patch_size: int) -> Tensor:
+    """Patches of images (B, 3, H, W) at positions (B, K): (B, K, 3, P, P)."""
+    return at(patchify(images, patch_size), positions)
 
 
 def quantize(colors: Tensor, whole: int, bits: int) -> Tensor:
@@ -49,13 +71,16 @@ def entropy_of(logits: Tensor) -> Tensor:
 class Objective(Protocol):
     """What the training step, the reference lines and the pictures need of an objective."""
 
+    patch_size: int
     outputs: int
     """Numbers that the head predicts for a patch."""
     bits: int
     """Bits per channel of the colour classes that accuracy is counted in."""
+    shown: str
+    """What pictures show of a prediction, in a few words."""
 
-    def targets(self, patches: Tensor) -> Tensor:
-        """Clean pixels (B, K, 3, P, P) uint8 to targets (B, K, ...)."""
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        """Clean images (B, 3, H, W) uint8 to the targets of their patches at positions (B, K): (B, K, ...)."""
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Predictions (B, K, outputs) float32 and targets to the mean loss over all patches, a scalar."""
@@ -63,11 +88,13 @@ class Objective(Protocol):
     def decide(self, predictions: Tensor) -> Tensor:
         """The most likely targets, (B, K, ...)."""
 
-    def labels(self, targets: Tensor) -> Tensor:
-        """The colour classes of targets, (B, K, cells) int64. Accuracy is the share of classes that are right."""
+    def labels(self, targets: Tensor) -> Tensor | None:
+        """The colour classes of targets, (B, K, cells) int64: accuracy is the share of classes that are right. None
+        where targets do not say a patch's colour: then no accuracy is measured."""
 
-    def paint(self, targets: Tensor) -> Tensor:
-        """Targets as pixels, (B, K, 3, P, P) uint8."""
+    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
+        """Targets as pixels, (B, K, 3, P, P) uint8, or s times as large to be legible, for a whole s. Where they lack
+        what pixels need, it is `clean`'s, the true patches (B, K, 3, P, P) uint8; then `shown` says so."""
 
     def entropy(self, predictions: Tensor) -> Tensor | None:
         """How unsure the predictions are, in bits, (B, K, cells); None where no distribution is predicted."""
@@ -76,12 +103,14 @@ class Objective(Protocol):
 class MeanColor:
     """Classify the patch's mean colour: one of 2**(3 * bits) classes. Accuracy: the share of patches that are right."""
 
+    shown = "mean colours"
+
     def __init__(self, config: ObjectiveConfig, patch_size: int):
         self.bits, self.patch_size = config.bits, patch_size
         self.outputs = 2 ** (3 * config.bits)
 
-    def targets(self, patches: Tensor) -> Tensor:
-        sums = patches.sum((-2, -1), dtype=torch.int32)  # (B, K, 3)
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        sums = patches_at(images, positions, self.patch_size).sum((-2, -1), dtype=torch.int32)  # (B, K, 3)
         return quantize(sums, 255 * self.patch_size**2, self.bits)  # (B, K)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -93,7 +122,7 @@ class MeanColor:
     def labels(self, targets: Tensor) -> Tensor:
         return targets[..., None]
 
-    def paint(self, targets: Tensor) -> Tensor:
+    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         return repeat(colors_of(targets, self.bits), "b k c -> b k c h w", h=self.patch_size, w=self.patch_size)
 
     def entropy(self, predictions: Tensor) -> Tensor:
@@ -103,6 +132,8 @@ class MeanColor:
 class GridColor:
     """Classify the mean colour of each cell of a grid over the patch. Accuracy: the share of cells that are right."""
 
+    shown = "colours of a grid over each patch"
+
     def __init__(self, config: ObjectiveConfig, patch_size: int):
         if patch_size % config.grid:
             raise UserError(f"objective.grid is {config.grid}; it must divide the patch size ({patch_size})")
@@ -110,7 +141,8 @@ class GridColor:
         self.classes = 2 ** (3 * config.bits)
         self.outputs = self.classes * config.grid**2
 
-    def targets(self, patches: Tensor) -> Tensor:
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        patches = patches_at(images, positions, self.patch_size)
         cells = rearrange(patches, "b k c (g h) (f w) -> b k (g f) c h w", g=self.grid, f=self.grid)
         cell = self.patch_size // self.grid
         return quantize(cells.sum((-2, -1), dtype=torch.int32), 255 * cell**2, self.bits)  # (B, K, cells)
@@ -124,7 +156,7 @@ class GridColor:
     def labels(self, targets: Tensor) -> Tensor:
         return targets
 
-    def paint(self, targets: Tensor) -> Tensor:
+    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         colors, side = colors_of(targets, self.bits), self.patch_size // self.grid
         return repeat(colors, "b k (g f) c -> b k c (g h) (f w)", g=self.grid, h=side, w=side)
 
@@ -133,37 +165,170 @@ class GridColor:
 
 
 class Pixels:
-    """Regress the patch's pixels, scaled to [-1, 1], by mean squared error (L2).
+    """Regress the patch's pixels, scaled to [-1, 1], by their mean squared (L2) or mean absolute (L1, SimMIM) error.
 
     Accuracy: the share of patches whose mean predicted pixel falls in the colour class of the true mean.
     """
 
+    shown = "pixels"
+
     def __init__(self, config: ObjectiveConfig, patch_size: int):
-        self.bits, self.patch_size = config.bits, patch_size
+        self.bits, self.patch_size, self.distance = config.bits, patch_size, DISTANCES[config.loss]
         self.outputs = 3 * patch_size**2
 
-    def targets(self, patches: Tensor) -> Tensor:
-        return patches  # (B, K, 3, P, P)
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        return patches_at(images, positions, self.patch_size)  # (B, K, 3, P, P)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(predictions, targets.flatten(2).float() / 127.5 - 1)
+        return self.distance(predictions, targets.flatten(2).float() / 127.5 - 1)
 
     def decide(self, predictions: Tensor) -> Tensor:
-        pixels = ((predictions + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-        return rearrange(pixels, "b k (c h w) -> b k c h w", c=3, h=self.patch_size)
+        return to_pixels(predictions.unflatten(-1, (3, self.patch_size, self.patch_size)))
 
     def labels(self, targets: Tensor) -> Tensor:
         sums = targets.sum((-2, -1), dtype=torch.int32)
         return quantize(sums, 255 * self.patch_size**2, self.bits)[..., None]
 
-    def paint(self, targets: Tensor) -> Tensor:
+    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         return targets
 
     def entropy(self, predictions: Tensor) -> None:
         return None  # a regression says nothing of its doubts
 
 
-OBJECTIVES: dict[str, type[Objective]] = {"mean_color": MeanColor, "grid_color": GridColor, "pixels": Pixels}
+def to_pixels(scaled: Tensor) -> Tensor:
+    """From [-1, 1] to uint8; what lies outside is cut off."""
+    return ((scaled + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+class NormalizedPixels:
+    """Regress the patch's pixels, less their mean and over their deviation, of all three channels together (MAE).
+
+    The deviation is the unbiased one, of pixels scaled to [-1, 1], with 1e-6 added to its square, as in MAE's code.
+    There is no accuracy: how bright a patch is and how strong its contrast is not predicted, and to put back the true
+    values would be to give the answer away.
+    """
+
+    shown = "pixels, put back by each patch's true mean and deviation"
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int):
+        self.bits, self.patch_size, self.distance = config.bits, patch_size, DISTANCES[config.loss]
+        self.outputs = 3 * patch_size**2
+
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        pixels, mean, deviation = self.moments(patches_at(images, positions, self.patch_size))
+        return (pixels - mean) / deviation  # (B, K, 3, P, P)
+
+    def moments(self, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """uint8 to pixels in [-1, 1]; their mean and deviation, (B, K, 1, 1, 1)."""
+        pixels = patches.float() / 127.5 - 1
+        variance, mean = torch.var_mean(pixels, (-3, -2, -1), keepdim=True)
+        return pixels, mean, (variance + 1e-6).sqrt()
+
+    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self.distance(predictions, targets.flatten(2))
+
+    def decide(self, predictions: Tensor) -> Tensor:
+        return predictions.unflatten(-1, (3, self.patch_size, self.patch_size))
+
+    def labels(self, targets: Tensor) -> None:
+        return None
+
+    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
+        _, mean, deviation = self.moments(clean)
+        return to_pixels(targets * deviation + mean)
+
+    def entropy(self, predictions: Tensor) -> None:
+        return None
+
+
+class Hog:
+    """Regress the histograms of oriented gradients of the patch's cells, in each colour channel (MaskFeat).
+
+    No accuracy: a histogram of edges has no colour. Pictures show a line for each orientation, along its edge and as
+    bright as its share is long; red, green and blue are the three channels.
+    """
+
+    shown = "HOG, as its edges"
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int):
+        self.cell = min(config.cell, patch_size)
+        if patch_size % self.cell:
+            raise UserError(f"objective.cell is {config.cell}; it must divide the patch size ({patch_size})")
+        self.bits, self.patch_size, self.distance = config.bits, patch_size, DISTANCES[config.loss]
+        self.side = patch_size // self.cell  # of the patch, in cells
+        self.outputs = self.side**2 * 3 * ORIENTATIONS
+
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        cells = oriented_gradients(images, self.cell)
+        return at(rearrange(cells, "b c o (h g) (w f) -> b (h w) (g f c o)", g=self.side, f=self.side), positions)
+
+    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self.distance(predictions, targets)
+
+    def decide(self, predictions: Tensor) -> Tensor:
+        return predictions
+
+    def labels(self, targets: Tensor) -> None:
+        return None
+
+    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
+        shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, 3, ORIENTATIONS))
+        lines = edges(self.cell * -(-LEGIBLE // self.cell)).to(targets.device)  # (9, h, w)
+        drawn = (share[..., None, None] * line for share, line in zip(shares.unbind(-1), lines, strict=True))
+        brightest = (255 * reduce(torch.maximum, drawn)).to(torch.uint8)
+        return rearrange(brightest, "b k g f c h w -> b k c (g h) (f w)")
+
+    def entropy(self, predictions: Tensor) -> None:
+        return None
+
+
+def oriented_gradients(images: Tensor, cell: int) -> Tensor:
+    """Histograms of oriented gradients (Dalal and Triggs, 2005) of each channel, each histogram of unit length.
+
+    A gradient is the difference of the two neighbours, and 0 across the image's border. Each pixel votes with its
+    gradient's length for one of nine orientations, which share 180 degrees from the rightward gradient on. It is what
+    scikit-image's `hog` gives for a channel, with blocks of one cell. MaskFeat's code has Sobel's filters in place of
+    the difference, and its orientations are turned by half of one.
+
+    Args:
+        images: (B, 3, H, W) uint8, H and W multiples of `cell`.
+    Returns:
+        (B, 3, 9, H / cell, W / cell) float32; a cell without a gradient is all 0.
+    """
+    pixels = images.float()
+    down, right = torch.zeros_like(pixels), torch.zeros_like(pixels)
+    down[..., 1:-1, :] = pixels[..., 2:, :] - pixels[..., :-2, :]
+    right[..., 1:-1] = pixels[..., 2:] - pixels[..., :-2]
+    length, orientation = torch.hypot(down, right), torch.atan2(down, right) * (ORIENTATIONS / math.pi)
+    bins = orientation.floor() % ORIENTATIONS  # opposite gradients are one orientation
+    votes = [F.avg_pool2d(length.where(bins == number, 0.0), cell) for number in range(ORIENTATIONS)]
+    return F.normalize(torch.stack(votes, dim=2), dim=2)
+
+
+def edges(side: int) -> Tensor:
+    """A line through a square for the middle of each orientation, along the edge: at right angles to the gradient.
+
+    Returns:
+        (9, side, side) float32, from 0 to 1.
+    """
+    angles = (torch.arange(ORIENTATIONS) + 0.5) * math.pi / ORIENTATIONS
+    place = torch.arange(side) - (side - 1) / 2
+    apart = angles.sin()[:, None, None] * place[:, None] + angles.cos()[:, None, None] * place  # from the line
+    return (0.5 + side / 12 - apart.abs()).clamp(0, 1)
+
+
+def pixels_as_asked(config: ObjectiveConfig, patch_size: int) -> Objective:
+    """Pixels as they are, or by each patch's own mean and deviation."""
+    return (NormalizedPixels if config.normalize == "patch" else Pixels)(config, patch_size)
+
+
+OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int], Objective]] = {
+    "mean_color": MeanColor,
+    "grid_color": GridColor,
+    "pixels": pixels_as_asked,
+    "hog": Hog,
+}
 
 
 def build_objective(config: ObjectiveConfig, patch_size: int) -> Objective:

@@ -5,18 +5,16 @@ from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, corrupt
-from mpp.metrics import patches_at, patchify
-from mpp.objectives import Objective
+from mpp.objectives import Objective, at, patchify
 
 GREY = 128  # what is behind a [mask]
+PANEL_SIDE = 128  # of an image in a panel, at least half of it
 
 
 COLUMNS = ("original", "corrupted", "predicted", "true")
 
 
-def prediction_columns(
-    objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption, patch_size: int
-) -> Tensor:
+def prediction_columns(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Tensor:
     """Each image as COLUMNS: what it is, what the model saw, what it predicted, what was to be predicted.
 
     Uncorrupted patches are shown as they are in all four.
@@ -25,25 +23,27 @@ def prediction_columns(
         predictions: (B, K, outputs) for these images and this corruption.
         images: (B, 3, S, S) uint8.
     Returns:
-        (4, B, 3, S, S) uint8.
+        (4, B, 3, S, S) uint8; S is s times the images' where the objective paints s times as large.
     """
-    patches = patchify(images, patch_size)
-    clean = patches_at(patches, corruption.positions)
+    patches = patchify(images, objective.patch_size)
+    clean, targets = at(patches, corruption.positions), objective.targets(images, corruption.positions)
+    painted = [objective.paint(each, clean) for each in (objective.decide(predictions), targets)]
+    patches = enlarge(patches, painted[0].shape[-1] // objective.patch_size)
     grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
     seen = corrupt(patches.flatten(2).float(), grey, corruption).to(torch.uint8).view(patches.shape)
-    columns = [
-        patches,
-        seen,
-        put(patches, corruption.positions, objective.paint(objective.decide(predictions))),
-        put(patches, corruption.positions, objective.paint(objective.targets(clean))),
-    ]
-    side = images.shape[-1] // patch_size
-    return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=side)
+    columns = [patches, seen, *(put(patches, corruption.positions, each) for each in painted)]
+    rows = images.shape[-2] // objective.patch_size
+    return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:
-    """Columns (4, B, 3, S, S) as one picture with a row for each image, (3, B * S, 4 * S)."""
-    return rearrange(columns, "n b c h w -> c (b h) (n w)")
+    """Columns (n, B, 3, S, S) as one picture with a row for each image, (3, B * S, n * S); small S are enlarged."""
+    return rearrange(enlarge(columns, max(1, PANEL_SIDE // columns.shape[-1])), "n b c h w -> c (b h) (n w)")
+
+
+def enlarge(pixels: Tensor, times: int) -> Tensor:
+    """(..., H, W) to (..., times * H, times * W)."""
+    return pixels.repeat_interleave(times, -2).repeat_interleave(times, -1)
 
 
 def put(patches: Tensor, positions: Tensor, replaced: Tensor) -> Tensor:

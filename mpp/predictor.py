@@ -1,11 +1,11 @@
-"""The network that is trained: normalise, embed, corrupt, encode, predict.
+"""The paper's network: normalise, embed, corrupt, encode, predict.
 
 What the loss does not look at is not computed in the last block: its MLP, the final norm and the head see the K
 corrupted patches alone, and so do the queries where the attention is timm's plain one.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ class MaskedPatchPredictor(nn.Module):
         outputs: numbers that the head predicts for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
     """
+
+    method = "masked patch prediction (Dosovitskiy et al., ICLR 2021, appendix B.1.2)"
+    on_top = "a linear head"
 
     def __init__(self, encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
@@ -51,12 +54,17 @@ class MaskedPatchPredictor(nn.Module):
         patches = encoder.patch_embed(self.normalize(images))
         patches = corrupt(patches.flatten(1, -2), self.mask_token, corruption).view(patches.shape)
         tokens = encoder.norm_pre(encoder._pos_embed(patches))  # (B, prefix + N, D)
-        again = self.training and encoder.grad_checkpointing
-        for block in encoder.blocks[:-1]:
-            tokens = checkpoint(block, tokens, use_reentrant=False) if again else block(tokens)
+        tokens = through(encoder.blocks[:-1], tokens, again=self.training and encoder.grad_checkpointing)
         index = encoder.num_prefix_tokens + corruption.positions
         corrupted = block_at(encoder.blocks[-1], tokens, index)
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))
+
+
+def through(blocks: Iterable[nn.Module], tokens: Tensor, again: bool) -> Tensor:
+    """Tokens (B, T, D) after these blocks, whose activations are computed again in the backward pass or kept."""
+    for block in blocks:
+        tokens = checkpoint(block, tokens, use_reentrant=False) if again else block(tokens)
+    return tokens
 
 
 def take(tokens: Tensor, index: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ from mpp.data.images import UnreadableImage, decode
 from mpp.data.sources import describe, encoded_bytes, find_image_column, load_splits
 from mpp.errors import UserError
 from mpp.runtime import lock
+from mpp.runtime.disk import sync
 from mpp.runtime.hardware import cores
 from mpp.runtime.launch import command
 from mpp.runtime.lock import hold
 from mpp.runtime.parsing import changed_keys, parse, to_yaml
 from mpp.runtime.randomness import Stream, permutation
-from mpp.training.checkpoint import sync
 from mpp.training.tracking import progress_bar
 
 NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes for data
@@ -95,7 +95,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         cell = row[image_column]
         name = name_of(cell, shard.config.data.path)
         try:
-            data = encoded_bytes(cell)
+            data = encoded_bytes(cell, shard.config.data.read_retries)
             prepared = prepare_image(data, shard.config)
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")

@@ -11,23 +11,22 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpp.config import Config, SourceConfig, require
-from mpp.corruption import Corruption, corrupted_count
+from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
-from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
+from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.encoder import build_encoder
-from mpp.features import extract, features_at, stages
-from mpp.metrics import Sums, add, measure, patches_at, patchify, summarize, total
+from mpp.metrics import Sums, add, measure, summarize, total
+from mpp.networks import build_network
 from mpp.objectives import build_objective
 from mpp.panels import COLUMNS, prediction_columns, prediction_panel
-from mpp.predictor import MaskedPatchPredictor, executed_flops
-from mpp.probe import knn_accuracy
+from mpp.predictor import executed_flops
+from mpp.probe import probe
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
+from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore, saved_settings
 from mpp.training.loop import due
@@ -41,11 +40,6 @@ PANEL_IMAGES = 8
 class Pretraining(ImageTask):
     """The task that `fit` trains: predict what the corrupted patches looked like."""
 
-    method = (
-        "Pre-trained without labels by masked patch prediction (Dosovitskiy et al., ICLR 2021, appendix B.1.2). Its "
-        "[class] token got no gradient of its own: the mean of the patch tokens is mostly the better feature"
-    )
-
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config, self.corruption = config, config.corruption
@@ -53,33 +47,37 @@ class Pretraining(ImageTask):
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
         encoder = build_encoder(config.model)
         self.img_size = encoder.patch_embed.img_size[0]
-        self.patch_size = self.img_size // encoder.patch_embed.grid_size[0]  # in pixels, for hybrids too
+        self.grid = encoder.patch_embed.grid_size
+        self.patch_size = self.img_size // self.grid[0]  # in pixels, for hybrids too
         self.patches = encoder.patch_embed.num_patches
-        self.corrupted = corrupted_count(config.corruption.rate, self.patches)
+        self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.objective = build_objective(config.objective, self.patch_size)
-        self.model = MaskedPatchPredictor(encoder, self.objective.outputs, config.model.mean, config.model.std)
-        with accelerator.main_process_first():
-            if config.data.streaming:
-                self.train, self.probe_train, self.held_out = load_streamed(
-                    config.data, config.probe.images, config.data.eval_images
-                )
-            else:
+        input_config = (config.model.mean, config.model.std)
+        self.model = build_network(config.network, encoder, self.objective.outputs, *input_config)
+        if config.data.streaming:
+            probed = config.probe.images if config.probe.every else 0
+            with accelerator.local_main_process_first():  # machines may have no disk in common
+                parts = load_streamed(config.data, probed, config.data.eval_images)
+            self.train, self.probe_train, self.held_out = parts
+        else:
+            with accelerator.main_process_first():
                 train, self.held_out = load_image_datasets(config.data)
-                self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
+            self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
+
+    @property
+    def method(self) -> str:
+        return (
+            f"Pre-trained without labels by {self.model.method}. Its [class] token got no gradient of its own: the "
+            "mean of the patch tokens is mostly the better feature"
+        )
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
         images = batch.images.to(device, non_blocking=True)
         corruption = batch.corruption.to(device)
         predictions = model(images, corruption)  # (B, K, outputs) float32
-        loss = self.objective.loss(predictions, self.targets(images, corruption))
-        if not measure_too:
-            return loss, {}
-        return loss, measure(self.objective, predictions.detach(), patchify(images, self.patch_size), corruption)
-
-    def targets(self, images: Tensor, corruption: Corruption) -> Tensor:
-        """What the corrupted patches of clean images (B, 3, S, S) uint8 really are: (B, K, ...)."""
-        return self.objective.targets(patches_at(patchify(images, self.patch_size), corruption.positions))
+        loss = self.objective.loss(predictions, self.objective.targets(images, corruption.positions))
+        return loss, measure(self.objective, predictions.detach(), images, corruption) if measure_too else {}
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return summarize(sums)
@@ -87,7 +85,7 @@ class Pretraining(ImageTask):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         sums: Sums = {}
-        for batch in self.fixed_batches(self.held_out.choose(self.data.eval_images, self.data.eval_seed)):
+        for batch in self.fixed_batches(self.held_out.choose(self.data.eval_images, self.data.cut_seed)):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
@@ -98,17 +96,14 @@ class Pretraining(ImageTask):
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= self.probe(model)
+            scalars |= probe(self, model, self.probe_train, self.config.probe)
         return scalars
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""
         images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
-        columns = prediction_columns(self.objective, predictions, images, corruption, self.patch_size)
-        panel = prediction_panel(columns)
-        enlarge = max(1, 128 // self.img_size)
-        panel = panel.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-        tracker.log_images(step, " | ".join(COLUMNS), panel[None])
+        columns = prediction_columns(self.objective, predictions, images, corruption)
+        tracker.log_images(step, " | ".join(COLUMNS), prediction_panel(columns)[None])
 
     @torch.no_grad()
     def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Corruption, Tensor]:
@@ -117,35 +112,6 @@ class Pretraining(ImageTask):
         batch = collate([views[FIXED, index] for index in indices])
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
         return images, corruption, model(images, corruption).float()
-
-    def probe(self, model: MaskedPatchPredictor) -> dict[str, float]:
-        """kNN accuracy of the patches' mean after each block, where there are labels; on the main process alone."""
-        train, test = self.probe_train.labelled(), self.held_out.labelled()
-        if train is None or test is None or train.labels.ndim > 1:
-            return {}
-        seed = self.data.eval_seed
-        known, classes = self.features(model, train.choose(self.config.probe.images, seed))
-        unseen, truth = self.features(model, test.choose(self.data.eval_images, seed))
-        if not self.accelerator.is_main_process:
-            return {}
-        return {
-            f"knn/depth_{depth:02d}": self.judge(before, classes, after, truth)
-            for depth, (before, after) in enumerate(zip(known, unseen, strict=True), start=1)
-        }
-
-    def judge(self, *features_and_labels: NDArray) -> float:
-        """kNN accuracy of one depth, computed on the device."""
-        tensors = (torch.from_numpy(part).to(self.accelerator.device) for part in features_and_labels)
-        return knn_accuracy(*tensors, self.config.probe.neighbours)
-
-    def features(self, model: MaskedPatchPredictor, dataset: ImageDataset) -> tuple[list[NDArray], NDArray]:
-        """Features (N, D) at every depth and labels (N,) of a data set; on the main process alone."""
-        depths = range(1, 1 + len(stages(model.encoder)))
-
-        def encode(images: Tensor) -> list[Tensor]:
-            return features_at(model.encoder, model.normalize(images), depths, "mean")
-
-        return extract(self.fixed_batches(dataset), encode, len(dataset), self.accelerator)
 
     def flops(self) -> int:
         sample = collate([self.views(self.held_out)[FIXED, 0]])
@@ -156,7 +122,7 @@ class Pretraining(ImageTask):
         return (
             f"{self.config.model.name or 'ViT'}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
             f"{self.patches} patches of {self.patch_size} x {self.patch_size}, {self.corrupted} corrupted, "
-            f"{super().describe_model()}"
+            f"{self.model.on_top}, {super().describe_model()}"
         )
 
 
@@ -172,7 +138,7 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
     """
     saved = folder / "config.yaml"
     require(is_pretraining(folder), "encoder", folder, "the folder of a pre-training run, which has the colour head")
-    config = parse(Config, ["--config", str(saved)])
+    config = parse_saved(Config, saved)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
@@ -197,19 +163,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
     folder = train(config, Pretraining)
     if PartialState().is_main_process:
-        report(folder, config.data)
+        report(folder)
 
 
-def report(folder: Path, images: SourceConfig) -> None:
+def report(folder: Path) -> None:
     """Say what came out and what to do next."""
     last = last_evaluation(folder)
     if "heldout/accuracy" in last:
         print(
-            f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; copying the nearest visible patch "
-            f"{last['heldout/nearest']:.1%}, most frequent colour {last['heldout/most_frequent']:.1%}"
+            f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; mean of the two nearest visible "
+            f"patches {last['heldout/two_nearest']:.1%}, copy of the nearest {last['heldout/nearest']:.1%}, most "
+            f"frequent colour {last['heldout/most_frequent']:.1%}"
         )
     print(f"next: tensorboard --logdir {folder.parent}")
-    print(f"next: python evaluation/fewshot.py --encoder {folder}{as_arguments(images)}")
+    print(f"next: python evaluation/fewshot.py --encoder {folder}")
 
 
 if __name__ == "__main__":

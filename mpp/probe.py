@@ -1,40 +1,169 @@
-"""The kNN classifier on frozen features."""
+"""What frozen features know while an encoder is trained: the accuracy of a kNN classifier, and their effective rank.
+
+N images, D width.
+"""
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from mpp.config import ProbeConfig
+from mpp.data.sources import ImageDataset
+from mpp.data.views import ViewDataset, held_out_loader
+from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
+from mpp.runtime.arrays import in_blocks
+from mpp.training.task import ImageTask
 
-BLOCK = 1024  # test images compared at a time: what bounds the memory
+BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
+TIED_ROWS = 64  # test images at a time whose neighbours cannot be told apart
+RANKED = 2048  # images that the effective rank is of, at most
+
+
+def probe(
+    task: ImageTask,
+    model: nn.Module,
+    known: ImageDataset,
+    config: ProbeConfig,
+    representation: Representation = "mean",
+) -> dict[str, float]:
+    """Effective rank of the features after each block and, where there are labels, kNN accuracy.
+
+    All processes call it.
+
+    Args:
+        task: has the held-out images.
+        model: has an `encoder` and a `normalize`.
+        known: training images, of which labelled ones are what the kNN classifier compares with.
+        representation: which features.
+    Returns:
+        `features/rank/depth_XX` and `knn/depth_XX`; nothing but on the main process.
+    """
+    most, seed = task.data.eval_images, task.data.cut_seed
+    ranked = task.held_out.choose(min(most, RANKED), seed)
+    features, truth = frozen_features(task, model, ranked, representation)
+    scalars = by_depth("features/rank", [effective_rank(torch.from_numpy(part)) for part in features])
+    train, test = known.labelled(), task.held_out.labelled()
+    if train is None or test is None or train.labels.ndim > 1:
+        return scalars
+    judged = test.choose(most, seed)
+    if len(test) < len(task.held_out) or len(judged) > len(ranked):  # else they are the same images
+        features, truth = frozen_features(task, model, judged, representation)
+    compared, classes = frozen_features(task, model, train.choose(config.images, task.data.eval_seed), representation)
+    parts = [[compared[i], classes, features[i], truth] for i in range(len(features))]
+    on_device = [[torch.from_numpy(part).to(task.accelerator.device) for part in of_depth] for of_depth in parts]
+    return scalars | by_depth("knn", [knn_accuracy(*of_depth, config.neighbours) for of_depth in on_device])
+
+
+def frozen_features(
+    task: ImageTask, model: nn.Module, dataset: ImageDataset, representation: Representation
+) -> tuple[list[NDArray], NDArray]:
+    """Features (N, D) of the centre crops at every depth, and labels (N,); nothing but on the main process."""
+    depths = range(1, 1 + len(stages(model.encoder)))
+
+    def encode(images: Tensor) -> list[Tensor]:
+        return features_at(model.encoder, model.normalize(images), depths, representation)
+
+    layout = task.layout
+    views = ViewDataset(dataset, task.data, task.img_size)
+    batches = held_out_loader(views, layout.batch_size, layout.world_size, layout.rank)
+    features, labels = extract(batches, encode, len(dataset), task.accelerator)
+    return (features, labels) if task.accelerator.is_main_process else ([], labels)
+
+
+def by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Scalars with the names of their depths."""
+    return {f"{name}/depth_{depth:02d}": value for depth, value in enumerate(values, start=1)}
+
+
+def effective_rank(features: Tensor) -> float:
+    """RankMe (Garrido et al., 2023): in how many directions features spread. A loss does not show their collapse.
+
+    The exponential of the entropy of the singular values, scaled to a sum of 1.
+
+    Args:
+        features: (N, D).
+    Returns:
+        From 1 to min(N, D): k where k orthogonal directions are equally strong. 0 where all features are 0.
+    """
+    values = torch.linalg.svdvals(features.double())
+    if not values.any():
+        return 0.0
+    return float(torch.special.entr(values / values.sum()).sum().exp())
 
 
 def knn_predict(
-    train: Tensor, train_labels: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
+    train: Tensor | NDArray, train_labels: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
 ) -> dict[int, Tensor]:
     """Classes that a weighted kNN gives test images.
 
-    Cosine similarity s; the nearest k training images vote with weight exp(s / temperature) (Wu et al., 2018).
+    Cosine similarity s; the nearest k training images vote with weight exp(s / temperature) (Wu et al., 2018). Of
+    training images that are equally near the first count; of classes with equally many votes the lowest wins.
 
     Args:
-        train, test: (N, D) and (M, D) features.
+        train: (N, D) features, on any device and of any floating-point type, perhaps mapped: they are read once, block
+            by block.
         train_labels: (N,) int64, from 0.
+        test: (M, D) features, on the device and of the type to compute in.
         neighbours: values of k; those above N count as N.
     Returns:
-        k -> (M,) int64.
+        k -> (M,) int64, on the device of `test`.
     """
-    train = F.normalize(train, dim=-1)
+    train_labels = train_labels.to(test.device)
     classes, most = int(train_labels.max()) + 1, min(max(neighbours), len(train))
     predictions: dict[int, list[Tensor]] = {k: [] for k in neighbours}
-    for block in test.split(BLOCK):
-        similarity, index = (F.normalize(block, dim=-1) @ train.T).topk(most, dim=-1)  # (block, most), descending
+    for similarity, index in nearest(train, test, most):
         weights, labels = ((similarity - 1) / temperature).exp(), train_labels[index]
         for k, of_k in predictions.items():
-            votes = torch.zeros(len(block), classes, dtype=weights.dtype, device=block.device)
+            votes = torch.zeros(len(labels), classes, dtype=weights.dtype, device=weights.device)
             of_k.append(votes.scatter_add_(1, labels[:, :k], weights[:, :k]).argmax(-1))
     return {k: torch.cat(of_k) for k, of_k in predictions.items()}
+
+
+def nearest(train: Tensor | NDArray, test: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Cosine similarity and index of the `count` nearest training images, (m, count) each, by blocks of test images."""
+    units = [F.normalize(block, dim=-1) for block in test.split(BLOCK)]
+    best: dict[int, tuple[Tensor, Tensor]] = {}
+    for turn, block in enumerate(in_blocks(train, TRAIN_BLOCK)):
+        block = block if isinstance(block, Tensor) else torch.tensor(block)  # a copy: what is mapped is not written to
+        others = F.normalize(block.to(test), dim=-1)
+        for number, unit in enumerate(units):
+            similarity, index = largest(unit @ others.T, count)
+            found = similarity, index + turn * TRAIN_BLOCK
+            best[number] = merge(best[number], found, count) if turn else found
+    return list(best.values())
+
+
+def merge(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """The `count` nearest of both: similarity and index."""
+    similarity, index = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
+    similarity, chosen = largest(similarity, count)
+    return similarity, index.gather(1, chosen)
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row, descending, and where they are; of equal ones the first come first.
+
+    torch.topk alone says nothing of equal ones.
+    """
+    found, index = values.topk(min(count + 1, values.shape[1]))
+    equal = found[:, 1:] == found[:, :-1]
+    tied = equal[:, count - 1 :].any(1).nonzero().squeeze(1)  # where it chose among equal ones
+    for first in range(0, len(tied), TIED_ROWS):
+        rows = tied[first : first + TIED_ROWS]
+        above, level = values[rows] > found[rows, count:], values[rows] == found[rows, count:]
+        wanted = count - above.sum(1, keepdim=True)
+        chosen = (above | level & (level.cumsum(1, dtype=torch.int32) <= wanted)).nonzero()[:, 1].view(-1, count)
+        index[rows, :count], found[rows, :count] = chosen, values[rows].gather(1, chosen)
+    found, index = found[:, :count], index[:, :count]
+    rows = equal.any(1).nonzero().squeeze(1)
+    ascending, order = index[rows].sort()
+    found[rows], order = found[rows].gather(1, order).sort(descending=True, stable=True)
+    index[rows] = ascending.gather(1, order)
+    return found, index
 
 
 def knn_accuracy(

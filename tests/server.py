@@ -12,11 +12,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 from conftest import wait_until
 
-MODULES = {"pretrain": "mpp.pretrain"} | {n: f"evaluation.{n}" for n in ("supervised", "finetune", "compare")}
+COMMANDS = ("supervised", "contrastive", "finetune", "compare")
+MODULES = {"pretrain": "mpp.pretrain"} | {name: f"evaluation.{name}" for name in COMMANDS}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(MODULES.values()))
 
@@ -33,7 +35,8 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     from mpp.runtime.launch import command
 
     try:
-        command(lambda: importlib.import_module(MODULES[module]).main(arguments))
+        main = importlib.import_module(MODULES[module]).main
+        command(lambda: [main([*words]) for then, words in groupby(arguments, "then".__eq__) if not then])
     except Exception:
         traceback.print_exc()
         sys.exit(1)
@@ -44,6 +47,7 @@ class Command:
 
     Args:
         module: one of MODULES.
+        arguments: its command line; after the word `then` that of another run, in the same processes.
         prepare: called in each process before the command, to break something. Must be picklable.
     """
 

@@ -10,12 +10,15 @@ from conftest import ROOT, encoded, picture, read_metrics
 from server import Command
 
 from evaluation import compare, masked
+from evaluation.contrastive import ContrastiveConfig
 from evaluation.finetune import FinetuneConfig
 from evaluation.suite import plan
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
-from evaluation.suite.findings import numbers_of, table_of
+from evaluation.suite.findings import Question, Results, draw, numbers_of, table_of
+from evaluation.suite.provenance import images_of_source
 from evaluation.supervised import SupervisedConfig
+from mpp.errors import UserError
 from mpp.runtime.parsing import parse
 
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -28,6 +31,7 @@ FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
         *((path, plan.CompareConfig) for path in COMPARISONS),
         *((path, SupervisedConfig) for path in sorted((ROOT / "configs" / "supervised").glob("*.yaml"))),
         *((path, FinetuneConfig) for path in sorted((ROOT / "configs" / "finetune").glob("*.yaml"))),
+        *((path, ContrastiveConfig) for path in sorted((ROOT / "configs" / "rivals").glob("simclr*.yaml"))),
     ],
     ids=lambda value: getattr(value, "stem", ""),
 )
@@ -48,7 +52,7 @@ def test_every_case_of_a_comparison_file_parses(path):
     assert {case.encoder.name for case in asked.cases} == {entry["name"] for entry in config.encoders}
     for case in asked.cases:
         job = compare.Job(case, ROOT)
-        assert job.evaluation.encoder and (job.training is None) == (case.encoder.train is None)
+        assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
 
 
 def test_vtab_has_its_19_tasks_in_three_groups():
@@ -161,10 +165,8 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     (fewshot, finetuned), knn = config["evaluations"], {"name": "kNN", "command": "knn"}
     fewshot["options"]["shots"], knn["options"] = 1, FAST | {"neighbours": 20}
     config["evaluations"] = [fewshot, knn]
-    trained, (kind, train) = [], compare.TRAININGS["pretrain"]
-    monkeypatch.setitem(
-        compare.TRAININGS, "pretrain", (kind, lambda config: (trained.append(config.run.dir), train(config)))
-    )
+    trained, train = [], compare.train
+    monkeypatch.setattr(compare, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
 
     def run():
         small.write_text(yaml.safe_dump(config))
@@ -221,6 +223,18 @@ def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, mo
         compare.main(["--config", str(tmp_path / "compare.yaml")])
     assert list(json.loads((tmp_path / "out" / "results.json").read_text())["summary"]["comparison"]) == ["floor"]
     assert "Traceback" in capsys.readouterr().err  # what nobody foresaw can be looked into
+
+
+def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_path):
+    options = {"config": "rivals/simclr", "views.blur": 0, "run.steps": 1, "run.threads": 1, "data.workers": 0}
+    options |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 16, "probe.every": 0}
+    trained = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
+    judged = [{"name": "kNN", "command": "knn"}, {"name": "masked patches", "command": "masked"}]
+    (case,) = plan.plan(plan.CompareConfig(encoders=[trained], evaluations=judged)).cases
+    job = compare.Job(case, tmp_path)
+    assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
+    job.prepare()
+    assert load_frozen(str(tmp_path / "0")).img_size == 16
 
 
 def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
@@ -289,12 +303,9 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
     assert list(report["summary"]["hidden"]) == ["pre-trained"]  # random weights have predicted nothing
     assert list(report["summary"]["length"]) == ["longer", "pre-trained"]  # in the question's order
     assert set(report["summary"]["depth"]) == {"pre-trained", "longer", "random", "floor"}
-    last = (
-        read_metrics(tmp_path / "longer", "heldout/accuracy")[6],
-        read_metrics(tmp_path / "longer", "heldout/nearest")[6],
-    )
     columns = report["summary"]["length"]["longer"]
-    assert (columns["hidden model"]["mean"], columns["hidden nearest"]["mean"]) == last
+    for line, name in (("model", "accuracy"), ("two nearest", "two_nearest"), ("nearest", "nearest")):
+        assert columns[f"hidden {line}"]["mean"] == read_metrics(tmp_path / "longer", f"heldout/{name}")[6]
     assert report["training_pflop"]["longer"] == pytest.approx(3 * report["training_pflop"]["pre-trained"])
     depths = {(row["encoder"], row["encoder_seed"], row["depth"]) for row in report["dev_by_depth"]}
     assert {("pre-trained", 1, 1), ("pre-trained", 1, 2), ("random", 0, 2), ("floor", 0, 1)} <= depths
@@ -359,3 +370,65 @@ def test_bad_comparisons_are_named(small, tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as error:
         compare.main(["--config", str(small)])
     assert "\n" not in str(error.value)
+
+
+def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
+    """Other images are judged anew; an encoder that was trained on others is not passed off as theirs."""
+    config = yaml.safe_load(small.read_text())
+    config |= {"encoders": config["encoders"][-1:], "evaluations": config["evaluations"][:1]}
+    judged, (kind, run) = [], compare.EVALUATIONS["fewshot"]
+    again = (kind, lambda settings: (judged.append(settings.data.path), run(settings))[1])
+    monkeypatch.setitem(compare.EVALUATIONS, "fewshot", again)
+
+    def judge():
+        images_of_source.cache_clear()  # as in a new process
+        compare.main(["--config", str(small)])
+
+    small.write_text(yaml.safe_dump(config))
+    judge()
+    judge()
+    assert len(judged) == 2
+    (tmp_path / "one" / "cat" / "01.png").write_bytes(encoded(picture(99)))
+    judge()
+    assert judged[2:] == [str(tmp_path / "one")]
+
+    tiny = {"data.path": str(tmp_path / "one"), "data.eval_split": None, "run.steps": 1}
+    encoder = {"name": "trained", "encoder": str(tmp_path / "encoder"), "train": "pretrain", "train_options": tiny}
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "data.json").write_text('{"train": {"files": "others"}}')
+    small.write_text(yaml.safe_dump(config | {"encoders": [encoder]}))
+    with pytest.raises(UserError, match=r"encoder was trained on other images than there are now \(train\)"):
+        judge()
+
+
+def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
+    config = yaml.safe_load(small.read_text())
+    options = config["encoders"][0]["train_options"] | {"data.path": str(tmp_path / "one")}
+    wide = options | {"model.width": 32}
+    config["encoders"] = [
+        {"name": name, "encoder": str(tmp_path / name), "train": "pretrain", "train_options": of, "compute": 1e-6}
+        for name, of in (("narrow", options), ("wide", wide))
+    ]
+    small.write_text(yaml.safe_dump(config))
+    asked = plan.plan(parse(plan.CompareConfig, ["--config", str(small)]))
+    jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in asked.cases}
+    for job in jobs.values():
+        an_image = compare.flops_of("pretrain", job.training)
+        assert job.training.run.steps == pytest.approx(1e9 / (8 * an_image), rel=0.01)  # batches of 8
+        assert job.requested.run.steps == 2
+    assert jobs["narrow"].training.run.steps > 2 * jobs["wide"].training.run.steps
+
+
+def test_lines_go_through_encoders_against_all_compute():
+    rows = [
+        {"encoder": name, "encoder_seed": 0, "seed": 0, "evaluation": "tuned", "dataset": "birds", "group": None}
+        | {"case": "", "accuracy": accuracy, "pflop": 2.0}
+        for name, accuracy in (("short", 0.1), ("long", 0.3), ("scratch", 0.2))
+    ]
+    results = Results(rows, compute={"short": 1.0, "long": 4.0, "scratch": 0.0})
+    lines = {"pre-trained": ["long", "short"], "from scratch": ["scratch"]}
+    question = Question("q", plot="lines", x="total compute", lines=lines)
+    axes = draw(question, results, {}).axes[0]
+    drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in axes.containers}
+    assert drawn["pre-trained"] == [[3.0, pytest.approx(10)], [6.0, pytest.approx(30)]]
+    assert drawn["from scratch"] == [[2.0, pytest.approx(20)]] and axes.get_xticks().tolist() == [2, 3, 6]

@@ -8,7 +8,8 @@ from conftest import ROOT, run_command
 from mpp.config import Config
 from mpp.runtime.parsing import changed_keys, flatten, parse, to_yaml
 
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+OVERLAYS = [ROOT / "configs" / "rivals" / f"{name}.yaml" for name in ("simmim", "mae", "mae_mean_color", "maskfeat")]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + OVERLAYS
 
 
 def test_birds_yaml_is_the_defaults():

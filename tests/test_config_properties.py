@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evaluation.compare import CompareConfig
+from evaluation.contrastive import ContrastiveConfig
 from evaluation.fewshot import FewshotConfig
 from evaluation.finetune import FinetuneConfig
 from evaluation.knn import KnnConfig
@@ -20,7 +21,7 @@ from mpp.config import Config
 from mpp.runtime.parsing import flatten, parse, to_yaml
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
-COMMANDS += [CompareConfig, VisualizeConfig, ThroughputConfig]
+COMMANDS += [ContrastiveConfig, CompareConfig, VisualizeConfig, ThroughputConfig]
 few = settings(
     max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

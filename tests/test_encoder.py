@@ -1,5 +1,6 @@
 """timm in, timm out."""
 
+import math
 import shutil
 
 import pytest
@@ -50,6 +51,17 @@ def test_another_image_size_resamples_positions_as_timm_does(exported):
     assert larger(torch.randn(1, 3, 96, 96)).shape == (1, 7)
 
 
+def test_fixed_positions_travel_as_an_ordinary_table(exported, tmp_path):
+    settings = dict(depth=2, position="sincos_2d", init_from=str(exported[1]))
+    encoder = build_encoder(ModelConfig(**settings))
+    place, row, column = 1 + 3 * 8 + 5, 3.0, 5.0  # of an 8 x 8 grid, after [class]
+    waves = [wave(at * 10000 ** -(k / 32)) for at in (row, column) for wave in (math.sin, math.cos) for k in range(32)]
+    torch.testing.assert_close(encoder.pos_embed[0, place], torch.tensor(waves), rtol=0, atol=1e-5)
+    assert not encoder.pos_embed[0, 0].any() and not encoder.pos_embed.requires_grad
+    loaded = mpp.load_encoder(export(encoder, tmp_path / "encoder"))
+    assert torch.equal(loaded.pos_embed, encoder.pos_embed) and loaded.pos_embed.requires_grad  # fine-tuning may
+
+
 def test_export_is_the_same_bits_every_time(exported, tmp_path):
     first = (exported[1] / "model.safetensors").read_bytes()
     for _ in range(5):
@@ -95,6 +107,7 @@ def test_start_from_weights_of_another_size(exported, tmp_path):
         ({"name": "vit_base_patch16_siglip_224"}, ["model.name", "attention"]),
         ({"name": "vit_tiny_patch16_224", "img_size": 100}, ["model.img_size", "100", "(16)"]),
         ({"name": "vit_tiny_patch16_224", "heads": 5}, ["vit_tiny_patch16_224"]),
+        ({"width": 18, "heads": 2, "position": "sincos_2d"}, ["model.position is sincos_2d", "(18)"]),
         ({"depth": 3, "init_from": "{folder}"}, ["model.init_from", "blocks.2"]),
         ({"width": 64, "depth": 2, "init_from": "{folder}"}, ["model.init_from", "64"]),
         ({"init_from": "/nowhere"}, ["/nowhere", "no encoder"]),

@@ -398,6 +398,33 @@ def test_one_file_in_twenty_is_broken(tmp_path, tally):
     tally("broken image files, 5 % of a data set", len(files))
 
 
+@pytest.mark.parametrize(("processes", "back"), [(1, True), (1, False), (2, True), (2, False)])
+def test_images_go_away_while_a_run_reads_them(tmp_path, image_folder, tally, processes, back):
+    """A mount drops. It comes back while reads are tried again, or only after the run has ended."""
+    away = image_folder.with_name("away")
+    options = [*TINY, RARE, f"--data.path={image_folder}", "--data.cache_gb=0", "--data.workers=2", "--run.steps=400"]
+    options += ["--data.eval_fraction=0.1", f"--data.read_retries={5 if back else 1}", "--run.checkpoint_every=1000"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
+    run = Command("pretrain", *options, f"--run.dir={cut}", processes=processes)
+    wait_until(lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) > 20)
+    image_folder.rename(away)
+    if back:
+        wait_until(lambda: "tried again for 31 s" in run.said)
+        away.rename(image_folder)
+        finish(run)
+    else:
+        assert set(run.wait()) == {2} and not (cut / "encoder").exists()
+        errors = [line for line in run.said.splitlines() if "cannot be read, tried for 1 s" in line]
+        assert len(errors) == processes and all("No such file" in line for line in errors), run.said[-3000:]
+        assert f"a checkpoint after step {newest_step(cut)} is written" in errors[0]
+        away.rename(image_folder)
+        finish(Command("pretrain", *options, f"--run.dir={cut}", processes=processes))
+    assert run.said.count("tried again for") <= processes and "Traceback" not in run.said
+    assert weights(whole) == weights(cut)
+    tally(f"images go away and come back, {'while they are tried again' if back else 'after the run ended'}", 1)
+
+
 def refuse(data: bytes, answer) -> None:
     """Decode a bomb; send the error and by how many MB the memory's peak grew."""
     decode(encoded(picture(0)), 10**8)

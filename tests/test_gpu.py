@@ -5,7 +5,6 @@
 
 import os
 from datetime import timedelta
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from mpp.errors import Diverged
 from mpp.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.launch import command, set_timeout, start
-from mpp.runtime.preemption import Preemption
 from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer
 
@@ -111,18 +109,6 @@ def test_a_killed_run_ends_with_the_same_bits(run, exact, monkeypatch, precision
     files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read_metrics(whole) == read_metrics(killed)
-
-
-def test_preemptions_answer_is_late_and_waited_for_by_none(tmp_path, no_waiting):
-    """The other process is asked in the fourth step; this one learns of it `lag` steps later."""
-    others = iter([0, 0, 0, 1, 1, 1, 1])
-    accelerator = SimpleNamespace(
-        num_processes=2, device=torch.device(DEVICE), reduce=lambda flag, how: flag + next(others), is_main_process=True
-    )
-    stop = Preemption(accelerator, tmp_path)
-    assert stop.lag == (2 if CUDA else 0)
-    no_waiting(True)
-    assert [stop.agreed() for _ in range(7)] == [False] * (3 + stop.lag) + [True] * (4 - stop.lag)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])

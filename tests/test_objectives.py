@@ -6,14 +6,33 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from einops import rearrange
+from skimage.feature import hog
 
 from mpp import objectives
 from mpp.config import ObjectiveConfig
-from mpp.objectives import OBJECTIVES, build_objective, colors_of, quantize
+from mpp.objectives import OBJECTIVES, build_objective, colors_of, patches_at, patchify, quantize
+
+SETTINGS = {
+    **{name: dict(name=name) for name in OBJECTIVES},
+    "pixels, l1": dict(name="pixels", loss="l1"),
+    "pixels, normalised": dict(name="pixels", normalize="patch"),
+    "hog, cells": dict(name="hog", cell=2, loss="l1"),
+}
 
 
 def objective(name, patch=4, **settings):
     return build_objective(ObjectiveConfig(name=name, **settings), patch)
+
+
+def targets_of(objective, patches):
+    """The targets of patches (B, K, 3, P, P) that lie side by side in an image."""
+    side_by_side = rearrange(patches, "b k c h w -> b c h (k w)")
+    return objective.targets(side_by_side, torch.arange(patches.shape[1]).expand(len(patches), -1))
+
+
+def random_patches(count=3):
+    return torch.randint(0, 256, (2, count, 3, 4, 4), dtype=torch.uint8)
 
 
 def by_hand(patch: np.ndarray, bits: int) -> int:
@@ -30,7 +49,7 @@ def by_hand(patch: np.ndarray, bits: int) -> int:
 def test_mean_color_by_hand(bits):
     patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 5, 3, 4, 4), dtype=np.uint8))
     patches[0, 0], patches[0, 1] = 0, 255
-    targets = objective("mean_color", bits=bits).targets(patches)
+    targets = targets_of(objective("mean_color", bits=bits), patches)
     assert targets.tolist() == [[by_hand(patch.numpy(), bits) for patch in image] for image in patches]
     assert targets[0, 0] == 0 and targets[0, 1] == 8**bits - 1
 
@@ -49,7 +68,7 @@ def test_every_class_has_a_color_that_is_its_own():
 
 def test_grid_color_by_hand():
     patches = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (1, 3, 3, 8, 8), dtype=np.uint8))
-    targets = objective("grid_color", patch=8, grid=4).targets(patches)
+    targets = targets_of(objective("grid_color", patch=8, grid=4), patches)
     expected = [
         [by_hand(patch[:, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2].numpy(), 3) for r in range(4) for c in range(4)]
         for patch in patches[0]
@@ -62,42 +81,100 @@ def test_grid_must_divide_the_patch():
         objective("grid_color", patch=14)
 
 
+def test_patches_are_in_the_encoders_order_and_taken_where_asked():
+    image = torch.arange(64).view(1, 1, 8, 8).expand(1, 3, 8, 8)
+    patches = patchify(image, 4)
+    assert patches.shape == (1, 4, 3, 4, 4)
+    assert torch.equal(patches[0, 1], image[0, :, :4, 4:])  # second patch: top right
+    assert torch.equal(patches_at(image, torch.tensor([[3, 1]]), 4), patches[:, [3, 1]])
+
+
 def test_losses_of_knowing_nothing_are_the_closed_forms():
-    patches = torch.randint(0, 256, (2, 3, 3, 4, 4), dtype=torch.uint8)
+    patches = random_patches()
     for name, cells in (("mean_color", 1), ("grid_color", 16)):
         o = objective(name)
         assert o.outputs == 512 * cells
-        assert o.loss(torch.zeros(2, 3, o.outputs), o.targets(patches)).item() == pytest.approx(np.log(512))
-    o = objective("pixels")
+        assert o.loss(torch.zeros(2, 3, o.outputs), targets_of(o, patches)).item() == pytest.approx(np.log(512))
     scaled = patches.numpy() / 127.5 - 1
-    assert o.loss(torch.zeros(2, 3, 48), o.targets(patches)).item() == pytest.approx((scaled**2).mean(), rel=1e-6)
+    for loss, expected in (("l2", (scaled**2).mean()), ("l1", abs(scaled).mean())):
+        o = objective("pixels", loss=loss)
+        assert o.loss(torch.zeros(2, 3, 48), targets_of(o, patches)).item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+def test_normalised_pixels_by_hand():
+    patches = random_patches()
+    patches[0, 0] = 90  # flat: there is nothing to divide by
+    o, flat = objective("pixels", normalize="patch"), patches.flatten(2).numpy() / 127.5 - 1
+    mean, variance = flat.mean(-1, keepdims=True), flat.var(-1, keepdims=True, ddof=1)
+    expected = (flat - mean) / np.sqrt(variance + 1e-6)
+    targets = targets_of(o, patches)
+    np.testing.assert_allclose(targets.flatten(2), expected, rtol=1e-4, atol=1e-4)
+    assert o.labels(targets) is None
+    assert torch.equal(o.paint(targets, patches), patches)  # put back
+    means = o.paint(torch.zeros_like(targets), patches).float().amax((2, 3, 4))
+    torch.testing.assert_close(means, patches.float().mean((2, 3, 4)), rtol=0, atol=0.51)
+
+
+@pytest.mark.parametrize(("patch", "cell"), [(16, 8), (8, 8), (4, 8), (14, 7)])
+def test_hog_is_scikit_images(patch, cell):
+    """Of the whole image, a channel at a time: a gradient at a patch's edge needs its neighbour."""
+    images = torch.randint(0, 256, (2, 3, 3 * patch, 5 * patch), dtype=torch.uint8)
+    images[0, :, :patch, :patch] = 50  # a cell without a gradient
+    images[1] = images[1] // 64 * 64  # many gradients of the same direction
+    o, side = objective("hog", patch, cell=cell), max(1, patch // cell)
+    positions = torch.tensor([[0, 7, 14], [1, 4, 9]])
+    targets = o.targets(images, positions)
+    assert targets.shape == (2, 3, o.outputs) and o.outputs == side**2 * 27 and o.labels(targets) is None
+    for image, places, found in zip(images.double().numpy(), positions.tolist(), targets, strict=True):
+        size, options = (patch // side, patch // side), dict(cells_per_block=(1, 1), block_norm="L2")
+        theirs = [hog(channel, 9, size, **options, feature_vector=False)[:, :, 0, 0] for channel in image]
+        theirs = np.stack(theirs, axis=2)  # (rows, columns, channels, orientations)
+        for place, ours in zip(places, found, strict=True):
+            row, column = side * (place // 5), side * (place % 5)
+            expected = theirs[row : row + side, column : column + side]
+            np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-6)
+
+
+def test_hog_is_painted_along_the_edge():
+    upright = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    upright[..., 4:] = 200
+    o = objective("hog", patch=8)
+    for image, along, across in ((upright, -2, -1), (upright.mT, -1, -2)):
+        painted = o.paint(o.targets(image, torch.zeros(1, 1, dtype=torch.int64)), image)[0, 0, 0].float()
+        assert painted.sum(along).max() > 2 * painted.sum(across).max()
+
+
+def test_cells_must_divide_the_patch():
+    with pytest.raises(ValueError, match=r"objective\.cell is 8; it must divide the patch size \(14\)"):
+        objective("hog", patch=14)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_perfect_predictions_are_decided_right_and_lose_least(name):
-    patches = torch.randint(0, 256, (2, 3, 3, 4, 4), dtype=torch.uint8)
-    o = objective(name)
-    targets = o.targets(patches)
-    if name == "pixels":
-        perfect = targets.flatten(2).float() / 127.5 - 1
-    else:
+    o = objective(**SETTINGS[name])
+    targets = targets_of(o, random_patches())
+    if targets.dtype == torch.int64:
         perfect = 100.0 * torch.nn.functional.one_hot(targets, 512).float().flatten(2)
+    else:
+        perfect = (targets.float() / 127.5 - 1 if targets.dtype == torch.uint8 else targets).flatten(2)
     assert perfect.shape == (2, 3, o.outputs)
     assert torch.equal(o.decide(perfect), targets)
-    assert o.loss(perfect, targets) < 1e-6
+    assert o.loss(perfect, targets) < 1e-6 < o.loss(perfect.roll(1, dims=1), targets)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_painted_targets_have_the_labels_of_the_targets(name):
-    o = objective(name)
-    targets = o.targets(torch.randint(0, 256, (2, 3, 3, 4, 4), dtype=torch.uint8))
-    painted = o.paint(targets)
-    assert painted.shape == (2, 3, 3, 4, 4) and painted.dtype == torch.uint8
-    assert torch.equal(o.labels(o.targets(painted)), o.labels(targets))
+    o, patches = objective(**SETTINGS[name]), random_patches()
+    targets = targets_of(o, patches)
+    painted = o.paint(targets, patches)
+    side = {"hog": 16, "hog, cells": 32}.get(name, 4)  # a cell is drawn large enough to be legible
+    assert painted.shape == (2, 3, 3, side, side) and painted.dtype == torch.uint8
+    if o.labels(targets) is not None:
+        assert torch.equal(o.labels(targets_of(o, painted)), o.labels(targets))
 
 
 def test_unknown_objective_lists_the_known():
-    with pytest.raises(ValueError, match=r"objective\.name is colour; .*mean_color, grid_color, pixels"):
+    with pytest.raises(ValueError, match=r"objective\.name is colour; .*mean_color, grid_color, pixels, hog"):
         objective("colour")
 
 
@@ -109,8 +186,8 @@ def test_the_readmes_example_of_another_objective_works(monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "brightness", names["Brightness"])
     o = objective("brightness")
     patches = torch.stack([torch.full((3, 4, 4), v, dtype=torch.uint8) for v in (0, 15, 16, 128, 255)])[None]
-    targets = o.targets(patches)
+    targets = targets_of(o, patches)
     assert targets.tolist() == [[0, 0, 1, 8, 15]]
     assert o.loss(torch.zeros(1, 5, o.outputs), targets).item() == pytest.approx(np.log(16))
-    assert torch.equal(o.targets(o.paint(targets)), targets)
+    assert torch.equal(targets_of(o, o.paint(targets, patches)), targets)
     assert o.labels(o.decide(torch.nn.functional.one_hot(targets, 16))).max() < 8**o.bits

@@ -4,59 +4,28 @@ import errno
 import fcntl
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate import Accelerator
 from conftest import wait_until
 
 from mpp.errors import UserError
 from mpp.runtime import preemption
 from mpp.runtime.lock import Held, exclusive, hold
-from mpp.runtime.preemption import LAG, MARKER, Preempted, Preemption
+from mpp.runtime.preemption import MARKER, Ending, Preempted, Preemption
 from mpp.training import checkpoint
-
-
-class Event:
-    """A GPU's event that says when it is waited for."""
-
-    recorded = waited = 0
-
-    def record(self):
-        Event.recorded += 1
-        self.number = Event.recorded
-
-    def synchronize(self):
-        Event.waited = self.number
-
-
-def test_on_a_gpu_an_answer_is_read_when_it_is_old(monkeypatch, tmp_path):
-    """Step n learns what was asked by step n - LAG, on every process alike, and waits for no later one."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    others = iter([0, 0, 0, 1, 1, 1, 1])  # the other process is asked in the fourth step
-    accelerator = SimpleNamespace(
-        num_processes=2, device=torch.device("cpu"), reduce=lambda flag, how: flag + next(others), is_main_process=True
-    )
-    stop = Preemption(accelerator, tmp_path)
-    assert stop.lag == 0
-    stop.lag = LAG
-    answers = []
-    for step in range(7):
-        answers.append(stop.agreed())
-        assert Event.waited == max(0, step + 1 - LAG)
-    assert answers == [False] * (3 + LAG) + [True] * (4 - LAG)
 
 
 def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
         stop.finish_step = True
-        assert not stop.agreed()
+        assert stop.agreed() is Ending.NONE
+        assert stop.agreed(failed=True) is Ending.FAILURE
         os.kill(os.getpid(), signal.SIGTERM)
         while not stop.asked:
             pass
-        assert stop.agreed() and stop.asked_of_any()
+        assert stop.agreed() is Ending.SIGNAL and stop.asked_of_any()
         with pytest.raises(Preempted) as error:
             stop.leave("after step 7")
         assert error.value.code == preemption.EXIT_CODE == 75

@@ -30,20 +30,22 @@ def weights(folder):
 def test_a_run_writes_what_it_promises(pretrain, capsys):
     folder = pretrain("--probe.every=2", "--run.eval_every=2")
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
-        *("config.yaml", "metrics.jsonl", "checkpoints", "encoder", ".lock")
+        *("config.yaml", "data.json", "metrics.jsonl", "checkpoints", "encoder", ".lock")
     }
     assert [c.name for c in complete_checkpoints(folder)] == ["step_00000002", "step_00000004"]
     assert {path.name for path in (folder / "encoder").iterdir()} == {"config.json", "model.safetensors", "README.md"}
     card = (folder / "encoder" / "README.md").read_text()
     assert "masked patch prediction" in card and "birds, 633 images" in card and "  width: 16\n" in card
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    trained = {"step", "loss", "accuracy", "most_frequent", "nearest", "optim/lr", "optim/grad_norm", "unreadable"}
+    trained = {"step", "loss", "accuracy", "most_frequent", "nearest", "two_nearest", "unreadable"}
+    trained |= {"optim/lr", "optim/grad_norm"}
     speed = {"speed/images_per_second", "speed/data_wait", "speed/executed_tflops", "speed/memory_gb"}
     assert set(lines[0]) >= trained | speed
     held_out = [line for line in lines if "heldout/loss" in line]
     assert [line["step"] for line in held_out] == [2, 4]
     assert f"| `heldout/accuracy` | {held_out[-1]['heldout/accuracy']:.4g} |" in card
     assert set(held_out[0]) >= {"heldout/accuracy", "heldout/nearest", "knn/depth_01", "knn/depth_02"}
+    assert 1 <= held_out[0]["features/rank/depth_01"] <= 8  # as many as images
     assert list(read_metrics(folder)) == [1, 2, 3, 4]
     said = capsys.readouterr().out
     assert (
@@ -52,11 +54,6 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
         and "held-out accuracy" in said
     )
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
-
-
-def test_what_to_do_next_is_with_the_same_images(pretrain, image_folder, capsys):
-    pretrain(f"--data.path={image_folder}", "--data.eval_split=null", "--data.max_pixels=99999")
-    assert f"--data.path {image_folder} --data.max_pixels 99999 --data.eval_split null\n" in capsys.readouterr().out
 
 
 def test_tensorboard_shows_the_same_scalars_and_pictures(pretrain):
@@ -123,10 +120,15 @@ HARD = (
 
 
 @pytest.mark.parametrize(
-    ("step", "optimizer"), [(1, "muon"), (3, "adam"), (5, "muon"), (9, "muon")], ids=lambda value: str(value)
+    ("step", "optimizer", "overlay"),
+    [
+        *((1, "muon", None), (3, "adam", None), (9, "muon", None), (5, "muon", "rivals/mae")),
+        *((2, "muon", "rivals/mae_mean_color"), (4, "adam", "rivals/simmim"), (7, "muon", "rivals/maskfeat")),
+    ],
+    ids=lambda value: str(value),
 )
-def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step, optimizer):
-    arguments = (*HARD, f"--optim.name={optimizer}")
+def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatch, step, optimizer, overlay):
+    arguments = (*HARD, f"--optim.name={optimizer}", *([f"--config={overlay}"] if overlay else []))
     whole = pretrain(*arguments, dir=tmp_path / "whole")
     with monkeypatch.context() as context:
         kill_at(context, step)
@@ -268,7 +270,7 @@ def test_unreadable_images_are_counted_and_named(pretrain, image_folder, capsys)
 def test_most_images_unreadable_is_an_error(pretrain, image_folder):
     for number in range(40):
         (image_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"of the first \d+ images cannot be decoded, such as .*broken"):
+    with pytest.raises(ValueError, match=r"of the last \d+ images cannot be decoded, such as .*broken"):
         pretrain(f"--data.path={image_folder}")
 
 

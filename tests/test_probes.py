@@ -8,24 +8,30 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import encoded, picture, run_command
+from accelerate import Accelerator
+from conftest import TINY, encoded, picture, run_command
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fewshot import features
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from evaluation import fewshot, knn, linear
 from evaluation.features import main as extract
 from evaluation.linear import LinearConfig, fit_lbfgs
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.extraction import Features, load_features, save_features
-from mpp.config import DataConfig
+from mpp.config import Config, DataConfig
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
+from mpp.data.views import BatchLayout
 from mpp.encoder import export_encoder
 from mpp.features import interleave
-from mpp.probe import knn_predict
+from mpp.pretrain import Pretraining
+from mpp.probe import effective_rank, knn_predict, nearest, probe
+from mpp.runtime.parsing import parse
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 
@@ -118,8 +124,8 @@ def test_an_image_size_that_does_not_fit_is_named(vit):
         load_frozen(str(vit[1]), img_size=36)
 
 
-@pytest.mark.parametrize("count", [11, 12, 2])
-def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count):
+@pytest.mark.parametrize(("count", "in_file"), [(11, False), (12, True), (2, False), (2, True)])
+def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count, in_file):
     whole = np.arange(2 * count).reshape(count, 2)
     shares = [whole[rank::3] if rank < count else np.empty((0, 0), int) for rank in range(3)]
     firsts = iter((0, 2))
@@ -132,7 +138,7 @@ def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count):
     monkeypatch.setattr("mpp.features.ROWS", 2)
     monkeypatch.setattr("mpp.features.gather_object", gathered)
     main = SimpleNamespace(num_processes=3, is_main_process=True)
-    assert (interleave(shares[0], count, main) == whole).all()
+    assert (interleave(shares[0], count, main, in_file) == whole).all()
 
 
 def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit, tmp_path):
@@ -179,6 +185,11 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     report = json.loads((tmp_path / "dev.json").read_text())
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
+    for module in ("mpp.features", "mpp.runtime.arrays"):
+        monkeypatch.setattr(f"{module}.IN_MEMORY", 0)
+    fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'files.json'}"])
+    files = json.loads((tmp_path / "files.json").read_text())
+    assert files["results"] == report["results"] and files["protocol"]["dev_accuracy_by_depth"] == on_dev
     with pytest.raises(ValueError, match="depth is 4; it must be from 1 to 3"):
         fewshot.main([*common, "--depth=4"])
 
@@ -244,12 +255,70 @@ def test_knn_equals_scikit_learns():
         assert (theirs.fit(unit[0], data.train_labels).predict(unit[1]) == ours.numpy()).all()
 
 
-def test_blocks_do_not_change_predictions(monkeypatch):
-    train, labels = torch.randn(500, 4), torch.arange(500) % 3
-    whole = knn_predict(train, labels, train[:100], [1, 9], 0.07)
-    assert torch.equal(whole[1], labels[:100])  # the nearest is the image itself
-    monkeypatch.setattr("mpp.probe.BLOCK", 7)
-    assert all(torch.equal(whole[k], of_k) for k, of_k in knn_predict(train, labels, train[:100], [1, 9], 0.07).items())
+@pytest.mark.parametrize(("block", "train_block"), [(1024, 2**16), (7, 2**16), (13, 100), (1024, 30), (100, 1)])
+def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monkeypatch, block, train_block):
+    """Corners of a cube have few similarities, and exact ones: most neighbours are as near as others."""
+    monkeypatch.setattr("mpp.probe.BLOCK", block)
+    monkeypatch.setattr("mpp.probe.TRAIN_BLOCK", train_block)
+    rng = np.random.default_rng(0)
+    train, test = (torch.from_numpy(rng.choice([-1.0, 1.0], (count, 16))) for count in (300, 40))
+    labels = torch.arange(300) % 3
+    similarity = (test @ train.T / 16).numpy()
+    expected = np.lexsort((np.broadcast_to(np.arange(300), similarity.shape), -similarity))[:, :50]
+    found = [torch.cat(parts).numpy() for parts in zip(*nearest(train, test, 50), strict=True)]
+    assert (found[1] == expected).all() and (found[0] == np.take_along_axis(similarity, expected, 1)).all()
+    predicted = knn_predict(train, labels, test, [1, 9, 1000], 0.07)
+    votes = {k: np.argsort(-similarity, kind="stable")[:, :k] for k in (1, 9, 1000)}
+    for k, chosen in votes.items():
+        weights = np.exp((np.take_along_axis(similarity, chosen, 1) - 1) / 0.07)
+        of_class = np.stack([(weights * (labels.numpy()[chosen] == c)).sum(1) for c in range(3)], 1)
+        clear = np.sort(of_class)[:, -1] - np.sort(of_class)[:, -2] > 1e-12
+        assert clear.sum() > 30 and (predicted[k].numpy() == of_class.argmax(1))[clear].all()
+
+
+class Allocations(TorchDispatchMode):
+    """How many entries each tensor has that torch computes: views, and what is changed in place, are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given, returned = ([t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for each in (args, result))
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        new = [tensor for tensor in returned if tensor.untyped_storage().data_ptr() not in known]
+        self.entries += [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in new]
+        return result
+
+
+def test_knn_compares_block_with_block(monkeypatch):
+    """No tensor is as large as the training images, or as their similarities with a block of test images."""
+    monkeypatch.setattr("mpp.probe.BLOCK", 64)
+    monkeypatch.setattr("mpp.probe.TRAIN_BLOCK", 200)
+    train, labels, test = torch.randn(5000, 8, dtype=torch.half), torch.arange(5000) % 3, torch.randn(300, 8)
+    with Allocations() as allocations:
+        knn_predict(train, labels, test, [5], 0.07)
+    assert max(allocations.entries) == 64 * 200
+
+
+def test_a_linear_probe_copies_the_training_features_once(monkeypatch):
+    """Once for the dev split and all penalties, once for the test; logits of all images there never are."""
+    monkeypatch.setattr(linear, "LOGITS", 30_000, raising=False)
+    data = features(classes=100, per_class=400, width=4)  # 40,000 images: their logits are 4 million
+    with Allocations() as allocations:
+        linear.evaluate(data, LinearConfig(l2=(1e-3, 1e-2, 1e-1), iterations=2))
+    assert sorted(n for n in allocations.entries if n > 30_000 * 2.5) == [4 * 36_000, 4 * 40_000]
+
+
+def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
+    data = features(seed=4)
+    x, y = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0)), torch.from_numpy(data.train_labels)
+    whole = fit_lbfgs(x, y, 7, 0.01, 5)
+    monkeypatch.setattr(linear, "LOGITS", 7 * 13)
+    blocks = fit_lbfgs(x, y, 7, 0.01, 5)
+    torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():
@@ -290,3 +359,36 @@ def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["summary"]["5"]["mean"] > 0
     wrong = run_command("python", "evaluation/fewshot.py", "--encoder", "nowhere")
     assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].startswith("error: encoder is nowhere")
+
+
+def test_effective_rank_counts_directions():
+    generator = torch.Generator().manual_seed(0)
+    orthonormal = torch.linalg.qr(torch.randn(50, 8, dtype=torch.double, generator=generator))[0]
+    for count in (1, 2, 8):
+        assert effective_rank(3 * orthonormal[:, :count] @ torch.eye(8)[:count].double()) == pytest.approx(count)
+    drawn = torch.randn(40, 12, generator=generator) * torch.linspace(0, 5, 12)
+    values = np.linalg.svd(drawn.double().numpy(), compute_uv=False)
+    shares = values[values > 0] / values.sum()
+    assert effective_rank(drawn) == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
+    assert effective_rank(drawn.T) == pytest.approx(effective_rank(100 * drawn))
+    assert effective_rank(torch.zeros(5, 3)) == 0
+
+
+def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(monkeypatch):
+    config = parse(Config, [*TINY, "--data.eval_images=20"])
+    task = Pretraining(config, Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
+    model, held_out = task.model.eval(), task.held_out.choose(20, 0)
+
+    def probed(images):
+        task.held_out = images
+        found = probe(task, model, task.train, config.probe)
+        return {name: [found[f"{name}/depth_{depth:02d}"] for depth in (1, 2)] for name in ("features/rank", "knn")}
+
+    whole = probed(held_out)
+    some = held_out.select(np.arange(20))
+    some.labels = np.where(np.arange(20) % 3, some.labels, -1)
+    partly = probed(some)
+    assert partly == {"features/rank": whole["features/rank"], "knn": probed(some.labelled())["knn"]}
+    monkeypatch.setattr("mpp.probe.RANKED", 2)
+    few = probed(held_out)
+    assert few["knn"] == whole["knn"] and max(few["features/rank"]) <= 2 < min(whole["features/rank"])

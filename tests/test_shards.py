@@ -2,11 +2,14 @@
 
 import io
 import json
+import os
 import shutil
 import tarfile
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import datasets
 import fsspec
@@ -16,8 +19,9 @@ import torch
 from conftest import TINY, encoded, kill_at, picture, read_metrics
 from server import Command
 
+import mpp.training.task
 from mpp.config import CorruptionConfig, DataConfig
-from mpp.data.shards import ROW_BITS, Lanes, Place, load_streamed, streaming_loader
+from mpp.data.shards import ROW_BITS, Lanes, Place, Shards, load_streamed, streaming_loader
 from mpp.data.views import BatchLayout, ViewDataset
 
 SHARDS, ROWS = 6, 11
@@ -45,7 +49,7 @@ def parquet(tmp_path_factory):
 def lanes(folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, places=None) -> Lanes:
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
-    views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), 4)
+    views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2))
     return Lanes(views, BatchLayout(batch * processes, 1, processes, rank), start, stop, places or {})
 
 
@@ -103,7 +107,7 @@ def test_a_lane_goes_on_where_it_was(parquet, count):
 def test_batches_come_from_lanes_in_turn_and_resume(parquet, workers):
     data = DataConfig(path=str(parquet), streaming=True, workers=workers, shuffle_block=4)
     shards, _, _ = load_streamed(data, 5, 5)
-    views, layout = ViewDataset(shards, data, 16, 3, CorruptionConfig(), 4), BatchLayout(2, 1, 1, 0)
+    views, layout = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2)), BatchLayout(2, 1, 1, 0)
     whole = list(streaming_loader(views, layout, 0, 12, {}))
     assert [int(batch.place[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
     for stop in (1, 2, 5, 7):
@@ -197,19 +201,39 @@ def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path
     assert "train shard 0 row 3: no image file of a known sort" in (folder / "unreadable.txt").read_text()
 
 
-def test_two_processes_read_a_stream_together(parquet, tmp_path):
-    options = [
-        *TINY,
-        f"--data.path={parquet}",
-        "--data.streaming=true",
-        "--run.steps=8",
-        f"--run.dir={tmp_path / 'two'}",
-    ]
-    run = Command("pretrain", *options, "--data.workers=2", processes=2)
+def begin_on(machines: int, cache: Path) -> None:
+    """Two processes on one machine, or each on its own, with its own disk; what is read for evaluation is said."""
+    start, blocks = mpp.training.task.start, Shards.blocks
+
+    def start_there(run):
+        rank = os.environ["RANK"]
+        datasets.config.HF_DATASETS_CACHE = cache / (rank if machines == 2 else "0")
+        os.environ["LOCAL_RANK"] = "0" if machines == 2 else rank
+        return start(run)
+
+    def blocks_said(self, *args):
+        if "label" in self.stream.features:  # training needs no labels
+            print(f"process {os.environ['RANK']} reads {self.split}")
+        return blocks(self, *args)
+
+    mpp.training.task.start, Shards.blocks = start_there, blocks_said
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
+    """One of each machine reads what is evaluated on; the others have it from the machine's cache."""
+    options = [*TINY, f"--data.path={parquet}", "--data.streaming=true", "--run.steps=8", "--data.workers=2"]
+    options += [f"--run.dir={tmp_path / 'two'}", "--probe.every=8", "--run.eval_every=8"]
+    prepare = partial(begin_on, machines, tmp_path / "cache")
+    run = Command("pretrain", *options, processes=2, prepare=prepare)
     assert run.wait() == [0, 0], run.said
+    readers = {line for line in run.said.splitlines() if " reads " in line}
+    assert readers == {f"process {rank} reads {split}" for rank in range(machines) for split in ("train", "test")}
+    assert len(list((tmp_path / "cache").rglob("rows.arrow"))) == 2 * machines
     places = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "places.json").read_text())
     assert [sorted(each) for each in places] == [["0", "1"]] * 2
     assert np.isfinite(list(read_metrics(tmp_path / "two").values())).all()
+    assert 8 in read_metrics(tmp_path / "two", "knn/depth_01")
 
 
 @pytest.mark.parametrize(
@@ -235,8 +259,12 @@ def test_a_stream_is_resumed_as_it_was(pretrain, parquet, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"data\.workers is 3; a stream is resumed with as many as before \(1\)"):
         pretrain(*options, "--data.workers=3")
     (copy / "train-00003-of-00006.parquet").unlink()
+    with pytest.raises(ValueError, match=r"train: number of shards was 6, is 5"):
+        pretrain(*options)
+    (folder / "data.json").unlink()  # a run of an earlier release
     with pytest.raises(ValueError, match=r"data\.path has 5 shards to train on; the run began with 6"):
         pretrain(*options)
+    (folder / "data.json").unlink()
     places = folder / "checkpoints" / "step_00000004" / "places.json"
     places.write_text(places.read_text().replace("10", "24"))
     capsys.readouterr()
@@ -256,7 +284,7 @@ def test_a_folder_sorted_by_class_is_mixed(tmp_path):
     assert len(set(held_out.labels)) == 4 and len(set(known.labels)) == 4
     paths = [{row["image"]["path"].split("/")[-2] for rows in shards.blocks(n, 8) for row in rows} for n in range(3)]
     assert all(len(classes) > 1 for classes in paths)
-    other, _, _ = load_streamed(replace(data, eval_seed=1), 40, 40)
+    other, _, _ = load_streamed(replace(data, cut_seed=1), 40, 40)
     assert other.numbers != shards.numbers
 
 

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from conftest import TINY, encoded, picture
+from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,9 +20,11 @@ from evaluation.suite.encoders import FrozenEncoder
 from evaluation.suite.inspection import (
     attention_distance,
     attention_rollout,
+    components_by_depth,
     distances,
     filter_components,
     mean_distance,
+    patch_features,
     position_similarity,
     roll_out,
     see_attention,
@@ -30,7 +33,7 @@ from evaluation.visualize import main, on_grid
 from mpp.pretrain import Pretraining
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--attention_images=5", "--images=3")
-ALL = ("predictions", "filters", "positions", "attention_distance", "attention_rollout", "accuracy_by_depth")
+ALL = ("predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth")
 
 
 def vit(**changes) -> FrozenEncoder:
@@ -133,6 +136,45 @@ def test_filter_components_find_the_directions_that_made_the_filters():
     assert (largest > 0).all()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_features_along_one_direction_have_one_color(sign):
+    """Brighter and brighter: red follows it, from the border to the middle; green and blue have nothing to show."""
+    strength = torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    strength[:, 1:3, 1:3] += 1
+    direction = torch.tensor([3.0, 0, -4.0, 0, 0])
+    (found,) = components_by_depth([sign * strength[..., None] * direction + 7])
+    torch.testing.assert_close(found.coordinates[..., 0], 5 * (strength - strength.mean()))
+    assert found.coordinates[..., 1:].abs().max() == 0 and found.shares.tolist() == pytest.approx([1, 0, 0])
+    order = strength.flatten().argsort()
+    red, green, blue = found.colors.flatten(0, 2)[order].unbind(1)
+    assert (red.diff() >= 0).all() and (red[0], red[-1]) == (0, 1)
+    assert (green == 0.5).all() and (blue == 0.5).all()
+    assert torch.equal(found.foreground, strength > strength.mean())
+
+
+def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_to_depth():
+    features = torch.randn(3, 4, 5, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([9, 6, 3, *[1.0] * 5])
+    features[:, 1:-1, 1:-1] += torch.eye(8)[0] * 5  # the middle differs from the border
+    below, above = components_by_depth([features, -features])  # a block that turns all around
+    torch.testing.assert_close(below.coordinates, above.coordinates)
+    flat = features.double().flatten(0, 2).numpy()
+    left, values, _ = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
+    expected = (left * values)[:, :3].reshape(3, 4, 5, 3)
+    np.testing.assert_allclose(above.coordinates.abs(), np.abs(expected), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(above.shares, values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
+    assert above.coordinates[:, 1:-1, 1:-1, 0].mean() > above.coordinates[..., 0].mean()
+
+
+def test_patch_features_are_the_models_own_in_their_places():
+    encoder, images = vit(), noise(2)
+    first, last = patch_features(encoder, images, [1, 3])
+    pixels = encoder.normalize(images)
+    tokens = encoder.model.forward_features(pixels)
+    torch.testing.assert_close(last[:, 2, 3], tokens[:, 1 + 2 * 4 + 3])  # row 2, column 3 of 4 x 4; [class] is left out
+    inner = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)[0]
+    torch.testing.assert_close(first.permute(0, 3, 1, 2), inner)
+
+
 def test_entropy_lands_on_its_patch():
     values = np.arange(8.0).reshape(1, 2, 4)  # two patches of 2 x 2 cells
     whole = on_grid(values, np.array([[3, 0]]), patches=4)
@@ -141,10 +183,8 @@ def test_entropy_lands_on_its_patch():
     assert np.isnan(whole).sum() == 8
 
 
-@pytest.mark.parametrize("objective", ["mean_color", "grid_color", "pixels"])
-def test_all_pictures_of_a_run(pretrain, tmp_path, objective, capsys):
-    run = pretrain(f"--objective.name={objective}", *(["--optim.average=0.9"] if objective == "pixels" else []))
-    out = tmp_path / "pictures"
+def test_all_pictures_of_a_run(pretrain, tmp_path, capsys):
+    run, out = pretrain(), tmp_path / "pictures"
     main([f"--encoder={run}", f"--out={out}", *FAST])
     assert "no " not in capsys.readouterr().out.replace("note", "")
     events = EventAccumulator(str(out)).Reload()
@@ -152,18 +192,40 @@ def test_all_pictures_of_a_run(pretrain, tmp_path, objective, capsys):
     for name in ALL:
         image = Image.open(out / f"{name}.png")
         assert image.width <= 900 and np.asarray(image.convert("L")).std() > 5
-    saved = np.load(out / "predictions.npz")
-    assert saved["original"].shape == (3, 32, 32, 3) and saved["positions"].shape == (3, 8)
-    assert ("entropy" in saved) == (objective != "pixels")
-    if objective != "pixels":
-        assert saved["entropy"].shape == (3, 8, 1 if objective == "mean_color" else 16)
-        assert saved["entropy"].min() >= 0 and saved["entropy"].max() <= 9
-    hidden = np.zeros((3, 16), bool)
-    np.put_along_axis(hidden, saved["positions"], True, axis=1)
-    seen = hidden.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
-    assert (saved["predicted"][~seen] == saved["original"][~seen]).all()
     assert json.loads((out / "attention_distance.json").read_text())["images"] == 5
     assert np.load(out / "attention_rollout.npz")["rollout"].mean((1, 2)).tolist() == pytest.approx([1] * 3, rel=1e-5)
+    found = np.load(out / "pca.npz")
+    assert found["colors"].shape == (2, 3, 4, 4, 3) and found["depths"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cells", "heading"),
+    [
+        (["--objective.name=grid_color"], 16, "(colours of a grid over each patch)"),
+        (["--objective.name=pixels", "--optim.average=0.9"], None, "(pixels)"),
+        (["--config=rivals/mae"], None, "(pixels, put back by each patch's true mean and deviation)"),
+        (["--config=rivals/mae_mean_color"], 1, "(mean colours)"),
+        (["--config=rivals/maskfeat"], None, "(HOG, as its edges)"),
+    ],
+)
+def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch, settings, cells, heading):
+    headings = []
+    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: headings.append(text))
+    run, out = pretrain(*settings, "--run.steps=1"), tmp_path / "pictures"
+    main([f"--encoder={run}", f"--out={out}", "--pictures=predictions", *FAST])
+    assert headings[0].replace("\n", " ").endswith(heading)
+    saved = np.load(out / "predictions.npz")
+    corrupted = saved["positions"].shape[1]
+    side = 64 if "HOG" in heading else 32  # drawn larger, to be legible
+    assert saved["original"].shape == (3, side, side, 3)
+    assert (saved["entropy"].shape == (3, corrupted, cells)) if cells else ("entropy" not in saved)
+    assert not cells or 0 <= saved["entropy"].min() <= saved["entropy"].max() <= 9
+    hidden = np.zeros((3, 16), bool)
+    np.put_along_axis(hidden, saved["positions"], True, axis=1)
+    hidden = hidden.reshape(3, 4, 4).repeat(side // 4, 1).repeat(side // 4, 2)
+    assert all((saved[name][~hidden] == saved["original"][~hidden]).all() for name in ("seen", "predicted", "true"))
+    assert (saved["predicted"][hidden] != saved["true"][hidden]).any()
+    assert (saved["true"] == saved["original"]).all() == ("pixels" in heading)
 
 
 def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch, tmp_path):
@@ -178,7 +240,7 @@ def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch
 def test_what_an_encoder_lacks_is_said(tmp_path, capsys):
     main(["--encoder=resnetv2_50x1_bit", "--img_size=64", f"--out={tmp_path}", "--data.train_images=60", *FAST])
     said = capsys.readouterr().out
-    for name in ("predictions", "positions", "attention_distance", "attention_rollout"):
+    for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
         assert f"no {name}: " in said
     assert {path.stem for path in tmp_path.glob("*.png")} == {"filters", "accuracy_by_depth"}
     with pytest.raises(ValueError, match="pictures is filters; it must be something that this encoder has"):
@@ -192,7 +254,7 @@ def test_images_without_labels_give_all_but_accuracy(pretrain, tmp_path, capsys)
     out = tmp_path / "pictures"
     main([f"--encoder={pretrain()}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FAST])
     assert "no accuracy_by_depth: the images have no labels" in capsys.readouterr().out
-    assert len(list(out.glob("*.png"))) == 5
+    assert {path.stem for path in out.glob("*.png")} == set(ALL) - {"accuracy_by_depth"}
 
 
 def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,45 +12,12 @@ from torchvision.transforms import v2
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.sources import ImageDataset
 from mpp.data.views import Batch, BatchLayout, collate
-from mpp.encoder import Normalize
 from mpp.errors import UserError
-from mpp.features import pool
 from mpp.metrics import Sums, add, is_right, total
 from mpp.predictor import executed_flops
 from mpp.runtime.randomness import FIXED
 from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker
-
-Pooling = Literal["auto", "class", "mean"]
-
-
-class Classifier(nn.Module):
-    """An encoder and a head on its [class] token or on the mean over its patches.
-
-    Args:
-        encoder: timm's, without a head.
-        head: (B, D) to (B, C).
-        pooling: auto: the [class] token where there is one.
-    """
-
-    def __init__(
-        self, encoder: nn.Module, head: nn.Module, pooling: Pooling, mean: Sequence[float], std: Sequence[float]
-    ):
-        super().__init__()
-        self.normalize, self.encoder, self.head = Normalize(mean, std), encoder, head
-        self.pooling = resolve_pooling(encoder, pooling)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 to logits (B, C)."""
-        tokens = self.encoder.forward_features(self.normalize(images))
-        return self.head(pool(self.encoder, tokens, self.pooling))
-
-
-def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "mean"]:
-    """What `auto` means for this encoder."""
-    if pooling != "auto":
-        return pooling
-    return "class" if getattr(encoder, "has_class_token", False) else "mean"
 
 
 class Classification(ImageTask):
@@ -60,6 +26,8 @@ class Classification(ImageTask):
     Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: what is mixed with what is
     a function of (seed, update, forward pass), and changes with the images in a forward pass, not with the processes.
     """
+
+    learns_labels = True
 
     def __init__(
         self,
@@ -73,7 +41,7 @@ class Classification(ImageTask):
         super().__init__(accelerator, layout, run, data)
         self.augment, self.randaugment = augment, augment.randaugment
         self.train = splits[0]
-        self.held_out = splits[1].choose(data.eval_images, data.eval_seed)
+        self.held_out = splits[1].choose(data.eval_images, data.cut_seed)
         self.classes = count_classes(splits)
         self.mix = build_mix(augment, self.classes)
         if self.mix:
@@ -131,11 +99,3 @@ def count_classes(splits: Sequence[ImageDataset]) -> int:
     if len(np.unique(splits[0].labels)) < 2:
         raise UserError("all training images are of one class")
     return 1 + max(int(part.labels.max()) for part in splits)
-
-
-def zero_head(width: int, classes: int) -> nn.Linear:
-    """One linear layer that starts by knowing nothing: uniform predictions (paper, section 3.2)."""
-    head: Any = nn.Linear(width, classes)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import datasets, transforms
 
 from evaluation.suite.encoders import load_frozen
-from mpp.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, OptimConfig, RunConfig
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
 from mpp.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
@@ -43,13 +43,17 @@ class Bench(NamedTuple):
     compile: bool
     accelerator: Accelerator
     optimizer: str = "adam"  # what all contenders have; Muon's cost is a contender of its own
+    network: str = "predictor"  # and so is the autoencoder's
 
     @property
     def config(self) -> Config:
-        """The pre-training that is timed."""
+        """The pre-training that is timed: the paper's, or MAE's network with the paper's target."""
+        masked = dict(rate=0.75, mask=1.0, random=0.0, keep=0.0) if self.network == "autoencoder" else {}
         return Config(
             run=RunConfig(dir="unused", trackers=()),
             model=ModelConfig(name=self.model),
+            corruption=CorruptionConfig(**masked),
+            network=NetworkConfig(name=self.network),
             optim=OptimConfig(name=self.optimizer, global_batch_size=self.batch_size),
         )
 
@@ -107,7 +111,7 @@ def mpp_bare(bench: Bench) -> Contender:
     """The same network's forward, backward and optimiser, and nothing else."""
     ours, device = set_up(bench), bench.accelerator.device
     images, corruption = ours.batch.images.to(device), ours.batch.corruption.to(device)
-    targets = ours.task.targets(images, corruption)
+    targets = ours.task.objective.targets(images, corruption.positions)
 
     def step() -> None:
         ours.task.objective.loss(ours.model(images, corruption), targets).backward()
@@ -231,6 +235,7 @@ def matrix_product(bench: Bench, dtype: torch.dtype) -> Contender:
 TRAINING: dict[str, Callable[[Bench], Contender]] = {
     "mpp update": mpp_update,
     "mpp update, Muon": lambda bench: mpp_update(bench._replace(optimizer="muon")),
+    "mpp update, autoencoder": lambda bench: mpp_update(bench._replace(network="autoencoder")),
     "mpp forward, backward, optimiser": mpp_bare,
     "timm as it comes": timm_bare,
     "timm, attention unfused": lambda bench: timm_bare(bench, fused=False),

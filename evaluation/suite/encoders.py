@@ -18,8 +18,7 @@ from mpp.config import check_grid, require
 from mpp.encoder import Normalize, encoder_folder, set_attention
 from mpp.errors import UserError
 from mpp.features import Representation, features_at, stages
-from mpp.metrics import patchify
-from mpp.objectives import quantize
+from mpp.objectives import patchify, quantize
 from mpp.runtime.hardware import uses_gpu
 
 GRID = 8  # cells per side of the colour floors

@@ -1,6 +1,7 @@
 """Frozen features of an encoder: which, extracted once, saved, loaded."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features import Representation, extract
+from mpp.runtime.arrays import in_blocks, let_go, map_array, select
 from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
 
@@ -104,7 +106,7 @@ class Features(NamedTuple):
                 raise UserError(f"{source}: {part}_labels must be integers from 0")
             if not np.issubdtype(features.dtype, np.floating):
                 raise UserError(f"{source}: {part}_features are {features.dtype}, not floating-point numbers")
-            if not np.isfinite(features).all():
+            if not all(np.isfinite(block).all() for block in in_blocks(features)):
                 raise UserError(f"{source}: {part}_features have values that are not finite")
         if self.train.shape[1] != self.test.shape[1]:
             widths = f"{self.train.shape[1]} and {self.test.shape[1]}"
@@ -118,22 +120,28 @@ class Features(NamedTuple):
         """A tenth of train, drawn once, in the place of test: what choices are made on."""
         order = permutation(Stream.CUT, DEV_SEED, 1, len(self.train))
         cut = max(1, len(order) // 10)
-        held_out, kept = np.sort(order[:cut]), np.sort(order[cut:])
-        return Features(self.train[kept], self.train_labels[kept], self.train[held_out], self.train_labels[held_out])
+        parts = [np.sort(order[cut:]), np.sort(order[:cut])]
+        return Features(*(select(array, part) for part in parts for array in (self.train, self.train_labels)))
 
 
 NAMES = ("train_features", "train_labels", "test_features", "test_labels")
 
 
 def save_features(path: Path, features: Features) -> None:
-    """Write one depth's features as .npz."""
+    """Write one depth's features as .npz, complete or not at all: who has mapped an earlier file keeps it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:  # a file: numpy would add .npz to a name without
-        np.savez(file, **dict(zip(NAMES, features, strict=True)))
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with aside.open("wb") as file:  # a file: numpy would add .npz to a name without
+            np.savez(file, **dict(zip(NAMES, features, strict=True)))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+        let_go(features.train)
 
 
 def load_features(path: Path) -> Features:
-    """Read features; nothing in the file is run.
+    """Features that are mapped, where they are not compressed, and their labels; nothing in the file is run.
 
     Raises:
         UserError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
@@ -146,7 +154,7 @@ def load_features(path: Path) -> Features:
             missing = [name for name in NAMES if name not in arrays]
             if missing:
                 raise UserError(f"it lacks {', '.join(missing)}")
-            features = Features(*(arrays[name] for name in NAMES))
+            features = Features(*(map_array(path, arrays, name) for name in NAMES))
     except (OSError, EOFError, ValueError, BadZipFile) as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.check(str(path))
@@ -180,7 +188,7 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
         depths = [config.depth]
     else:
         depths = [deepest] if config.depth == "last" else list(range(1, deepest + 1))
-    splits = load_labelled(config.data, accelerator)
+    splits = load_labelled(config.data, accelerator, "" if config.random else config.encoder)
     encoder.to(accelerator.device)
     found = []
     with deaths_explained():

@@ -4,6 +4,7 @@ Colours are cividis's, which those who confuse red and green see as others do. N
 """
 
 import textwrap
+from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
@@ -20,13 +21,13 @@ DPI = 110
 MARKERS = "osD^vPX"  # lines differ in these too
 
 
-def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, objective: str) -> Figure:
+def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, what: str) -> Figure:
     """A row for each image: original, corrupted, predicted, true and, where there is one, the entropy.
 
     Args:
         columns: (4, B, S, S, 3).
         doubts: (B, h, w) entropy in bits, NaN where nothing was predicted; None: no distribution is predicted.
-        objective: its name.
+        what: is predicted, in a few words.
     """
     titles = [*COLUMNS, *(["entropy"] if doubts is not None else [])]
     rows, across = columns.shape[1], len(titles)
@@ -42,7 +43,8 @@ def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, objecti
     bare(*panels.flat)
     if doubts is not None:
         figure.colorbar(shown, ax=panels[:, -1], label="entropy of the prediction (bits)", shrink=min(1, 2 / rows))
-    figure.suptitle(f"held-out images, predicted from what is left of them ({objective})", fontsize=11)
+    heading = f"held-out images, predicted from what is left of them ({what})"
+    figure.suptitle(textwrap.fill(heading, 80), fontsize=11)
     return figure
 
 
@@ -127,6 +129,44 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
     return figure
 
 
+def plot_components(
+    images: NDArray[np.uint8], colors: NDArray, foreground: NDArray[np.bool_], shares: NDArray, depths: Sequence[int]
+) -> Figure:
+    """Two rows for each image: principal components of its patches' features as colours, and its foreground, by depth.
+
+    Args:
+        images: (B, S, S, 3).
+        colors: (depths, B, h, w, 3) in [0, 1].
+        foreground: (depths, B, h, w).
+        shares: (depths, 3) of the variance.
+    """
+    across, rows, side = 1 + len(depths), 2 * len(images), images.shape[1]
+    panel_side = min(1.2, WIDTH / across)  # inches
+    figure = Figure(figsize=(panel_side * across + 0.3, panel_side * rows + 0.9), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01)
+    panels = figure.subplots(rows, across, squeeze=False)
+    for number, pixels in enumerate(images):
+        above, below = panels[2 * number], panels[2 * number + 1]
+        above[0].imshow(pixels, interpolation="nearest")
+        below[0].set_visible(False)
+        for place in range(len(depths)):
+            above[1 + place].imshow(colors[place, number], interpolation="nearest")
+            veil = np.full((*foreground.shape[2:], 4), 0.5)  # grey, which is seen on dark images and on light ones
+            veil[..., 3] = np.where(foreground[place, number], 0, 0.9)
+            below[1 + place].imshow(pixels, interpolation="nearest")
+            below[1 + place].imshow(veil, extent=(-0.5, side - 0.5, side - 0.5, -0.5), interpolation="nearest")
+    panels[0, 0].set_title("original", fontsize=9)
+    for panel, depth, of_depth in zip(panels[0, 1:], depths, shares, strict=True):
+        panel.set_title(f"depth {depth}\n{100 * of_depth.sum():.0f} %", fontsize=9)
+    bare(*panels.flat)
+    figure.suptitle(
+        "patch features: three principal components as red, green, blue (%: their share\n"
+        "of the variance); below, the patches where the first one is above its mean",
+        fontsize=10,
+    )
+    return figure
+
+
 def bare(*panels) -> None:
     """Pictures need no ticks."""
     for panel in panels:
@@ -179,8 +219,9 @@ def plot_lines(curves: Curves, label: str) -> Figure:
             color = PALETTE(0.8 * number / max(1, len(cases) - 1))
             draw_line(panel, of_place, name, color, MARKERS[number % len(MARKERS)])
         panel.set_xscale("log")
-        labels = [f"{place:,.0f}" if place >= 100 else f"{place:.3g}" for place in of_place]
-        panel.set_xticks(list(of_place), labels, fontsize=7)
+        places = sorted({place for of_place in cases.values() for place in of_place})
+        labels = [f"{place:,.0f}" if place >= 100 else f"{place:.3g}" for place in places]
+        panel.set_xticks(places, labels, fontsize=7)
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # not over the bars

@@ -18,6 +18,9 @@ Row = dict[str, Any]
 Numbers = dict[str, dict[str, dict[str, float]]]
 """Encoder -> column -> mean, standard deviation, count; and how many seeds diverged, where any did."""
 
+COMPUTE = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
+"""Values of a question's `x` that are measured, and their axis."""
+
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 
 
@@ -36,7 +39,10 @@ class Question:
     plot: Literal["bars", "lines", "depth"] = "bars"
     """bars; lines: against x; depth: against the encoder's depth, on the dev split."""
     x: str = ""
-    """What the numbers of `encoders` are; `compute`: PFLOP executed by the encoder's training, in place of numbers."""
+    """What the numbers of `encoders` are. In place of numbers: `compute`, the PFLOP that training the encoder executed
+    (random weights: 0), or `total compute`, those of its fine-tuning too; the choice of a rate is left out."""
+    lines: Mapping[str, Sequence[str]] | None = None
+    """Lines of the plot: name and encoders. null: a line for each case of an evaluation (5 shots, 25 shots)."""
 
     def __post_init__(self):
         require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")
@@ -44,7 +50,7 @@ class Question:
         for name in ("encoders", "evaluations"):
             value = getattr(self, name)
             require(value is None or len(value) > 0, f"questions: {name}", value, "null (all), or not empty")
-        numbered = isinstance(self.encoders, Mapping) or self.x == "compute"
+        numbered = isinstance(self.encoders, Mapping) or self.x in COMPUTE
         require(numbered or self.plot != "lines", "questions: encoders", self.encoders, "{name: number} to plot lines")
 
 
@@ -169,10 +175,14 @@ def draw(question: Question, results: Results, numbers: Numbers) -> Figure | Non
         curves = curves_of(results.curves, "encoder", lambda row: row["depth"])
         return plot_depths(curves) if curves else None
     if question.plot == "lines":
-        places = results.compute if question.x == "compute" else dict(question.encoders or {})
-        label = "training compute (PFLOP)" if question.x == "compute" else question.x
+        places = results.compute if question.x in COMPUTE else dict(question.encoders or {})
+        more = "pflop" if question.x == "total compute" else ""
         rows = [row for row in results.rows if row["encoder"] in places]
-        return plot_lines(curves_of(rows, "case", lambda row: places[row["encoder"]]), label) if rows else None
+        if question.lines is not None:
+            lines = {encoder: line for line, encoders in question.lines.items() for encoder in encoders}
+            rows = [row | {"case": lines[row["encoder"]]} for row in rows if row["encoder"] in lines]
+        curves = curves_of(rows, "case", lambda row: places[row["encoder"]] + row.get(more, 0))
+        return plot_lines(curves, COMPUTE.get(question.x, question.x)) if rows else None
     return plot_bars(numbers) if numbers else None
 
 

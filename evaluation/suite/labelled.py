@@ -2,16 +2,19 @@
 
 from accelerate import Accelerator
 
+from evaluation.suite.inheritance import check_unseen
 from mpp.config import SourceConfig
 from mpp.data.sources import ImageDataset, describe, load_image_datasets
 from mpp.errors import UserError
 
 
-def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[ImageDataset]:
+def load_labelled(data: SourceConfig, accelerator: Accelerator, encoder: str = "") -> list[ImageDataset]:
     """The labelled images of the training and the held-out split; says which these are.
 
+    Args:
+        encoder: the one that is evaluated on them; empty: none that has learned anything.
     Raises:
-        UserError: there are none.
+        UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
     if getattr(data, "streaming", False):
         raise UserError("data.streaming is for pre-training; learning from labels needs indexed images")
@@ -23,5 +26,6 @@ def load_labelled(data: SourceConfig, accelerator: Accelerator) -> list[ImageDat
         raise UserError("training images have several labels each; only held-out ones may")
     train, held_out = splits
     train = train.choose(data.train_images, data.eval_seed)
+    check_unseen(encoder, data, train, held_out)
     accelerator.print(f"{describe(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by")
     return [train, held_out]

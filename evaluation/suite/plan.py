@@ -13,7 +13,7 @@ from mpp.errors import UserError
 
 Options = dict[str, Any]
 
-TRAININGS = ("pretrain", "supervised")  # commands that make encoders
+TRAININGS = ("pretrain", "supervised", "contrastive")  # commands that make encoders
 EVALUATIONS = ("fewshot", "knn", "linear", "finetune", "masked")  # commands that judge them
 OF_LEARNED_WEIGHTS = ("finetune", "masked")
 
@@ -32,10 +32,12 @@ class EncoderEntry:
     """Further settings of every evaluation, such as {representation: class}."""
     seeds: tuple[int, ...]
     """Encoders that differ in their seed alone: what the spread is over."""
-    train: Literal["pretrain", "supervised"] | None
+    train: Literal["pretrain", "supervised", "contrastive"] | None
     """The command that makes it, where it is not there."""
     train_options: Options
     """Settings of that command."""
+    compute: float | None = None
+    """PFLOP that it executes: the steps follow. null: as many steps as its settings say."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,13 @@ class CompareConfig:
     dir: str = "runs/compare"
     """Folder of results.json, table.md, the plots, and each evaluation's report."""
     encoders: tuple[dict[str, Any], ...] = ()
-    """Rows: {name, encoder, random, options, seeds, train, train_options}; name and encoder are needed."""
+    """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed."""
     evaluations: tuple[dict[str, Any], ...] = ()
     """{name, command, options}: command is fewshot, knn, linear, finetune or masked."""
     datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
     """{name, options, group}: options have data.path and the like."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
-    """{name, title, encoders, evaluations, plot, x}: a table and a plot each. Only what is asked for is done."""
+    """{name, title, encoders, evaluations, plot, x, lines}: a table and a plot each. Only what is asked for is done."""
     tabulate: bool = False
     """Only write what is there already: a look at a comparison that is under way."""
 
@@ -154,12 +156,15 @@ def check_encoder(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> None:
     require(entry.train in (None, *TRAININGS), f"{key}: train", entry.train, " or ".join(TRAININGS))
     seeds = entry.seeds
     require(isinstance(seeds, list | tuple) and len(seeds) > 0, f"{key}: seeds", seeds, "a list that is not empty")
+    compute = entry.compute
+    require(compute is None or (entry.train and compute > 0), f"{key}: compute", compute, "above 0, beside train")
     if entry.train:
         several = len(seeds) > 1 and "{seed}" not in entry.encoder
         require(not several, f"{key}: encoder", entry.encoder, "with {seed} in it, for several seeds")
-        made = (entry.train, entry.train_options)
+        made = (entry.train, entry.train_options, entry.compute)
         for other in others:
-            alike = other.encoder != entry.encoder or not other.train or (other.train, other.train_options) == made
+            of_other = (other.train, other.train_options, other.compute)
+            alike = other.encoder != entry.encoder or not other.train or of_other == made
             require(alike, f"{key}: train_options", entry.train_options, f"those of {other.name}, in the same folder")
 
 
@@ -168,7 +173,8 @@ def as_trained(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> EncoderEn
     same = [other for other in others if other.encoder == entry.encoder and other.train]
     if entry.train or not same:
         return entry
-    return dataclasses.replace(entry, train=same[0].train, train_options=same[0].train_options)
+    made = {name: getattr(same[0], name) for name in ("train", "train_options", "compute")}
+    return dataclasses.replace(entry, **made)
 
 
 def choose(named: dict[str, Any], names: Iterable[str] | None, key: str) -> list[Any]:
@@ -182,4 +188,4 @@ def suits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
     """Whether there is something to evaluate: a floor has no weights, and only pre-training has predicted patches."""
     if entry.encoder.startswith("floor:"):
         return evaluation.command not in OF_LEARNED_WEIGHTS
-    return evaluation.command != "masked" or not (entry.random or entry.train == "supervised")
+    return evaluation.command != "masked" or not (entry.random or entry.train in ("supervised", "contrastive"))

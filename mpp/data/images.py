@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -111,12 +111,15 @@ def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) ->
     Returns:
         (3, H, W) uint8.
     """
-    if magnitude == 0:
-        return image
+    return image if magnitude == 0 else transformed(rand_augment(magnitude), image, seed, epoch, index)
+
+
+def transformed(transform: Callable[[Tensor], Tensor], image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
+    """What a random transform of torchvision's makes of an image, as a function of (seed, epoch, index)."""
     number = int(random_words(Stream.AUGMENT, seed, epoch, index, 1)[0] >> np.uint64(1))
     with torch.random.fork_rng(devices=[]):  # dropout, which may draw in this process, goes on as if nothing was drawn
         torch.default_generator.manual_seed(number)
-        return rand_augment(magnitude)(image)
+        return transform(image)
 
 
 @lru_cache

@@ -8,16 +8,21 @@ the rows of a shard that were read before.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice, zip_longest
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import SourceConfig
+from mpp.data.labels import find_label_column, number_labels, read_labels
+from mpp.data.reading import retried
+from mpp.data.record import digest
+from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
     ARCHIVES,
     SHARD_FILES,
@@ -27,8 +32,6 @@ from mpp.data.sources import (
     find_image_column,
     held_out_name,
     load_splits,
-    number_labels,
-    read_labels,
 )
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
@@ -36,8 +39,9 @@ from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
 
 FOLDER_SHARDS, FEWEST_ROWS = 256, 8  # a folder of image files is read as so many shards, of at least so many rows
-SAMPLED_SHARDS = 16  # from so many shards at a time a sample is drawn
+SAMPLED_SHARDS, SAMPLED_ROWS = 16, 64  # from so many shards in turn a sample is drawn; so many rows are read at once
 ROW_BITS = 32  # an image's number: its shard's, and its row below
+PLACE = "_mpp_place"  # column of a sample that is kept: where each row stands in it
 
 
 class Shards:
@@ -60,6 +64,7 @@ class Shards:
         self.stream, self.image_column, self.split = stream, image_column, split
         self.numbers = list(range(stream.num_shards)) if numbers is None else [int(number) for number in numbers]
         self.count = len(self.numbers)
+        self.files: Files = []  # what they are read from: name, size and stamp of each
 
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
         """The rows of a shard in lists of `size`, from row `skip` on."""
@@ -68,20 +73,32 @@ class Shards:
         for columns in alone.skip(skip).iter(batch_size=size):
             yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def sample(self, limit: int, seed: int) -> list[dict[str, Any]]:
-        """At most `limit` rows from the beginnings of shards in a seeded order, so many shards at a time in turn."""
-        order, rows = permutation(Stream.CUT, seed, 1, self.count), []
+    def sample(self, limit: int, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """At least `limit` rows, where there are as many, each with its place in their order.
+
+        They are the beginnings of shards in a seeded order, so many shards at a time in turn. They are read shard by
+        shard: the places say the turns.
+        """
+        order, read = permutation(Stream.CUT, seed, 1, self.count), 0
         for first in range(0, self.count, SAMPLED_SHARDS):
+            if read >= limit:
+                return
             chosen = order[first : first + SAMPLED_SHARDS]
-            firsts = [next(self.blocks(int(shard), -(-limit // len(chosen))), []) for shard in chosen]
-            rows += [row for turn in zip_longest(*firsts) for row in turn if row is not None]
-            if len(rows) >= limit:
-                break
-        return rows[:limit]
+            for number, shard in enumerate(chosen):
+                rows = (row for block in self.blocks(int(shard), SAMPLED_ROWS) for row in block)
+                for turn, row in enumerate(islice(rows, -(-limit // len(chosen)))):
+                    yield first * limit + turn * SAMPLED_SHARDS + number, row
+                    read += 1
 
     def name(self, index: int) -> str:
         """What a person finds the image by."""
         return f"{self.split} shard {index >> ROW_BITS} row {index & (1 << ROW_BITS) - 1}"
+
+    def record(self) -> dict[str, Any]:
+        """Which images these are: see mpp/data/record.py. Of a stream that is its files' names and sizes."""
+        named = [f"{name}\t{size}\n".encode() for name, size, *_ in self.files]
+        numbers = digest([f"{number}\n".encode() for number in self.numbers])
+        return {"split": self.split, "shards": self.count, "files": digest(named), "chosen": numbers}
 
     def describe(self) -> str:
         return f"a stream of {self.count} shards"
@@ -96,9 +113,9 @@ class Block:
     rows: list[dict[str, Any]]
     labels = None
 
-    def decode(self, index: int, max_pixels: int) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage."""
-        return decode_cell(self.rows[index - self.first][self.shards.image_column], max_pixels)
+    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
+        return decode_cell(self.rows[index - self.first][self.shards.image_column], max_pixels, retries)
 
     def name(self, index: int) -> str:
         path = (self.rows[index - self.first][self.shards.image_column] or {}).get("path")
@@ -169,10 +186,21 @@ class Lanes(IterableDataset):
             place = Place()
 
     def blocks(self, shard: int, block: int) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-        """From `block` on: its number, the number of its first image, its rows."""
-        skip = block * self.size
-        for number, rows in enumerate(self.shards.blocks(shard, self.size, skip), start=block):
-            yield number, (shard << ROW_BITS) + number * self.size, rows
+        """From `block` on: its number, the number of its first image, its rows. A read that fails is tried again."""
+        rows: Iterator[list[dict[str, Any]]] | None = None
+
+        def read() -> list[dict[str, Any]] | None:
+            nonlocal rows
+            rows = rows or self.shards.blocks(shard, self.size, block * self.size)
+            try:
+                return next(rows, None)
+            except OSError:
+                rows = None  # it is at its end now
+                raise
+
+        while found := retried(read, f"{self.shards.split} shard {shard}", self.views.data.read_retries):
+            yield block, (shard << ROW_BITS) + block * self.size, found
+            block += 1
 
 
 def streaming_loader(
@@ -207,7 +235,7 @@ def as_it_is(batch: Batch) -> Batch:
 
 
 def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Shards, ImageDataset, ImageDataset]:
-    """The images to train on as a stream; of them `probed`, and `evaluated` held-out ones, in memory.
+    """The images to train on as a stream; of them `probed`, if they have labels, and `evaluated` held-out ones.
 
     Without a held-out split, the share `data.eval_fraction` of the shards, at least one, is held out.
 
@@ -216,7 +244,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     """
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
-    splits = open_streams(config)
+    splits, files = open_streams(config)
     if config.split not in splits:
         raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
     train, held_out = splits[config.split], held_out_name(config, list(splits))
@@ -231,18 +259,44 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         cut = max(1, round(config.eval_fraction * train.num_shards))
         if cut >= train.num_shards:
             raise UserError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
-        order = permutation(Stream.CUT, config.eval_seed, 0, train.num_shards)
+        order = permutation(Stream.CUT, config.cut_seed, 0, train.num_shards)
         shards = Shards(train, column, config.split, sorted(order[cut:]))
         others = Shards(train, column, "held out", sorted(order[:cut]))
-    parts = [in_memory(shards, probed, config.eval_seed), in_memory(others, evaluated, config.eval_seed)]
-    columns = [config.label_column, config.eval_label_column or config.label_column]
-    labels = number_labels([read_labels(config, *part) for part in zip(parts, columns, strict=True)])
+    if find_label_column(config.label_column, train.features, describe(config)) is None:
+        probed = 0
+    named = (config.label_column, config.eval_label_column or config.label_column)
+    parts = [
+        draw(config, files, shards, named[0], probed, config.eval_seed),
+        draw(config, files, others, named[1], evaluated, config.cut_seed),
+    ]
+    labels = number_labels([read_labels(*part, describe(config)) for part in zip(parts, named, strict=True)])
     known = [
         ImageDataset(rows.select_columns([column]), column, of_part, name)
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
     ]
     shards.stream = shards.stream.select_columns([column])  # no more is read from now on
+    shards.files = files or []
     return shards, known[0], known[1]
+
+
+def draw(
+    config: SourceConfig, files: Files | None, shards: Shards, label: str | None, limit: int, seed: int
+) -> datasets.Dataset:
+    """A sample of the rows, images and labels, mapped from disk; see mpp/data/samples.py.
+
+    Args:
+        files: what the stream is read from; None: nobody knows, and nothing is kept.
+        label: column of the labels, if the user named it.
+    """
+    label = find_label_column(label, shards.stream.features, describe(config))
+    columns = [shards.image_column, *([label] if label else [])]
+    needed = Shards(shards.stream.select_columns(columns), shards.image_column, shards.split, shards.numbers)
+    features = datasets.Features(needed.stream.features | {PLACE: datasets.Value("int64")})
+    identity = {"files": files, "name": config.name, "split": shards.split, "shards": shards.numbers}
+    identity |= {"columns": columns, "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
+    rows = (row | {PLACE: place} for place, row in needed.sample(limit, seed))
+    kept = keep(rows, features, identity) if files else datasets.Dataset.from_list(list(rows), features=features)
+    return kept.select(np.argsort(kept[PLACE][:])[:limit])
 
 
 def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.IterableDataset:
@@ -253,24 +307,25 @@ def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.Iterabl
     return stream
 
 
-def in_memory(shards: Shards, limit: int, seed: int) -> datasets.Dataset:
-    """A sample of the rows, indexed."""
-    return datasets.Dataset.from_list(shards.sample(limit, seed), features=shards.stream.features)
+def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDataset], Files | None]:
+    """All splits as streams, and the files that they are read from: see `files_of`.
 
-
-def open_streams(config: SourceConfig) -> dict[str, datasets.IterableDataset]:
-    """All splits as streams. What has no shards of its own, as a folder of image files, is cut into some."""
+    What has no shards of its own, as a folder of image files, is cut into some.
+    """
     path = Path(config.path or "").expanduser()
     elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
     sharded = elsewhere or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
     if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
-        return load_splits(config, streaming=True)
-    return {
+        return load_splits(config, streaming=True), list_files(config)
+    splits = load_splits(config)
+    files = [file for rows in splits.values() for cached in rows.cache_files for file in files_of(cached["filename"])]
+    streams = {
         name: shuffled(rows, config.eval_seed).to_iterable_dataset(
             num_shards=min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS))
         )
-        for name, rows in load_splits(config).items()
+        for name, rows in splits.items()
     }
+    return streams, files
 
 
 def shuffled(rows: datasets.Dataset, seed: int) -> datasets.Dataset:

@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig
 from mpp.data import images
+from mpp.data.labels import number_labels, read_labels
+from mpp.data.reading import retried
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
 
-MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 LOADING_ERRORS = (  # what the library and those below it raise for what a user sees as one: it cannot be loaded
@@ -41,23 +43,32 @@ class ImageDataset:
         labels: (n,) int64 class of each image, -1 where there is none; (n, L) where several are right, padded with
             -1; None where nothing is labelled.
         split: its name, for messages.
+        origin: the split that they were chosen from, where they were.
     """
 
-    def __init__(self, rows: datasets.Dataset, image_column: str, labels: NDArray[np.int64] | None, split: str):
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        image_column: str,
+        labels: NDArray[np.int64] | None,
+        split: str,
+        origin: "Origin | None" = None,
+    ):
         self.rows, self.image_column, self.labels, self.split = rows, image_column, labels, split
+        self.origin = origin or Origin(rows, split, None)
         self.decoded: Decoded | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def decode(self, index: int, max_pixels: int) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage."""
+    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
         held = self.decoded and self.decoded.get(index)
-        return decode_cell(self.rows[index][self.image_column], max_pixels) if held is None else held
+        return decode_cell(self.rows[index][self.image_column], max_pixels, retries) if held is None else held
 
     def held_as(self, decoded: "Decoded") -> "ImageDataset":
         """The same images, decoded."""
-        held = ImageDataset(self.rows, self.image_column, self.labels, self.split)
+        held = ImageDataset(self.rows, self.image_column, self.labels, self.split, self.origin)
         held.decoded = decoded
         return held
 
@@ -76,7 +87,9 @@ class ImageDataset:
     def select(self, indices: NDArray[np.int64]) -> "ImageDataset":
         """The images at `indices`, in that order."""
         labels = None if self.labels is None else self.labels[indices]
-        return ImageDataset(self.rows.select(indices), self.image_column, labels, self.split)
+        return ImageDataset(
+            self.rows.select(indices), self.image_column, labels, self.split, self.origin.select(indices)
+        )
 
     def choose(self, limit: int | None, seed: int) -> "ImageDataset":
         """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer."""
@@ -88,7 +101,8 @@ class ImageDataset:
         """The images that have a label; None where there are none."""
         if self.labels is None or not (self.labels >= 0).any():
             return None
-        return self.select(np.flatnonzero(self.labels.reshape(len(self), -1).max(1) >= 0))
+        known = (self.labels >= 0).reshape(len(self), -1).any(1)
+        return self if known.all() else self.select(np.flatnonzero(known))
 
     def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
         """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
@@ -98,6 +112,18 @@ class ImageDataset:
         kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
         held_out.split = name
         return kept, held_out
+
+
+class Origin(NamedTuple):
+    """A whole split, and which images of it are meant."""
+
+    rows: datasets.Dataset
+    split: str
+    indices: NDArray[np.int64] | None  # None: all, in their order
+
+    def select(self, indices: NDArray[np.int64]) -> "Origin":
+        """The images at `indices` of those that are meant."""
+        return self._replace(indices=indices if self.indices is None else self.indices[indices])
 
 
 class Decoded(NamedTuple):
@@ -115,22 +141,31 @@ class Decoded(NamedTuple):
         return self.pixels[self.ends[index] - 3 * height * width : self.ends[index]].view(3, height, width)
 
 
-def decode_cell(cell: dict[str, Any] | None, max_pixels: int) -> Tensor:
-    """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage."""
-    return images.decode(encoded_bytes(cell), max_pixels)
+def decode_cell(cell: dict[str, Any] | None, max_pixels: int, retries: int = 0) -> Tensor:
+    """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage, or ReadFailed."""
+    return images.decode(encoded_bytes(cell, retries), max_pixels)
 
 
-def encoded_bytes(cell: dict[str, Any] | None) -> bytes:
-    """The image file of a cell {"bytes", "path"}; raises UnreadableImage."""
-    try:
-        if cell["bytes"] is not None:
-            return cell["bytes"]
-        if "://" not in cell["path"]:
-            return Path(cell["path"]).read_bytes()
-        with fsspec.open(cell["path"]) as file:
-            return file.read()
-    except (OSError, TypeError, ValueError) as error:
-        raise images.UnreadableImage(f"no bytes: {error}") from error
+def encoded_bytes(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
+    """The image file of a cell {"bytes", "path"}.
+
+    Raises:
+        UnreadableImage: there is nothing to read.
+        ReadFailed: there is, and it cannot be read now.
+    """
+    if not cell or (cell["bytes"] is None and not cell["path"]):
+        raise images.UnreadableImage("no bytes: neither an image nor the name of a file")
+    if cell["bytes"] is not None:
+        return cell["bytes"]
+    if "://" in cell["path"]:  # whatever a file system over a network raises
+        return retried(partial(fetch, cell["path"]), cell["path"], retries, Exception)
+    return retried(Path(cell["path"]).read_bytes, cell["path"], retries)
+
+
+def fetch(url: str) -> bytes:
+    """A file from wherever fsspec reads."""
+    with fsspec.open(url) as file:
+        return file.read()
 
 
 def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDataset]:
@@ -147,14 +182,14 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
     parts = {config.split: (train, config.label_column)}
     if held_out is not None:
         parts[held_out] = (splits[held_out], config.eval_label_column or config.label_column)
-    labels = number_labels([read_labels(config, *part) for part in parts.values()])
+    labels = number_labels([read_labels(rows, name, describe(config)) for rows, name in parts.values()])
     undecoded = datasets.Image(decode=False)
     loaded = [
         ImageDataset(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
         for (name, (rows, _)), of_split in zip(parts.items(), labels, strict=True)
     ]
     if held_out is None:
-        loaded = loaded[0].cut(config.eval_fraction, config.eval_seed, "held out")
+        loaded = loaded[0].cut(config.eval_fraction, config.cut_seed, "held out")
     return loaded[0], loaded[1]
 
 
@@ -164,8 +199,8 @@ def describe(config: ImagesConfig) -> str:
 
 
 def as_arguments(config: SourceConfig) -> str:
-    """The settings that name this data set and its splits, as a command line has them: for what to do next."""
-    names = [*(field.name for field in dataclasses.fields(ImagesConfig)), "split", "eval_split", "eval_label_column"]
+    """The settings that say which images these are, where they are not as usual, as a command line has them."""
+    names = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("plumbing")]
     usual = SourceConfig()
     changed = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
     return "".join(f" --data.{name} {shlex.quote('null' if value is None else str(value))}" for name, value in changed)
@@ -194,7 +229,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
         found = str(path) if path.is_dir() else config.path
-        return datasets.load_dataset(found, config.name, streaming=streaming)
+        return datasets.load_dataset(found, config.name, revision=config.revision, streaming=streaming)
     except LOADING_ERRORS as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
@@ -253,51 +288,3 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     if not isinstance(feature, datasets.Image) and getattr(feature, "dtype", None) not in ("binary", "string"):
         raise UserError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
     return config.image_column
-
-
-def read_labels(config: SourceConfig, rows: datasets.Dataset, column: str | None) -> list[list] | None:
-    """The labels of each image: none, one, or (where the column holds lists) several.
-
-    Args:
-        column: named by the user; None: `label`, if it holds classes.
-    Returns:
-        None where there is no such column.
-    """
-    if column is not None and column not in rows.features:
-        known = ", ".join(rows.features)
-        raise UserError(f"data.label_column is {column}; {describe(config)} has {known}")
-    if (column or "label") not in rows.features:
-        return None
-    labels = [as_list(value) for value in rows[column or "label"][:]]
-    if all(isinstance(value, int | str) for of_image in labels for value in of_image):
-        return labels
-    if column is None:
-        return None  # something else is called `label`, and nobody asked for it
-    raise UserError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
-
-
-def as_list(value: Any) -> list:
-    """A label, a list of labels, or none, as a list."""
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def number_labels(parts: list[list[list] | None]) -> list[NDArray[np.int64] | None]:
-    """Labels as class numbers: integers as they are, text numbered in its order over all parts.
-
-    Returns:
-        For each part (n,), or (n, L) where some image has several; padded with -1.
-    """
-    names = sorted({v for part in parts for of_image in part or () for v in of_image if isinstance(v, str)})
-    number = {name: i for i, name in enumerate(names)}
-    result: list[NDArray[np.int64] | None] = []
-    for part in parts:
-        if part is None:
-            result.append(None)
-            continue
-        array = np.full((len(part), max([1, *map(len, part)])), -1, dtype=np.int64)
-        for row, of_image in zip(array, part, strict=True):
-            row[: len(of_image)] = [number[v] if isinstance(v, str) else max(v, -1) for v in of_image]
-        if array.max(initial=-1) >= MOST_CLASSES:
-            raise UserError(f"a label is {array.max()}; labels are numbers of classes, below {MOST_CLASSES}")
-        result.append(array if array.shape[1] > 1 else array[:, 0])
-    return result

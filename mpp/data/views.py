@@ -17,14 +17,14 @@ from torch.utils.data import Dataset, Sampler
 
 from mpp import corruption
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
-from mpp.corruption import Corruption
+from mpp.corruption import Corruption, Grid
 from mpp.data import images
 from mpp.data.sources import Decoded, ImageDataset
 from mpp.data.workers import NOTHING, WatchedLoader, note_reading
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
 
-REPLACEMENTS = 64  # so many unreadable images in a row do not happen where fewer than half are
+REPLACEMENTS = 64  # so many undecodable images in a row do not happen where fewer than half are
 
 
 class Batch(NamedTuple):
@@ -50,39 +50,53 @@ class ViewDataset(Dataset):
     img_size: int
     seed: int = 0
     corruption: CorruptionConfig | None = None
-    patches: int = 0
+    grid: Grid = (0, 0)
     randaugment: int = 0
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         """A sample: a Batch whose tensors lack the leading B."""
         epoch, index = key
         shown, pixels, unreadable = self.readable(epoch, index)
-        if epoch == FIXED:
-            crop = images.centre_crop(pixels, self.img_size, self.data.eval_crop)
-        else:
-            crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
-            crop = images.augment(crop, self.randaugment, self.seed, epoch, index)
-        seed = self.data.eval_seed if epoch == FIXED else self.seed  # runs of other seeds are judged on the same
-        drawn = self.corruption and corruption.draw(self.corruption, self.patches, seed, epoch, index)
+        crop = self.view(pixels, epoch, index)
+        seed = self.data.cut_seed if epoch == FIXED else self.seed  # runs of other seeds are judged on the same
+        drawn = self.corruption and corruption.draw(self.corruption, self.grid, seed, epoch, index)
         labels = self.dataset.labels
         label = torch.tensor(-1 if labels is None else labels[shown])
         note_reading(NOTHING)
         return Batch(crop, drawn, label, torch.tensor(shown), unreadable)
 
+    def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
+        """What of an image (3, H, W) is shown: (3, S, S) uint8."""
+        if epoch == FIXED:
+            return images.centre_crop(pixels, self.img_size, self.data.eval_crop)
+        crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
+        return images.augment(crop, self.randaugment, self.seed, epoch, index)
+
+    @property
+    def costly(self) -> bool:
+        """Whether a view takes much more than its crop."""
+        return self.randaugment > 0
+
     def readable(self, epoch: int, index: int) -> tuple[int, Tensor, list[str]]:
-        """The image at `index` or, where it cannot be decoded, another in its place: (its index, pixels, failures)."""
+        """The image at `index` or, where it cannot be decoded, another in its place: (its index, pixels, failures).
+
+        Raises:
+            ReadFailed: it cannot be read.
+            UserError: nor can any of so many others be decoded.
+        """
         failures: list[str] = []
         candidate = index
         while len(failures) <= REPLACEMENTS:
             note_reading(candidate)
             try:
-                return candidate, self.dataset.decode(candidate, self.data.max_pixels), failures
+                pixels = self.dataset.decode(candidate, self.data.max_pixels, self.data.read_retries)
+                return candidate, pixels, failures
             except images.UnreadableImage as error:
                 failures.append(f"{self.dataset.name(candidate)}: {error}")
-                seed = self.data.eval_seed if epoch == FIXED else self.seed
+                seed = self.data.cut_seed if epoch == FIXED else self.seed
                 others = random_words(Stream.REPLACEMENT, seed, epoch, index, len(failures))
                 candidate = self.dataset.other(int(others[-1]))
-        return index, torch.zeros(3, self.img_size, self.img_size, dtype=torch.uint8), failures
+        raise UserError(f"{len(failures)} images in a row cannot be decoded, such as {failures[0]}")
 
 
 def collate(samples: list[Batch]) -> Batch:
@@ -178,7 +192,7 @@ class Whole(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         note_reading(index)
         try:
-            pixels = self.dataset.decode(index, self.data.max_pixels)
+            pixels = self.dataset.decode(index, self.data.max_pixels, self.data.read_retries)
         except images.UnreadableImage:
             pixels = torch.empty(3, 0, 0, dtype=torch.uint8)  # it is named when its turn comes
         note_reading(NOTHING)

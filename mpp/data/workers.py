@@ -4,6 +4,7 @@ Why each part has to be (tests/test_faults.py breaks a run without it):
 
 - The watch, shared memory with a place for each loader process. A decoder that crashes takes its process with it, and
   torch says its number and nothing else. What it was reading stands in the watch.
+- What a user is told is one line. torch hands on a loader process's error with its traceback for a message.
 - Signals are ignored. A terminal and a job scheduler send them to all processes, and the training process wants to
   finish its step with what is loaded.
 - They are killed at exit, and where a run fails. A loader process that ignores SIGTERM would otherwise be waited for,
@@ -14,6 +15,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +34,7 @@ from mpp.runtime.hardware import uses_gpu
 DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
 NOTHING = -1
 slot: np.ndarray | None = None  # in a loader process: [its pid, the index of the image that it reads]
+said = np.zeros(1, dtype=np.int64)  # whether a warning that concerns all was printed; loader processes share it
 alive: "WeakSet[WatchedLoader]" = WeakSet()
 cleared_by = 0  # the process whose exit ends its loader processes
 
@@ -42,14 +45,26 @@ def note_reading(index: int) -> None:
         slot[1] = index
 
 
-def start_worker(watch: Tensor, worker: int) -> None:
+def say_once(warning: str) -> None:
+    """Print a warning, unless this process or a loader process beside it has, since `forget_said`."""
+    if not said[0]:
+        said[0] = 1
+        print(warning, file=sys.stderr, flush=True)
+
+
+def forget_said() -> None:
+    """What was said is over; said again, it is news."""
+    said[0] = 0
+
+
+def start_worker(watch: Tensor, told: Tensor, worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn).
 
     Signals are its parent's affair, which may want to finish a step with what is loaded: a terminal and a job scheduler
     send them to all processes.
     """
-    global slot
-    slot = watch[worker].numpy()
+    global slot, said
+    slot, said = watch[worker].numpy(), told.numpy()
     slot[:] = os.getpid(), NOTHING
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -93,8 +108,9 @@ class WatchedLoader:
         global cleared_by
         self.name = name
         self.watch = torch.zeros(max(1, options["num_workers"]), 2, dtype=torch.int64).share_memory_()
+        told = torch.zeros(1, dtype=torch.int64).share_memory_()
         own = torch.Generator().manual_seed(0)  # the loader would draw from the global one
-        shared = dict(pin_memory=uses_gpu(), generator=own, worker_init_fn=partial(start_worker, self.watch))
+        shared = dict(pin_memory=uses_gpu(), generator=own, worker_init_fn=partial(start_worker, self.watch, told))
         self.loader = DataLoader(dataset, **shared, **options)
         alive.add(self)
         if cleared_by != os.getpid():
@@ -105,7 +121,11 @@ class WatchedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.loader  # a generator keeps this object, and so its watch, alive
+        try:
+            yield from self.loader  # a generator keeps this object, and so its watch, alive
+        except UserError as error:
+            last = str(error).rstrip().rsplit("\n", 1)[-1]
+            raise type(error)(last.removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")) from error
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from mpp.runtime.hardware import bf16_is_native, cores, uses_gpu
 from mpp.runtime.preemption import Preempted
 
 BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
-TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 OUT_OF_MEMORY = (
     "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same), or "

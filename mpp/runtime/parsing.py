@@ -163,6 +163,33 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
 
 
+def read_saved(path: Path) -> dict[str, Any]:
+    """What a saved config says, in today's terms; nothing where there is none.
+
+    The cut had the seed `data.eval_seed` before it had one of its own.
+    """
+    try:
+        saved = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    saved = saved if isinstance(saved, dict) else {}
+    data = saved.get("data")
+    if isinstance(data, dict) and "eval_seed" in data:
+        data.setdefault("cut_seed", data["eval_seed"])
+    return saved
+
+
+def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
+    """The config that was saved at `path`.
+
+    Raises:
+        UserError: it is none of this kind.
+    """
+    data = read_saved(path).get("data", {})
+    earlier = [f"--data.cut_seed={data['cut_seed']}"] if isinstance(data, dict) and "cut_seed" in data else []
+    return parse(config_class, ["--config", str(path), *earlier])
+
+
 def changed_keys(config: Any, path: Path) -> list[str]:
     """Keys outside the plumbing in which `config` differs from the one saved at `path`.
 
@@ -170,7 +197,7 @@ def changed_keys(config: Any, path: Path) -> list[str]:
         UserError: the saved file is not a config of this kind.
     """
     try:
-        saved = flatten(parse(type(config), ["--config", str(path)]))
+        saved = flatten(parse_saved(type(config), path))
     except ValueError as error:
         raise UserError(f"{path} is not a config of this command ({error})") from None
     return [key for key, field, value in settings(config) if not field.metadata.get("plumbing") and value != saved[key]]

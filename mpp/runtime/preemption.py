@@ -8,16 +8,17 @@ Why each part has to be (tests/test_faults.py breaks a run without it):
 - The handler. Before the first step there is nothing to finish: it ends the run where it stands. It is installed where
   SIGINT was ignored too, as in what a script starts in its background (`command &`).
 - The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal.
-- The reduction in each step. Signals do not reach all processes in the same step, and a process that stops alone leaves
-  the others waiting for its gradients.
-- The lag. To read a reduced number at once would make a GPU wait in every step.
+- The agreement before each step. Signals do not reach all processes in the same step, and images can be missing on one
+  alone. A process that stops by itself leaves the others waiting for its gradients. They agree over gloo, on the host:
+  no step waits for a GPU.
 """
 
 import os
 import signal
 import threading
 import time
-from collections import deque
+from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -27,8 +28,16 @@ from accelerate.utils import gather_object
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
 ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
-LAG = 2  # steps after which a GPU's answer is read: it is there by then, and nothing waits
+
+
+class Ending(IntEnum):
+    """Why all processes stop before a step."""
+
+    NONE = 0
+    SIGNAL = 1
+    FAILURE = 2  # of one of them to get what the step needs
 
 
 class Preempted(SystemExit):
@@ -53,8 +62,8 @@ class Preemption:
         self.accelerator, self.folder = accelerator, folder
         self.finish_step = False  # whether there is a step to finish
         self.asked = ""  # the first signal's name
-        self.lag = LAG if accelerator.device.type == "cuda" else 0
-        self.answers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        several = accelerator.num_processes > 1
+        self.hosts = torch.distributed.new_group(backend="gloo", timeout=TRAINING) if several else None
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():  # nobody else may handle signals
@@ -97,26 +106,18 @@ class Preemption:
             elif number in SIGNALS and time.monotonic() - first > ECHO:
                 os._exit(128 + number)
 
-    def agreed(self) -> bool:
-        """Whether to stop after this step: the same answer on every process. To be called once a step.
+    def agreed(self, failed: bool = False) -> Ending:
+        """Whether to stop before this step, and why: the same answer on every process. To be called once a step.
 
-        On GPUs the answer is LAG steps old, so that no step waits for the device.
+        Args:
+            failed: whether this process cannot do the step.
         """
-        if self.accelerator.num_processes == 1:
-            return bool(self.asked)
-        asking = torch.full((), float(bool(self.asked)), device=self.accelerator.device)
-        asking = self.accelerator.reduce(asking, "sum")
-        if not self.lag:
-            return bool(asking)
-        answer = torch.empty((), pin_memory=asking.is_cuda).copy_(asking, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self.answers.append((answer, event))
-        if len(self.answers) <= self.lag:
-            return False
-        answer, event = self.answers.popleft()
-        event.synchronize()
-        return bool(answer)
+        own = Ending.FAILURE if failed else Ending.SIGNAL if self.asked else Ending.NONE
+        if self.hosts is None:
+            return own
+        gravest = torch.tensor(int(own))
+        torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX, group=self.hosts)
+        return Ending(int(gravest))
 
     def asked_of_any(self) -> bool:
         """Whether any process was asked to stop, now: for places where a GPU may be waited for."""

@@ -5,6 +5,7 @@ where a run was resumed. numpy's Philox is used for its raw 64-bit words alone: 
 between releases of numpy, the words may not.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
@@ -27,15 +28,30 @@ class Stream(IntEnum):
     AUGMENT = 7  # seeds of torch's generator for augmentation beyond the crop
 
 
+def philox(stream: Stream, seed: int, epoch: int, index: int) -> np.random.Philox:
+    """The source of a sample's numbers, at its beginning."""
+    counter = np.array([0, epoch, index, stream], dtype=np.uint64)  # the first word counts the draws
+    return np.random.Philox(key=np.array([seed, 0], dtype=np.uint64), counter=counter)
+
+
 def random_words(stream: Stream, seed: int, epoch: int, index: int, count: int) -> NDArray[np.uint64]:
     """`count` uniform 64-bit words, shape (count,)."""
-    counter = np.array([0, epoch, index, stream], dtype=np.uint64)  # the first word counts the draws
-    return np.random.Philox(key=np.array([seed, 0], dtype=np.uint64), counter=counter).random_raw(count)
+    return philox(stream, seed, epoch, index).random_raw(count)
+
+
+Numbers = Callable[[int], NDArray[np.float64]]
+"""The next so many uniform numbers in [0, 1), shape (count,)."""
+
+
+def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> Numbers:
+    """A sequence of uniform numbers in [0, 1) without an end, for what does not know how many it will need."""
+    source = philox(stream, seed, epoch, index)
+    return lambda count: (source.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 def uniform(stream: Stream, seed: int, epoch: int, index: int, count: int) -> NDArray[np.float64]:
     """`count` uniform numbers in [0, 1), shape (count,)."""
-    return (random_words(stream, seed, epoch, index, count) >> np.uint64(11)) * 2.0**-53
+    return uniforms(stream, seed, epoch, index)(count)
 
 
 def permutation(stream: Stream, seed: int, epoch: int, size: int, index: int = 0) -> NDArray[np.int64]:

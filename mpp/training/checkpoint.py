@@ -1,6 +1,7 @@
 """Checkpoints: exact, complete or absent, checked. And the run folder that holds them.
 
     config.yaml                        the resolved config
+    data.json                          which images it is of (mpp/data/record.py)
     metrics.jsonl, events.out.*        scalars; pictures
     checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, places.json, state.json
     encoder/                           timm's layout, when the run is finished
@@ -13,7 +14,6 @@ whose length nobody knows, adds the places it has come to.
 """
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from mpp.data.record import differences
 from mpp.errors import UserError
 from mpp.runtime import lock
+from mpp.runtime.disk import sync
 from mpp.runtime.hashing import digest
-from mpp.runtime.parsing import changed_keys, to_yaml
+from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
 
+IMAGES = "data.json"
 MODEL, OPTIMIZER, PLACES = "model.safetensors", "optimizer.safetensors", "places.json"
 Places = dict[int, list[int]]
 """Lane of a stream -> how far it has come: see mpp/data/shards.py."""
@@ -68,20 +70,41 @@ def is_ours(folder: Path) -> bool:
 
 def saved_settings(folder: Path) -> dict[str, Any]:
     """What a run folder's config.yaml says, whatever command wrote it; nothing where there is none."""
-    try:
-        settings = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
+    return read_saved(folder / "config.yaml")
 
 
 def write_config(config: Any, folder: Path) -> None:
     """Save the resolved config as config.yaml, before anything else is written."""
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / ".config.yaml.partial"
-    aside.write_text(to_yaml(config))
+    write_whole(folder / "config.yaml", to_yaml(config))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that is complete or absent."""
+    aside = file.with_name(f".{file.name}.partial")
+    aside.write_text(text)
     sync(aside)
-    aside.replace(folder / "config.yaml")
+    aside.replace(file)
+
+
+def note_images(folder: Path, images: dict[str, Any]) -> str | None:
+    """Save which images a run is of; what is wrong, in words, where it began with others, and nothing is saved."""
+    changed = differences(images_of(folder) or images, images)
+    if changed:
+        return (
+            f"run.dir is {folder}, a run on other images: {'; '.join(changed)}; "
+            "choose another run.dir, or the same images to resume"
+        )
+    write_whole(folder / IMAGES, json.dumps(images, indent=1))
+    return None
+
+
+def images_of(folder: Path) -> dict[str, Any] | None:
+    """Which images a run is of; None where nothing says so (a run of an earlier release)."""
+    try:
+        return json.loads((folder / IMAGES).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def save_checkpoint(
@@ -203,12 +226,3 @@ def load_flat_state(optimizer: torch.optim.Optimizer, flat: dict[str, torch.Tens
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def sync(path: Path) -> None:
-    """Make a file or a folder's entries durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

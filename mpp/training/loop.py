@@ -5,11 +5,10 @@ step, the weights and the optimiser's, so that a killed run goes on exactly.
 """
 
 import math
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -21,15 +20,14 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.data.views import Batch, BatchLayout
-from mpp.errors import Diverged, UserError
+from mpp.errors import Diverged, ReadFailed, UserError
 from mpp.metrics import Sums, add, total
-from mpp.runtime.preemption import Preemption
+from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.randomness import Stream, random_words
 from mpp.training.checkpoint import Places, restore, save_checkpoint
+from mpp.training.feed import Feed
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.training.tracking import Speed, Tracker, progress_bar
-
-FEW = 32  # images that have to be seen before "most are unreadable" means something
 
 
 class Task(Protocol):
@@ -80,7 +78,8 @@ def fit(
         preemption: which is asked once a step.
     Raises:
         Diverged: a loss or gradient that is not finite; nothing was updated by it.
-        UserError: most images cannot be decoded, or a checkpoint cannot be written.
+        ReadFailed: images cannot be read; the checkpoint is written.
+        UserError: most images cannot be decoded; the checkpoint is written. Or it cannot be written.
         Preempted: a signal asked for a stop; the checkpoint is written.
     """
     if run.compile:
@@ -93,21 +92,34 @@ def fit(
     tracker = Tracker(accelerator, folder, config, start)
     update = Update(task, accelerator, model, optimizer, optim, layout, run)
     speed, bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, start)
-    batches = iter(task.batches(start, places))
+    feed, saved = Feed(task.batches(start, places), layout.accumulation_steps), start
+
+    def save(step: int) -> int:
+        """Write a checkpoint, of finite updates alone."""
+        update.check_finite()
+        with speed.paused():
+            checkpoint(accelerator, folder, step, bare, optimizer.optimizer, places, run.keep_checkpoints)
+        return step
+
     for step in range(start, run.steps):
         done = step + 1
         log = due(done, run.log_every, run.steps)
-        micro, waited = load(batches, layout.accumulation_steps)
+        micro, failure = attempt(feed)
+        ending = preemption.agreed(failed=failure is not None)
+        if ending is Ending.FAILURE or (ending is Ending.SIGNAL and step > start):
+            bar.close()
+            saved = save(step) if step > saved else saved
+            if ending is Ending.SIGNAL:
+                preemption.leave(f"after step {step}; a checkpoint is written")
+            fail(accelerator, failure, step)
         values, sums = update(step, micro, measure=log)
         places |= places_after(micro)
-        speed.waited += waited
         speed.images += layout.images
-        tracker.warn_unreadable(update.new_failures)
-        stop = preemption.agreed() and done < run.steps
+        tracker.warn_unreadable(feed.undecoded)
         bar.update()
         if log:
             scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read() | {"compute/pflop": flops * layout.images * done / 1e15}
+            scalars |= speed.read(feed) | {"compute/pflop": flops * layout.images * done / 1e15}
             scalars |= {"unreadable": tracker.count_unreadable()}
             tracker.log(done, scalars)
             bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
@@ -115,15 +127,16 @@ def fit(
             model.eval()
             for buffer in bare.buffers():
                 broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
-            with speed.paused(), averaged_weights(optimizer.optimizer, average=optim.average is not None):
-                tracker.log(done, task.evaluate(bare, done, tracker))
-        if stop or due(done, run.checkpoint_every, run.steps):
-            update.check_finite()
-            with speed.paused():
-                checkpoint(accelerator, folder, done, bare, optimizer.optimizer, places, run.keep_checkpoints)
-        if stop:
-            bar.close()
-            preemption.leave(f"after step {done}; a checkpoint is written")
+            try:
+                with speed.paused(), averaged_weights(optimizer.optimizer, average=optim.average is not None):
+                    tracker.log(done, task.evaluate(bare, done, tracker))
+            except ReadFailed as error:
+                if accelerator.num_processes > 1:
+                    raise  # the others are elsewhere in the evaluation: no checkpoint can be agreed upon
+                saved = save(done)
+                fail(accelerator, error, done)
+        if due(done, run.checkpoint_every, run.steps):
+            saved = save(done)
     bar.close()
     with averaged_weights(optimizer.optimizer, average=optim.average is not None):
         if accelerator.is_main_process:
@@ -181,10 +194,19 @@ def progress(accelerator: Accelerator, steps: int, start: int) -> tqdm:
     )
 
 
-def load(batches: Iterator[Batch], count: int) -> tuple[list[Batch], float]:
-    """The next `count` batches and the seconds that were spent waiting for them."""
-    begin = time.perf_counter()
-    return [next(batches) for _ in range(count)], time.perf_counter() - begin
+def attempt(feed: Feed) -> tuple[list[Batch], UserError | None]:
+    """The next update's batches, or why there are none."""
+    try:
+        return feed.take(), None
+    except UserError as error:
+        return [], error
+
+
+def fail(accelerator: Accelerator, failure: UserError | None, step: int) -> NoReturn:
+    """Raise on every process what went wrong with the images on any."""
+    error = next(each for each in gather_object([failure]) if each)
+    saved = f"a checkpoint after step {step} is written, " if step else ""
+    raise type(error)(f"{error}; {saved}and the same command goes on")
 
 
 class Update:
@@ -193,8 +215,6 @@ class Update:
     def __init__(self, task, accelerator, model, optimizer, optim: OptimConfig, layout: BatchLayout, run: RunConfig):
         self.task, self.accelerator, self.model, self.optimizer = task, accelerator, model, optimizer
         self.optim, self.layout, self.run = optim, layout, run
-        self.new_failures: list[str] = []
-        self.unreadable, self.seen = 0, 0
         # Once an update is not finite this is 1 for good: the fused optimiser then skips its step on the device, so
         # that the host need not wait for every step's verdict on a GPU.
         self.broken = torch.zeros((), device=accelerator.device)
@@ -204,7 +224,6 @@ class Update:
 
     def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
         """Do update `step` (from 0); its loss, gradient norm and rate, and the task's sums if `measure`."""
-        self.note_unreadable(micro)
         self.model.train()
         rate = learning_rate(self.optim, step, self.run.steps)
         for group in self.optimizer.param_groups:
@@ -249,14 +268,3 @@ class Update:
                 "resume with a lower optim.lr in a new run.dir, or look at these images"
             )
         self.unchecked.clear()
-
-    def note_unreadable(self, micro: list[Batch]) -> None:
-        """Count images that could not be decoded; most of them is an error."""
-        self.new_failures = [failure for batch in micro for failure in batch.unreadable]
-        self.unreadable += len(self.new_failures)
-        self.seen += sum(len(batch.images) for batch in micro) + len(self.new_failures)
-        if self.unreadable > self.seen / 2 and self.seen >= FEW:
-            raise UserError(
-                f"{self.unreadable} of the first {self.seen} images cannot be decoded, "
-                f"such as {self.new_failures[-1] if self.new_failures else 'those named above'}"
-            )

@@ -10,21 +10,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import release_memory
+from accelerate.utils import gather_object, release_memory
 from torch import nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
+from mpp.corruption import Grid
+from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hold, training_loader
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.encoder import export_encoder
-from mpp.runtime.launch import TRAINING, set_timeout, start
+from mpp.errors import ReadFailed, UserError
+from mpp.runtime.launch import set_timeout, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import to_yaml
-from mpp.runtime.preemption import MARKER, Preemption
+from mpp.runtime.preemption import MARKER, TRAINING, Preemption
 from mpp.training.card import model_card
-from mpp.training.checkpoint import Places, is_ours, newest_step, open_run, write_config
+from mpp.training.checkpoint import Places, is_ours, newest_step, note_images, open_run, write_config
 from mpp.training.loop import fit
 
 FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
@@ -41,8 +44,10 @@ class ImageTask:
     method: str
     """How it is trained, for the model card."""
     corruption: CorruptionConfig | None = None
-    patches = 0
+    grid: Grid = (0, 0)
     randaugment = 0
+    learns_labels = False
+    """Whether the training images' labels are learned from."""
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
@@ -54,7 +59,7 @@ class ImageTask:
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops (and corruptions) of these images."""
         return ViewDataset(
-            dataset, self.data, self.img_size, self.run.seed, self.corruption, self.patches, self.randaugment
+            dataset, self.data, self.img_size, self.run.seed, self.corruption, self.grid, self.randaugment
         )
 
     def batches(self, start: int, places: Places) -> Iterable[Batch]:
@@ -70,12 +75,22 @@ class ImageTask:
             return self.views(self.train)
         views = self.views(hold(self.train, self.data))
         few_cores = self.accelerator.device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
-        if views.dataset.decoded and few_cores and not self.randaugment:
+        if views.dataset.decoded and few_cores and not views.costly:
             return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
         return views
 
     def name(self, index: int) -> str:
         return self.train.name(index)
+
+    def record(self) -> dict[str, Any]:
+        """Which images these are: see mpp/data/record.py."""
+        retries = self.data.read_retries
+        return {
+            "train": self.train.record()
+            if isinstance(self.train, Shards)
+            else record(self.train, self.learns_labels, retries),
+            "held_out": record(self.held_out, self.learns_labels, retries),
+        }
 
     def fixed_batches(self, dataset: ImageDataset) -> Iterable[Batch]:
         """This process's share of these images, in their fixed view."""
@@ -129,6 +144,19 @@ def train(config: Any, build: Callable[[Any, Accelerator, BatchLayout], ImageTas
     return folder
 
 
+def check_images(task: ImageTask, folder: Path, accelerator: Accelerator) -> None:
+    """Note which images the run is of; UserError on every process where it began with others."""
+    problem = None
+    if accelerator.is_main_process:
+        try:
+            problem = note_images(folder, task.record())
+        except ReadFailed as error:
+            problem = str(error)
+    problems = [each for each in gather_object([problem]) if each]
+    if problems:
+        raise UserError(problems[0])
+
+
 def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerator, preemption: Preemption) -> None:
     """Build the task, and train it in a folder that is ours."""
     layout = BatchLayout.of(
@@ -145,7 +173,7 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
         if accelerator.is_main_process:
             open_run(config)  # once more: building may have taken long
             write_config(config, folder)
-        accelerator.wait_for_everyone()
+        check_images(task, folder, accelerator)
         flops, preemption.finish_step = task.flops(), True
         set_timeout(TRAINING)
         fit(task, accelerator, config.run, config.optim, layout, folder, config, flops, preemption)

@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from mpp.errors import UserError
 from mpp.runtime.parsing import flatten, to_yaml
+from mpp.training.feed import Feed
 
-SHOWN = ("accuracy", "nearest", "most_frequent")
+SHOWN = ("accuracy", "two_nearest", "nearest", "most_frequent")
 CHARTS = {  # drawn together; the tags are patterns
     "masked patches": {
         "train": ["Multiline", [f"^train/{name}$" for name in SHOWN]],
@@ -154,7 +155,7 @@ class Speed:
 
     def __init__(self, flops: int, device: torch.device):
         self.flops, self.device = flops, device
-        self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
+        self.begin, self.images = time.perf_counter(), 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,13 +166,13 @@ class Speed:
         yield
         self.begin += time.perf_counter() - begin
 
-    def read(self) -> dict[str, float]:
+    def read(self, feed: Feed) -> dict[str, float]:
         """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
         seconds = time.perf_counter() - self.begin
-        result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": self.waited / seconds}
+        result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": feed.waited / seconds}
         result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
         cuda = self.device.type == "cuda"
         used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
         result["speed/memory_gb"] = used / 1e9
-        self.begin, self.waited, self.images = time.perf_counter(), 0.0, 0
+        self.begin, self.images, feed.waited = time.perf_counter(), 0, 0.0
         return result

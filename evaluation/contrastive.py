@@ -1,0 +1,197 @@
+"""Contrastive pre-training, a rival that masks nothing: SimCLR (Chen et al., ICML 2020).
+
+    accelerate launch evaluation/contrastive.py
+    accelerate launch evaluation/contrastive.py --config cifar10 --config rivals/simclr_cifar10
+
+Two random views of each image go through the encoder and a projection head. Each view has to be more like the other
+view of its image than like any view of another image. The run folder and its encoder/ are as pre-training's, so that
+every probe takes it; the projection head is left out.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, PartialState
+from torch import Tensor, nn
+
+from evaluation.suite.contrast import Everyone, TwoViews, ViewsConfig, nt_xent
+from evaluation.suite.networks import HeadedEncoder, build_backbone
+from mpp.config import DataConfig, ModelConfig, OptimConfig, ProbeConfig, RunConfig, require
+from mpp.data.sources import ImageDataset, load_image_datasets
+from mpp.data.views import Batch, BatchLayout
+from mpp.errors import UserError
+from mpp.features import extract
+from mpp.metrics import Sums
+from mpp.panels import prediction_panel
+from mpp.predictor import executed_flops
+from mpp.probe import probe
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
+from mpp.runtime.randomness import FIXED, Stream, permutation
+from mpp.training.loop import due
+from mpp.training.task import ImageTask, train
+from mpp.training.tracking import Tracker, last_evaluation
+
+PANEL_IMAGES = 8
+
+
+@dataclass(frozen=True)
+class ProjectionConfig:
+    """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
+
+    pooling: Literal["class", "mean"] = "mean"
+    """What it is on: the `class` token, or the `mean` over patches or places."""
+    hidden: int | None = None
+    """Width of the hidden layer. null: the encoder's."""
+    outputs: int = 128
+    """Numbers that it gives a view."""
+
+    def __post_init__(self):
+        require(self.hidden is None or self.hidden >= 1, "head.hidden", self.hidden, "at least 1, or null")
+        require(self.outputs >= 1, "head.outputs", self.outputs, "at least 1")
+
+
+@dataclass(frozen=True)
+class ContrastConfig:
+    """The loss: NT-Xent. The negatives are all other views of a forward pass, whose size then matters."""
+
+    temperature: float = 0.1
+    """What similarities are divided by (SimCLR: 0.1; 0.5 on CIFAR-10)."""
+
+    def __post_init__(self):
+        require(self.temperature > 0, "contrast.temperature", self.temperature, "above 0")
+
+
+@dataclass(frozen=True)
+class ContrastiveConfig:
+    """Contrastive pre-training (SimCLR). The paper's LARS is not there: `optim.name` is muon, adam or sgd."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
+    data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    views: ViewsConfig = field(default_factory=ViewsConfig)
+    head: ProjectionConfig = field(default_factory=ProjectionConfig)
+    contrast: ContrastConfig = field(default_factory=ContrastConfig)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
+    )
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+
+class Contrastive(ImageTask):
+    """The task: find the other view of an image among the views of all images of a forward pass.
+
+    A forward pass is that of all processes together, so their number changes nothing where `data.batch_size` is null.
+    """
+
+    def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
+        super().__init__(accelerator, layout, config.run, config.data)
+        self.config = config
+        self.together = layout.batch_size * layout.world_size  # images of a forward pass
+        if config.data.streaming:
+            raise UserError("data.streaming is for masked patch prediction; contrastive training needs indexed images")
+        shares = layout.world_size * layout.accumulation_steps
+        batch = config.optim.global_batch_size
+        require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
+        require(self.together > 1, "data.batch_size", layout.batch_size, "above 1: an image is told from others")
+        encoder, self.img_size = build_backbone(config.model)
+        width, head = encoder.num_features, config.head
+        hidden = head.hidden or width
+        projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
+        self.model = HeadedEncoder(encoder, projection, head.pooling, config.model.mean, config.model.std)
+        with accelerator.main_process_first():
+            known, self.held_out = load_image_datasets(config.data)
+        self.train = known.choose(config.data.train_images, config.data.eval_seed)
+        judged = min(len(self.held_out), config.data.eval_images)
+        require(judged > 1, "held-out images", judged, "at least 2: an image is told from others")
+
+    @property
+    def method(self) -> str:
+        """How it is trained, for the model card."""
+        trained = {"class": "[class] token", "mean": "mean of the patch tokens"}[self.model.pooling]
+        return (
+            "Pre-trained without labels by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature is the "
+            f"{trained}; the projection head is left out"
+        )
+
+    def views(self, dataset: ImageDataset) -> TwoViews:
+        return TwoViews(dataset, self.data, self.img_size, self.run.seed, distorted=self.config.views)
+
+    def project(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Views (B, 2, 3, S, S) uint8 to what the loss compares, (B, 2, E) float32 of unit length."""
+        return F.normalize(model(images.flatten(0, 1)).float(), dim=-1).unflatten(0, (-1, 2))
+
+    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        own = self.project(model, batch.images.to(self.accelerator.device, non_blocking=True))
+        everyone = Everyone.apply(own, self.accelerator) if self.layout.world_size > 1 else own
+        losses, right = nt_xent(own, everyone, self.layout.rank * len(own), self.config.contrast.temperature)
+        if not measure:
+            return losses.mean(), {}
+        count = torch.tensor(right.numel(), dtype=torch.double, device=right.device)
+        return losses.mean(), {"right": right.double().sum(), "views": count}
+
+    def describe(self, sums: Sums) -> dict[str, float]:
+        return {"accuracy": float(sums["right"] / sums["views"])}
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        shown = self.held_out.choose(self.data.eval_images, self.data.cut_seed)
+        batches = named_failures(self.fixed_batches(shown), tracker)
+        (projected,), _ = extract(batches, lambda images: [self.project(model, images)], len(shown), self.accelerator)
+        scalars = {}
+        if self.accelerator.is_main_process:
+            scalars = self.judge(torch.from_numpy(projected).to(self.accelerator.device))
+            self.log_panel(step, tracker)
+        if due(step, self.config.probe.every, self.config.run.steps):
+            scalars |= probe(self, model, self.train, self.config.probe, model.pooling)
+        return scalars
+
+    def judge(self, projected: Tensor) -> dict[str, float]:
+        """Loss and accuracy of held-out images (n, 2, E), among as many others as in training, or a few more."""
+        order = permutation(Stream.CUT, self.data.cut_seed, 2, len(projected))  # files come sorted by class
+        groups = projected[order].tensor_split(max(1, len(projected) // self.together))
+        judged = [nt_xent(group, group, 0, self.config.contrast.temperature) for group in groups]
+        losses, right = (torch.cat(parts).double().mean() for parts in zip(*judged, strict=True))
+        return {"heldout/loss": float(losses), "heldout/accuracy": float(right)}
+
+    def log_panel(self, step: int, tracker: Tracker) -> None:
+        """A picture of the two views of the first held-out images."""
+        views = self.views(self.held_out)
+        pairs = torch.stack([views[FIXED, index].images for index in range(min(PANEL_IMAGES, len(self.held_out)))])
+        panel = prediction_panel(pairs.movedim(1, 0))
+        tracker.log_images(step, "view 1 | view 2", panel[None])
+
+    def flops(self) -> int:
+        """Executed per image: its two views through the network, and their similarities to all views."""
+        pair = self.views(self.held_out)[FIXED, 0].images
+        similarities = 2 * (2 * self.together) * self.config.head.outputs  # a multiply-add each
+        return executed_flops(self.model, pair) + 2 * 3 * similarities  # forward, and backward to either side
+
+    def describe_model(self) -> str:
+        return f"{super().describe_model()}, each view told from {2 * self.together - 2} of other images"
+
+
+def named_failures(batches: Iterable[Batch], tracker: Tracker) -> Iterator[Batch]:
+    """The batches; images that cannot be decoded are named."""
+    for batch in batches:
+        tracker.warn_unreadable(batch.unreadable)
+        yield batch
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line, or `arguments`, say."""
+    config = parse(ContrastiveConfig, arguments, prog="accelerate launch evaluation/contrastive.py")
+    folder = train(config, Contrastive)
+    if PartialState().is_main_process:
+        accuracy = last_evaluation(folder)["heldout/accuracy"]
+        print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
+        print(f"next: tensorboard --logdir {folder.parent}")
+        representation = "" if config.head.pooling == "mean" else " --representation class"
+        print(f"next: python evaluation/fewshot.py --encoder {folder}{representation}")
+
+
+if __name__ == "__main__":
+    command(main)

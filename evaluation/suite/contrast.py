@@ -1,0 +1,110 @@
+"""SimCLR (Chen et al., ICML 2020): two views of each image, and the loss by which each has to find the other.
+
+B images, E numbers that the projection head gives a view.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+from torchvision.transforms import v2
+
+from mpp.config import require
+from mpp.data import images
+from mpp.data.views import ViewDataset
+from mpp.runtime.randomness import FIXED
+
+
+@dataclass(frozen=True)
+class ViewsConfig:
+    """What becomes of a view beyond its crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
+
+    jitter: float = 1.0
+    """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
+    jitter_probability: float = 0.8
+    """Share of the views whose colours are jittered."""
+    grey: float = 0.2
+    """Share of the views that become grey."""
+    blur: float = 0.5
+    """Share of the views that are blurred, by a Gaussian of 0.1 to 2 pixels in a window of a tenth of the side."""
+
+    def __post_init__(self):
+        require(0 <= self.jitter <= 2.5, "views.jitter", self.jitter, "from 0 to 2.5")
+        for name in ("jitter_probability", "grey", "blur"):
+            require(0 <= getattr(self, name) <= 1, f"views.{name}", getattr(self, name), "in [0, 1]")
+
+
+@lru_cache
+def distortion(config: ViewsConfig, side: int) -> v2.Transform:
+    """torchvision's transforms of a crop (3, side, side) uint8."""
+    strong, weak = 0.8 * config.jitter, 0.2 * config.jitter
+    window = max(3, side // 10 | 1)  # odd
+    return v2.Compose(
+        [
+            v2.RandomApply([v2.ColorJitter(strong, strong, strong, weak)], config.jitter_probability),
+            v2.RandomGrayscale(config.grey),
+            v2.RandomApply([v2.GaussianBlur(window, (0.1, 2.0))], config.blur),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class TwoViews(ViewDataset):
+    """Samples of two views each, (2, 3, S, S) uint8: a view is a function of (seed, epoch, index, view).
+
+    Held-out images (epoch FIXED) have two such views too, by `data.cut_seed`: the same whenever they are looked at.
+    """
+
+    distorted: ViewsConfig = ViewsConfig()
+    costly = True
+
+    def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
+        seed = self.data.cut_seed if epoch == FIXED else self.seed
+        return torch.stack([self.one_view(pixels, seed, epoch, 2 * index + number) for number in range(2)])
+
+    def one_view(self, pixels: Tensor, seed: int, epoch: int, place: int) -> Tensor:
+        """A view (3, S, S); `place` says of which image, and whether it is the first or the second."""
+        crop = images.random_crop(pixels, self.img_size, self.data, seed, epoch, place)
+        return images.transformed(distortion(self.distorted, self.img_size), crop, seed, epoch, place)
+
+
+def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """NT-Xent: each view's cross-entropy of choosing the other view of its image among all views but itself.
+
+    Args:
+        own: (B, 2, E) of unit length, two views of each image of this process.
+        everyone: (B', 2, E), those of all processes.
+        first: which of everyone's images own[0] is.
+        temperature: what similarities are divided by.
+    Returns:
+        (B, 2) losses; (B, 2) bool: whether the other view is the nearest of all.
+    """
+    similarity = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (2 B, 2 B')
+    place = torch.arange(2 * first, 2 * first + len(similarity), device=own.device)
+    other = place ^ 1  # the two views of an image stand side by side
+    similarity = similarity.scatter(1, place[:, None], -torch.inf)
+    losses = F.cross_entropy(similarity, other, reduction="none")
+    return losses.unflatten(0, (-1, 2)), (similarity.argmax(1) == other).unflatten(0, (-1, 2))
+
+
+class Everyone(torch.autograd.Function):
+    """The rows of all processes, in the order of their ranks, with gradients that flow back to where a row is from.
+
+    The loss of R processes is L = (L_1 + ... + L_R) / R. Each L_r is the mean over the rows of process r and depends on
+    the rows z_p of every p. DDP averages what the processes send back, which has to be R dL/dz_p = sum over r of
+    dL_r/dz_p: the gradients to the rows of p, summed over the processes.
+    """
+
+    @staticmethod
+    def forward(ctx, own: Tensor, accelerator: Accelerator) -> Tensor:
+        ctx.accelerator = accelerator
+        return accelerator.gather(own)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        accelerator = ctx.accelerator
+        of_process = accelerator.reduce(gradient, "sum").chunk(accelerator.num_processes)
+        return of_process[accelerator.process_index], None

@@ -1,0 +1,117 @@
+"""An encoder's own images: a run folder says which images it was trained on, and evaluation takes them.
+
+Numbers on other images than the run's, or on test images whose labels the encoder has seen, are the mistakes that this
+is against.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpp.config import SourceConfig
+from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
+from mpp.errors import UserError
+from mpp.runtime.parsing import parse
+from mpp.training.checkpoint import saved_settings
+
+ConfigT = TypeVar("ConfigT")
+OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("plumbing")]
+WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
+
+
+def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
+    """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
+
+    Args:
+        config_class: has `encoder` and `data`.
+        arguments: the command line's words; None: `sys.argv[1:]`.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    config: Any = parse(config_class, words, prog)
+    named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
+    run = None if getattr(config, "features", None) else run_folder(config.encoder)
+    if named or run is None:
+        return config
+    images = images_of_run(run)
+    inherited = [f"--data.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in images]
+    config = parse(config_class, [*inherited, *words], prog)
+    taken = as_arguments(config.data)
+    if taken and os.environ.get("RANK", "0") == "0":
+        print(f"the images of {run}:{taken}")
+    return config
+
+
+def run_folder(encoder: str) -> Path | None:
+    """The run folder that an encoder is of, named by it or by its encoder/; None: it is of none."""
+    folder = Path(encoder)
+    folder = folder.parent if folder.name == "encoder" else folder
+    return folder if "data" in saved_settings(folder) else None
+
+
+def images_of_run(run: Path) -> list[tuple[str, Any]]:
+    """The settings that say which images a run is of, by name."""
+    saved = saved_settings(run)["data"]
+    return [(name, saved[name]) for name in OF_THE_IMAGES if name in saved]
+
+
+def learned_labels(encoder: str) -> SourceConfig | None:
+    """Where the images come from whose labels an encoder was trained with; None: with no labels, or nothing says so."""
+    run = run_folder(encoder)
+    if run is None or not WITH_LABELS & saved_settings(run).keys() or "contrast" in saved_settings(run):
+        return None
+    return SourceConfig(**dict(images_of_run(run)))
+
+
+def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> int:
+    """How many of these images an encoder was trained on with their labels.
+
+    Args:
+        here: where the images come from.
+        learned: where the encoder's came from; see `learned_labels`.
+    """
+    if not same_place(here, learned):
+        return 0
+    train = load_image_datasets(learned)[0].labelled()
+    if train is None or train.origin.split != dataset.origin.split:
+        return 0
+    train = train.choose(learned.train_images, learned.eval_seed)
+    return len(np.intersect1d(positions(train), positions(dataset)))
+
+
+def same_place(one: SourceConfig, other: SourceConfig) -> bool:
+    """Whether two settings name the same data set."""
+    names = {(each.name, each.revision, str(Path(each.path or "").expanduser().resolve())) for each in (one, other)}
+    return len(names) == 1
+
+
+def positions(dataset: ImageDataset) -> np.ndarray:
+    """Where the images are in their split."""
+    return np.arange(len(dataset)) if dataset.origin.indices is None else dataset.origin.indices
+
+
+def check_unseen(encoder: str, data: SourceConfig, train: ImageDataset, test: ImageDataset) -> None:
+    """Refuse test images whose labels an encoder was trained with; warn of such training images.
+
+    Raises:
+        UserError: there are such test images.
+    """
+    learned = learned_labels(encoder)
+    if learned is None:
+        return
+    known = seen(test, data, learned)
+    if known:
+        raise UserError(
+            f"encoder is {encoder}, which was trained with the labels of {known} of these {len(test)} test images; "
+            f"test on those that it held out:{as_arguments(learned) or ' leave out all --data settings'}"
+        )
+    if seen(train, data, learned) and os.environ.get("RANK", "0") == "0":
+        print(
+            f"note: {encoder} was trained with labels of these training images: what is chosen on a part of them, "
+            "such as a depth, a rate or a penalty, is chosen for images that it knows"
+        )

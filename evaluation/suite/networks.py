@@ -1,0 +1,67 @@
+"""What is trained here: an encoder of timm's with a head on it."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import timm
+from timm.models import is_model_in_modules
+from torch import Tensor, nn
+
+from mpp.config import ModelConfig, require
+from mpp.encoder import Normalize, build_encoder
+from mpp.features import pool
+
+Pooling = Literal["auto", "class", "mean"]
+VITS = ("vision_transformer", "vision_transformer_hybrid")
+
+
+class HeadedEncoder(nn.Module):
+    """An encoder and a head on its [class] token or on the mean over its patches.
+
+    Args:
+        encoder: timm's, without a head.
+        head: (B, D) to (B, outputs).
+        pooling: auto: the [class] token where there is one.
+        mean, std: of the input's channels, for pixels scaled to [0, 1].
+    """
+
+    def __init__(
+        self, encoder: nn.Module, head: nn.Module, pooling: Pooling, mean: Sequence[float], std: Sequence[float]
+    ):
+        super().__init__()
+        self.normalize, self.encoder, self.head = Normalize(mean, std), encoder, head
+        self.pooling = resolve_pooling(encoder, pooling)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 to what the head says, such as logits: (B, outputs)."""
+        tokens = self.encoder.forward_features(self.normalize(images))
+        return self.head(pool(self.encoder, tokens, self.pooling))
+
+
+def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "mean"]:
+    """What `auto` means for this encoder."""
+    if pooling != "auto":
+        return pooling
+    return "class" if getattr(encoder, "has_class_token", False) else "mean"
+
+
+def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
+    """A ViT or hybrid as in pre-training, or another model of timm's; and the side of the images it takes."""
+    if config.name is None or not timm.is_model(config.name) or is_model_in_modules(config.name, VITS):
+        encoder = build_encoder(config)
+        return encoder, encoder.patch_embed.img_size[0]
+    for name in ("width", "depth", "heads", "patch_size", "init_from"):
+        require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
+    for name in ("dropout", "drop_path"):
+        require(getattr(config, name) == 0, f"model.{name}", getattr(config, name), f"0 with {config.name}")
+    require(config.position == "learned", "model.position", config.position, f"learned with {config.name}")
+    encoder = timm.create_model(config.name, num_classes=0)
+    return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
+
+
+def zero_head(width: int, classes: int) -> nn.Linear:
+    """One linear layer that starts by knowing nothing: uniform predictions (paper, section 3.2)."""
+    head: Any = nn.Linear(width, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,136 @@
+"""The masked autoencoder (He et al., CVPR 2022): embed, drop what is corrupted, encode, decode, predict.
+
+The encoder's compute falls with the patches that it sees. What the loss does not look at is not computed in the
+decoder's last block, as in mpp/predictor.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from timm.layers import LayerNorm, PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from mpp.config import NetworkConfig, require
+from mpp.corruption import Corruption
+from mpp.encoder import Normalize, has_fused_attention, set_attention, sincos_2d
+from mpp.predictor import block_at, take, through
+
+WIDTH, DEPTH, HEAD = 512, 8, 32  # MAE's decoder: 16 heads of 32
+
+
+class MaskedAutoencoder(nn.Module):
+    """A ViT that sees the visible patches alone, a small decoder, and a linear head on the corrupted patches.
+
+    Every corrupted patch counts as a [mask], whatever its kind.
+
+    Args:
+        encoder: timm's; trained in place and exported alone.
+        outputs: numbers that the head predicts for a patch.
+        mean, std: of the input's channels, for pixels scaled to [0, 1].
+        config: the size of the decoder.
+    Raises:
+        UserError: an encoder whose patches overlap, or a decoder that cannot be built.
+    """
+
+    method = "a masked autoencoder (He et al., CVPR 2022), whose encoder saw the visible patches alone"
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        outputs: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        config: NetworkConfig,
+    ):
+        super().__init__()
+        require(
+            type(encoder.patch_embed) is PatchEmbed,
+            *("network.name", "autoencoder"),
+            "predictor with a hybrid: the convolutions before its patches would show the encoder what is hidden",
+        )
+        self.normalize = Normalize(mean, std)
+        self.encoder = encoder
+        width, depth, heads = decoder_numbers(config, encoder)
+        self.on_top = f"a decoder of width {width}, {depth} blocks and {heads} heads"
+        self.decoder = Decoder(encoder, width, depth, heads)
+        self.head = nn.Linear(width, outputs)
+        initialize(self.head)
+
+    def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
+        """Predict what each corrupted patch looked like.
+
+        Args:
+            images: (B, 3, H, W) uint8.
+            corruption: of these images.
+        Returns:
+            (B, K, outputs), in the order of `corruption.positions`.
+        """
+        encoder, again = self.encoder, self.training and self.encoder.grad_checkpointing
+        tokens = encoder._pos_embed(encoder.patch_embed(self.normalize(images)))  # (B, prefix + N, D)
+        corrupted = encoder.num_prefix_tokens + corruption.positions
+        visible = others(corrupted, tokens.shape[1])
+        seen = through(encoder.blocks, encoder.norm_pre(take(tokens, visible)), again)
+        decoded = self.decoder(encoder.fc_norm(encoder.norm(seen)), visible, corrupted, again)
+        return self.head(decoded)
+
+
+def others(index: Tensor, count: int) -> Tensor:
+    """Which of so many tokens are not at index (B, K): (B, count - K), ascending."""
+    named = torch.zeros(len(index), count, dtype=torch.int32, device=index.device).scatter_(1, index, 1)
+    return named.argsort(dim=1, stable=True)[:, : count - index.shape[1]]
+
+
+class Decoder(nn.Module):
+    """Visible tokens back in their places, [mask] elsewhere, fixed positions, and blocks.
+
+    Args:
+        encoder: whose tokens are decoded.
+        width, depth, heads: of the decoder.
+    """
+
+    def __init__(self, encoder: VisionTransformer, width: int, depth: int, heads: int):
+        super().__init__()
+        self.embed = nn.Linear(encoder.embed_dim, width)
+        self.mask_token = nn.Parameter(torch.empty(width))
+        of_prefix = torch.zeros(encoder.num_prefix_tokens, width)
+        positions = torch.cat([of_prefix, sincos_2d(encoder.patch_embed.grid_size, width)])
+        self.register_buffer("positions", positions, persistent=False)  # (prefix + N, width)
+        self.blocks = nn.ModuleList(Block(width, heads, qkv_bias=True, norm_layer=LayerNorm) for _ in range(depth))
+        self.norm = LayerNorm(width)
+        self.apply(initialize)
+        nn.init.trunc_normal_(self.mask_token, std=0.02)
+        set_attention(self, has_fused_attention(encoder))
+
+    def forward(self, tokens: Tensor, visible: Tensor, corrupted: Tensor, again: bool) -> Tensor:
+        """What the decoder makes of the corrupted patches.
+
+        Args:
+            tokens: (B, V, D), the encoder's output.
+            visible: (B, V), their places among all tokens.
+            corrupted: (B, K), the other places.
+            again: whether activations are computed again in the backward pass.
+        Returns:
+            (B, K, width).
+        """
+        tokens = self.embed(tokens)
+        everywhere = self.mask_token.to(tokens.dtype).expand(len(tokens), len(self.positions), -1)
+        tokens = everywhere.scatter(1, visible[..., None].expand_as(tokens), tokens) + self.positions
+        tokens = through(self.blocks[:-1], tokens, again)
+        return self.norm(block_at(self.blocks[-1], tokens, corrupted))
+
+
+def initialize(module: nn.Module) -> None:
+    """As timm's encoders: weights truncated normal of deviation 0.02, biases 0. (MAE: uniform by Xavier.)"""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+
+
+def decoder_numbers(config: NetworkConfig, encoder: VisionTransformer) -> tuple[int, int, int]:
+    """Width, depth and heads of the decoder: those of the config, or two thirds of the encoder's, at most MAE's."""
+    width = config.decoder_width or min(WIDTH, max(HEAD, HEAD * round(2 * encoder.embed_dim / (3 * HEAD))))
+    depth = config.decoder_depth or min(DEPTH, max(1, round(2 * len(encoder.blocks) / 3)))
+    heads = config.decoder_heads or max(1, width // HEAD)
+    require(width % heads == 0, "network.decoder_width", width, f"a multiple of network.decoder_heads ({heads})")
+    return width, depth, heads

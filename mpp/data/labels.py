@@ -1,0 +1,111 @@
+"""Labels of images: a column of classes, by number or by name, as numbers.
+
+They stay arrow's and numpy's all the way: 14 million Python lists would take gigabytes in every process.
+"""
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mpp.errors import UserError
+
+MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
+
+
+def find_label_column(column: str | None, features: datasets.Features, source: str) -> str | None:
+    """The column of the labels: the named one, or `label`; None where there is none.
+
+    Args:
+        column: named by the user.
+        source: the data set, for the message.
+    """
+    if column is not None and column not in features:
+        raise UserError(f"data.label_column is {column}; {source} has {', '.join(features)}")
+    return next((name for name in (column, "label") if name in features), None)
+
+
+def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> pa.ChunkedArray | None:
+    """The labels of each image: none, one, or (where the column holds lists) several. They stay where the rows are.
+
+    Args:
+        column, source: see `find_label_column`.
+    Returns:
+        None where there is no such column.
+    """
+    name = find_label_column(column, rows.features, source)
+    if name is None:
+        return None
+    labels = rows.select_columns([name]).with_format("arrow")[:].column(0)
+    if holds_classes(labels):
+        return labels
+    if column is None:
+        return None  # something else is called `label`, and nobody asked for it
+    raise UserError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
+
+
+def holds_lists(labels: pa.ChunkedArray) -> bool:
+    """Whether an image may have several labels."""
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(kind(labels.type) for kind in kinds)
+
+
+def holds_text(labels: pa.ChunkedArray) -> bool:
+    """Whether labels are names, not numbers."""
+    return pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type)
+
+
+def one_by_one(labels: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The labels of one image after the other."""
+    return pc.list_flatten(labels) if holds_lists(labels) else labels
+
+
+def holds_classes(labels: pa.ChunkedArray) -> bool:
+    """Whether each label is an integer or a text; an image may have none, but no list has a hole."""
+    each = one_by_one(labels)
+    if holds_lists(labels) and each.null_count:
+        return False
+    numbers = pa.types.is_integer(each.type) or pa.types.is_boolean(each.type)
+    return numbers or holds_text(each) or each.null_count == len(each)
+
+
+def number_labels(parts: list[pa.ChunkedArray | None]) -> list[NDArray[np.int64] | None]:
+    """Labels as class numbers: integers as they are, text numbered in its order over all parts.
+
+    Returns:
+        For each part (n,), or (n, L) where some image has several; padded with -1.
+    """
+    each = [None if part is None else one_by_one(part) for part in parts]
+    texts = [pc.unique(labels).drop_null().to_pylist() for labels in each if labels is not None and holds_text(labels)]
+    names = sorted(set().union(*texts))
+    return [
+        None if part is None else pad(part, as_numbers(labels, names)) for part, labels in zip(parts, each, strict=True)
+    ]
+
+
+def as_numbers(labels: pa.ChunkedArray, names: list[str]) -> NDArray[np.int64]:
+    """Class numbers (n,) of single labels; -1: none."""
+    if labels.null_count == len(labels):
+        return np.full(len(labels), -1)  # of whatever type
+    if holds_text(labels):
+        labels = pc.index_in(labels, pa.array(names, labels.type))
+    largest = pc.max(labels).as_py()
+    if largest >= MOST_CLASSES:
+        raise UserError(f"a label is {largest}; labels are numbers of classes, below {MOST_CLASSES}")
+    numbers, start = np.empty(len(labels), np.int64), 0
+    for chunk in labels.chunks:
+        part = numbers[start : start + len(chunk)]
+        np.maximum(chunk.cast(pa.int64()).fill_null(-1), -1, out=part)
+        start += len(chunk)
+    return numbers
+
+
+def pad(labels: pa.ChunkedArray, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(n,) or (n, L): the numbers of each image, as many as it has labels, then -1."""
+    if not holds_lists(labels):
+        return numbers
+    counts = pc.list_value_length(labels).fill_null(0).to_numpy()
+    padded = np.full((len(counts), max(1, counts.max(initial=0))), -1)
+    padded[np.arange(padded.shape[1]) < counts[:, None]] = numbers
+    return padded if padded.shape[1] > 1 else padded[:, 0]

@@ -1,0 +1,46 @@
+"""Reads that are tried again: disks and servers go away, and come back.
+
+A file that cannot be read now is not a file that cannot be decoded. The first may be all right in a minute, and so may
+all the others; the second will never be.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpp.data.workers import forget_said, say_once
+from mpp.errors import ReadFailed
+
+T = TypeVar("T")
+LONGEST_PAUSE = 60  # seconds
+
+
+def pause(attempt: int) -> int:
+    """Seconds to wait after the failed `attempt` (from 0)."""
+    return min(2**attempt, LONGEST_PAUSE)
+
+
+def retried(read: Callable[[], T], name: str, retries: int, errors: type[Exception] = OSError) -> T:
+    """What `read` returns, tried again while it raises `errors`.
+
+    Args:
+        name: what is read, for messages.
+        retries: how often, after pauses of 1, 2, 4, ... and at most 60 seconds.
+    Raises:
+        ReadFailed: it failed once more.
+    """
+    patience = sum(map(pause, range(retries)))
+    for attempt in range(retries + 1):
+        try:
+            result = read()
+        except errors as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if attempt == retries:
+                raise ReadFailed(f"{name} cannot be read, tried for {patience} s: {reason}") from error
+            say_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {patience} s")
+            time.sleep(pause(attempt))
+        else:
+            if attempt:
+                forget_said()
+            return result
+    raise AssertionError

@@ -1,0 +1,101 @@
+"""Which images a run is of: a record that is quick to make and to compare.
+
+A file that is added, taken away or renamed shifts the indices of the others, and a seeded cut with them: what was held
+out would be trained on. So a run notes its images, and goes on with the same alone.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+
+from mpp.data.images import UnreadableImage
+from mpp.data.sources import ImageDataset, encoded_bytes
+
+SAMPLED = 64  # image files of a split whose bytes enter the record
+NAMES = 100_000  # names that are held at a time
+COMMIT = re.compile(r"@([0-9a-f]{40})/")
+MEANING = {
+    "split": "split",
+    "images": "number of images",
+    "shards": "number of shards",
+    "files": "the files (their names, or the bytes of one of those that are looked at)",
+    "chosen": "which of them are chosen",
+    "labels": "labels",
+    "revision": "revision on the hub",
+}
+
+
+def record(dataset: ImageDataset, labels: bool, retries: int = 0) -> dict[str, Any]:
+    """What these images are.
+
+    Args:
+        labels: whether their labels count.
+        retries: see `data.read_retries`.
+    Returns:
+        The split, how many they are, and digests: of all names and some files of the split, of which images are
+        chosen from it, of the labels.
+    Raises:
+        ReadFailed: a file cannot be read.
+    """
+    whole, split, chosen = dataset.origin
+    return {
+        "split": split,
+        "images": len(dataset),
+        "files": digest(files(whole, dataset.image_column, retries)),
+        "chosen": None if chosen is None else digest([chosen.astype(np.int64).tobytes()]),
+        "labels": digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
+        "revision": revision(whole),
+    }
+
+
+def digest(parts: Iterator[bytes] | list[bytes]) -> str:
+    """The first 16 digits of the SHA-256 of all parts."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:
+    """What the image files of a split are known by: number, names from their common folder on, bytes of some."""
+    yield f"{len(rows)}\n".encode()
+    paths = pc.struct_field(rows.data.column(column), "path")
+    ends = pc.min_max(paths)
+    shared = common_folder(ends["min"].as_py() or "", ends["max"].as_py() or "")
+    for first in range(0, len(paths), NAMES):
+        names = paths.slice(first, NAMES).to_pylist()
+        yield "\n".join((name or "")[shared:] for name in names).encode()
+    for index in np.unique(np.linspace(0, len(rows) - 1, SAMPLED).astype(int)).tolist():
+        try:
+            yield hashlib.sha256(encoded_bytes(rows[index][column], retries)).digest()
+        except UnreadableImage:
+            yield b"unreadable"
+
+
+def common_folder(first: str, last: str) -> int:
+    """How many characters two paths, and so all that sort between them, have in common up to their last folder."""
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first.rfind("/", 0, same) + 1
+
+
+def revision(rows: datasets.Dataset) -> str | None:
+    """The commit on the hub that the images are of; None: they are from elsewhere."""
+    found = (COMMIT.search(str(url)) for url in rows.info.download_checksums or {})
+    return next((match[1] for match in found if match), None)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What changed, in words, part by part: "train: number of images was 633, is 634"."""
+    changed = []
+    for part in now:
+        for key, meaning in MEANING.items():
+            was, is_now = (each.get(part, {}).get(key) for each in (before, now))
+            if was != is_now:
+                plain = key in ("split", "images", "shards", "revision")
+                changed.append(f"{part}: {meaning}" + (f" was {was}, is {is_now}" if plain else " changed"))
+    return changed

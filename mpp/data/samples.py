@@ -1,0 +1,124 @@
+"""Images of a stream that are looked at again and again: read once, and kept on disk.
+
+Evaluation and the probe need the same few thousand images whenever a run starts. They lie in the cache of `datasets`
+(HF_DATASETS_CACHE), mapped into memory, so that the processes of a machine share them and a restart reads nothing.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import pyarrow as pa
+
+from mpp.config import ImagesConfig
+from mpp.data.sources import BIRDS, describe
+from mpp.errors import UserError
+from mpp.runtime.disk import sync
+from mpp.runtime.lock import hold
+
+FOLDER = "mpp_stream_samples"  # in the cache: one folder for each sample, and nothing else
+ROWS, NOTES = "rows.arrow", "notes.json"
+BLOCK = 64  # rows written at a time: what bounds the memory
+Files = list[list[str]]
+"""What tells data from others: name, size and stamp of each file. Where they lie does not matter."""
+STAMPS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")  # fsspec's words
+
+
+def keep(rows: Iterable[dict[str, Any]], features: datasets.Features, identity: dict[str, Any]) -> datasets.Dataset:
+    """The rows, mapped from disk; they are only read where they are not there yet.
+
+    Several processes may call it at once: one of them writes. The file is complete or not used: it is written aside,
+    synced, renamed, and noted last.
+
+    Args:
+        identity: what the rows are of, as JSON: other rows have another.
+    Raises:
+        UserError: they cannot be written.
+    """
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    folder = cache / FOLDER / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    try:
+        if not is_whole(folder):
+            with hold(folder, "HF_DATASETS_CACHE", wait=True):
+                if not is_whole(folder):
+                    write(folder, rows, features, identity)
+    except OSError as error:
+        what = "the images of the stream that are evaluated on cannot be kept there"
+        raise UserError(f"HF_DATASETS_CACHE is {cache}; {what}: {error}; choose another") from error
+    return datasets.Dataset.from_file(str(folder / ROWS))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the rows are all there."""
+    try:
+        return json.loads((folder / NOTES).read_text())["bytes"] == (folder / ROWS).stat().st_size
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features, identity: dict[str, Any]) -> None:
+    """Write the rows block by block, then the notes that call them complete."""
+    (folder / NOTES).unlink(missing_ok=True)
+    aside, schema = folder / f"{ROWS}.partial", features.arrow_schema
+    try:
+        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for block in blocks(rows):
+                table = datasets.Dataset.from_list(block, features=features).with_format("arrow")[:]
+                writer.write_table(table.cast(schema))
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    notes = folder / f"{NOTES}.partial"
+    notes.write_text(json.dumps({"bytes": aside.stat().st_size, "of": identity}, indent=1))
+    for part in (aside, notes):
+        sync(part)
+        part.replace(part.with_suffix(""))
+        sync(folder)
+
+
+def blocks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Rows in lists."""
+    left = iter(rows)
+    try:
+        while block := list(islice(left, BLOCK)):
+            yield block
+    except OSError as error:
+        raise UserError(f"data.path cannot be read as a stream: {error}") from error
+
+
+def list_files(config: ImagesConfig) -> Files | None:
+    """The files of a stream; None, with a warning, where they cannot be listed.
+
+    Of a hub that is out of reach, the library streams what it has from earlier.
+    """
+    try:
+        return files_of(str(BIRDS) if config.path is None else config.path, config.revision)
+    except Exception as error:  # clients of file systems raise whatever they like
+        reason = f"{describe(config)} cannot be listed ({' '.join(str(error).split())})"
+        print(f"warning: {reason}; the images to evaluate on are read at every start", file=sys.stderr)
+        return None
+
+
+def files_of(path: str, revision: str | None = None) -> Files:
+    """The files at a path, a URL, or a name of the hub. Nothing of their contents is read."""
+    local = Path(path).expanduser()
+    url = str(local) if local.exists() else path if "://" in path else hub_url(path, revision)
+    system, root = fsspec.url_to_fs(url)
+    if system.isfile(root):
+        found = {root: system.info(root)}
+    else:
+        found = system.glob(root, detail=True) if "*" in root else system.find(root, detail=True)
+    folder = root.split("*")[0].rpartition("/")[0] if "*" in root or root in found else root
+    stamps = {name: [str(info[key]) for key in STAMPS if key in info][:1] for name, info in found.items()}
+    return [[name.removeprefix(folder), str(found[name].get("size")), *stamps[name]] for name in sorted(found)]
+
+
+def hub_url(name: str, revision: str | None) -> str:
+    """Where fsspec finds a data set of the hub."""
+    return f"hf://datasets/{name}{f'@{revision}' if revision else ''}"

@@ -1,0 +1,38 @@
+"""The networks that can be pre-trained: what the encoder sees, and what predicts.
+
+A network has an `encoder`, which is exported, and a `normalize` for its input. In words it has the `method` and what is
+`on_top` of the encoder, for the model card. It turns images (B, 3, H, W) uint8 and their corruption into predictions
+(B, K, outputs). To add one, write such a module and name it in NETWORKS.
+"""
+
+from collections.abc import Callable, Sequence
+
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from mpp.autoencoder import MaskedAutoencoder
+from mpp.config import NetworkConfig
+from mpp.errors import UserError
+from mpp.predictor import MaskedPatchPredictor
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "predictor": lambda *parts, config: MaskedPatchPredictor(*parts),
+    "autoencoder": MaskedAutoencoder,
+}
+
+
+def build_network(
+    config: NetworkConfig, encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float]
+) -> nn.Module:
+    """The network that the config names.
+
+    Args:
+        encoder: trained in place.
+        outputs: numbers that are predicted for a patch.
+        mean, std: of the input's channels, for pixels scaled to [0, 1].
+    Raises:
+        UserError: no such network, or one that does not fit the encoder.
+    """
+    if config.name not in NETWORKS:
+        raise UserError(f"network.name is {config.name}; it must be one of {', '.join(NETWORKS)}")
+    return NETWORKS[config.name](encoder, outputs, mean, std, config=config)

@@ -1,0 +1,216 @@
+"""Contrastive pre-training: two views, the loss against its definition, one run on any number of processes."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, encoded, kill_at, picture, read_metrics
+from safetensors.torch import load_file
+from server import Command
+from torchvision.transforms import v2
+
+import mpp
+from evaluation import contrastive
+from evaluation.suite.contrast import TwoViews, ViewsConfig, nt_xent
+from mpp.config import DataConfig
+from mpp.data.images import random_crop
+from mpp.data.sources import load_image_datasets
+from mpp.data.views import BatchLayout, held_out_loader, training_loader
+from mpp.runtime.parsing import parse
+from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
+
+
+def by_definition(views: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """NT-Xent of (B, 2, E), pair by pair: losses and whether the positive is the nearest, (B, 2)."""
+    flat = views.reshape(-1, views.shape[-1])
+    losses, right = np.zeros(len(flat)), np.zeros(len(flat), bool)
+    for i, anchor in enumerate(flat):
+        positive = i + 1 if i % 2 == 0 else i - 1
+        similarity = {k: float(anchor @ other) for k, other in enumerate(flat) if k != i}
+        whole = sum(np.exp(s / temperature) for s in similarity.values())
+        losses[i] = -np.log(np.exp(similarity[positive] / temperature) / whole)
+        right[i] = max(similarity, key=similarity.get) == positive
+    return losses.reshape(views.shape[:2]), right.reshape(views.shape[:2])
+
+
+def unit_vectors(images: int = 6, width: int = 5) -> torch.Tensor:
+    drawn = torch.randn(images, 2, width, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    drawn[:, 1] += drawn[:, 0]  # so that some views are nearest to their other one, and some are not
+    return torch.nn.functional.normalize(drawn, dim=-1)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5])
+def test_nt_xent_is_its_definition(temperature):
+    views = unit_vectors()
+    losses, right = nt_xent(views, views, 0, temperature)
+    expected, nearest = by_definition(views.numpy(), temperature)
+    np.testing.assert_allclose(losses, expected, rtol=1e-10)
+    assert (right.numpy() == nearest).all() and 0 < nearest.sum() < nearest.size
+    parts = [nt_xent(part, views, first, temperature)[0] for first, part in ((0, views[:2]), (2, views[2:]))]
+    torch.testing.assert_close(torch.cat(parts), losses)
+
+
+def test_nt_xents_gradient_is_its_definitions():
+    views, step = unit_vectors(4, 3).requires_grad_(), 1e-6
+    nt_xent(views, views, 0, 0.2)[0].mean().backward()
+    moved = np.zeros(views.shape)
+    for place in np.ndindex(*views.shape):
+        apart = []
+        for sign in (1, -1):
+            shifted = views.detach().numpy().copy()
+            shifted[place] += sign * step
+            apart.append(by_definition(shifted, 0.2)[0].mean())
+        moved[place] = (apart[0] - apart[1]) / (2 * step)
+    np.testing.assert_allclose(views.grad, moved, atol=1e-8)
+
+
+def two_views(seed: int = 0, size: int = 32, distorted: ViewsConfig | None = None, **settings) -> TwoViews:
+    data = DataConfig(crop_area=(0.08, 1.0), **settings)
+    return TwoViews(load_image_datasets(data)[0], data, size, seed, distorted=distorted or ViewsConfig())
+
+
+def test_a_view_is_torchvisions_and_a_function_of_seed_epoch_index_and_view():
+    views, s = two_views(seed=5, size=40), 1.0
+    transforms = v2.Compose(
+        [
+            v2.RandomApply([v2.ColorJitter(0.8 * s, 0.8 * s, 0.8 * s, 0.2 * s)], 0.8),
+            v2.RandomGrayscale(0.2),
+            v2.RandomApply([v2.GaussianBlur(5, (0.1, 2.0))], 0.5),
+        ]
+    )
+    shown = []
+    for epoch, index in ((0, 3), (1, 3), (0, 4)):
+        pair = views[epoch, index].images
+        for view in range(2):
+            place = 2 * index + view
+            crop = random_crop(views.dataset.decode(index, 10**6), 40, views.data, 5, epoch, place)
+            torch.manual_seed(int(random_words(Stream.AUGMENT, 5, epoch, place, 1)[0]) >> 1)
+            assert torch.equal(pair[view], transforms(crop))
+            shown.append(pair[view].numpy().tobytes())
+    assert len(set(shown)) == 6
+    assert not torch.equal(two_views(seed=6, size=40)[0, 3].images, views[0, 3].images)
+
+
+def test_without_distortion_a_view_is_a_crop_and_held_out_views_are_of_no_run():
+    plain = ViewsConfig(jitter_probability=0, grey=0, blur=0)
+    one, other = two_views(1, distorted=plain), two_views(2, distorted=plain)
+    pixels = one.dataset.decode(7, 10**6)
+    assert torch.equal(one[3, 7].images[1], random_crop(pixels, 32, one.data, 1, 3, 15))
+    fixed = one[FIXED, 7].images
+    assert torch.equal(fixed, other[FIXED, 7].images) and not torch.equal(*fixed)
+
+
+def test_views_are_the_same_from_any_number_of_loader_processes():
+    layout, drawn, few = BatchLayout(4, 1, 1, 0), {}, load_image_datasets(DataConfig())[1].choose(4, 0)
+    for workers in (0, 2):
+        views = two_views(workers=workers)
+        torch.manual_seed(workers)
+        drawn[workers] = [batch.images for batch in training_loader(views, layout, 0, 3)]
+        drawn[workers].append(next(iter(held_out_loader(dataclasses.replace(views, dataset=few), 4))).images)
+    assert drawn[0][0].shape == (4, 2, 3, 32, 32) and drawn[0][0].dtype == torch.uint8
+    assert all(torch.equal(*pair) for pair in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_the_overlay_for_cifar_changes_pre_trainings_config():
+    config = parse(contrastive.ContrastiveConfig, ["--config=cifar10", "--config=rivals/simclr_cifar10"])
+    assert (config.data.path, config.data.eval_crop, config.model.width) == ("uoft-cs/cifar10", 1.0, 96)
+    assert (config.data.crop_area, config.views.jitter, config.views.blur) == ((0.08, 1.0), 0.5, 0.0)
+    assert (config.contrast.temperature, config.run.dir) == (0.5, "runs/cifar10_simclr")
+    birds = parse(contrastive.ContrastiveConfig, ["--config=rivals/simclr"])
+    assert birds == contrastive.ContrastiveConfig()  # the paper's
+
+
+def run(folder, *arguments: str):
+    contrastive.main([*TINY, *arguments, f"--run.dir={folder}"])
+    return folder
+
+
+def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
+    folder = run(tmp_path / "run", "--run.eval_every=2", "--probe.every=2")
+    assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
+        *("config.yaml", "data.json", "metrics.jsonl", "checkpoints", "encoder", ".lock")
+    }
+    assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
+    names = set(load_file(folder / "encoder" / "model.safetensors"))
+    assert names and not any("head" in name for name in names)  # the projection stays behind
+    for key in ("heldout/loss", "heldout/accuracy", "features/rank/depth_01", "knn/depth_02"):
+        assert list(read_metrics(folder, key)) == [2, 4]
+    card = (folder / "encoder" / "README.md").read_text()
+    assert "SimCLR" in card and "mean of the patch tokens" in card and "each view told from 14 of other images" in card
+    said = capsys.readouterr().out
+    assert f"next: python evaluation/fewshot.py --encoder {folder}\n" in said and "of the views" in said
+    per_image = 1e15 * read_metrics(folder, "compute/pflop")[4] / (4 * 8)
+    tokens, patches, width, outputs = 17, 16, 16, 128
+    block = tokens * width * 3 * width + 2 * tokens**2 * width + tokens * width**2 + 8 * tokens * width**2
+    trained, embedding = 2 * block + width * width + width * outputs, patches * 192 * width
+    similarities = 2 * (2 * 8) * outputs
+    assert per_image == 2 * (2 * (3 * trained + 2 * embedding) + 3 * similarities)  # pixels get no gradient
+
+
+def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, monkeypatch):
+    arguments = ("--optim.name=muon", "--head.pooling=class", "--data.batch_size=4", "--model.dropout=0.1")
+    whole = run(tmp_path / "whole", *arguments)
+    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
+        kill_at(context, 3)
+        run(tmp_path / "killed", *arguments)
+    killed = run(tmp_path / "killed", *arguments)
+    files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    for key in ("loss", "accuracy", "heldout/loss"):
+        assert read_metrics(killed, key) == read_metrics(whole, key)
+
+
+def test_two_processes_are_one_run_gradients_included(tmp_path):
+    """Both see four images a forward pass, two passes an update. Plain descent: the gradient is in the weights."""
+    arguments = ["--optim.name=sgd", "--optim.momentum=0", "--optim.clip=null", "--optim.lr=0.1", "--run.steps=3"]
+    arguments = [*TINY, *arguments, "--data.eval_images=7"]
+    two = Command("contrastive", *arguments, "--data.batch_size=2", f"--run.dir={tmp_path / 'two'}", processes=2)
+    one = run(tmp_path / "one", *arguments, "--data.batch_size=4")
+    assert two.wait() == [0, 0], two.said
+    for key in ("loss", "accuracy", "optim/grad_norm", "heldout/loss", "heldout/accuracy"):
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(one, key), rel=1e-4)
+    ours, theirs = (load_file(folder / "encoder" / "model.safetensors") for folder in (tmp_path / "two", one))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("together", "groups"), [(8, [7]), (3, [4, 3])])
+def test_held_out_images_are_told_from_as_many_others_as_in_training(together, groups):
+    config, projected = contrastive.ContrastiveConfig(), unit_vectors(7)
+    task = SimpleNamespace(data=config.data, config=config, together=together)
+    found = contrastive.Contrastive.judge(task, projected)
+    shuffled = projected[permutation(Stream.CUT, 0, 2, 7)].numpy()
+    parts = [by_definition(part, 0.1) for part in np.split(shuffled, np.cumsum(groups)[:-1])]
+    losses, right = (np.concatenate(part).mean() for part in zip(*parts, strict=True))
+    assert found == {"heldout/loss": pytest.approx(losses), "heldout/accuracy": pytest.approx(right)}
+
+
+def test_images_without_labels_have_a_rank_and_no_neighbours(tmp_path):
+    for number in range(12):
+        (tmp_path / "plain").mkdir(exist_ok=True)
+        (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
+    folder = run(tmp_path / "run", f"--data.path={tmp_path / 'plain'}", "--data.eval_fraction=0.3", "--probe.every=4")
+    ranks = read_metrics(folder, "features/rank/depth_02")
+    assert list(ranks) == [4] and 1 <= ranks[4] <= 4  # as many as images
+    assert not read_metrics(folder, "knn/depth_01")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--data.streaming=true", r"data\.streaming is for masked patch prediction"),
+        ("--data.batch_size=1", r"data\.batch_size is 1; it must be above 1"),
+        ("--data.eval_images=1", r"held-out images is 1; it must be at least 2"),
+        ("--contrast.temperature=0", r"contrast\.temperature is 0\.?0?; it must be above 0"),
+        ("--views.blur=2", r"views\.blur is 2\.?0?; it must be in \[0, 1\]"),
+        ("--views.jitter=3", r"views\.jitter is 3\.?0?; it must be from 0 to 2\.5"),
+        ("--head.outputs=0", r"head\.outputs is 0; it must be at least 1"),
+        ("--corruption.rate=0.5", "unknown setting corruption"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path, wrong, message):
+    with pytest.raises(ValueError, match=message) as error:
+        run(tmp_path / "run", wrong)
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()

@@ -1,0 +1,137 @@
+"""Which images a run is of: told apart, held to, and taken by evaluation."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+from conftest import Killed, encoded, kill_at, picture, read_metrics
+
+from evaluation import fewshot, supervised
+from evaluation.suite.inheritance import check_unseen, parse_with_images
+from mpp.config import Config, DataConfig, SourceConfig
+from mpp.data.record import differences, record, revision
+from mpp.data.sources import load_image_datasets, load_splits
+from mpp.errors import UserError
+from mpp.runtime.parsing import parse_saved
+
+CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
+FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
+
+
+def both(folder, **settings) -> dict:
+    """The record of a folder's images, as a run that learns from labels has it."""
+    parts = load_image_datasets(DataConfig(path=str(folder), eval_split=None, eval_fraction=0.25, **settings))
+    return {name: record(part, labels=True) for name, part in zip(("train", "held_out"), parts, strict=True)}
+
+
+def test_a_record_tells_data_apart_and_not_places(image_folder, tmp_path):
+    known = both(image_folder)
+    assert differences(known, both(image_folder)) == []
+    shutil.copytree(image_folder, tmp_path / "moved" / "elsewhere")
+    assert differences(known, both(tmp_path / "moved" / "elsewhere")) == []
+    assert differences(known, both(image_folder, cut_seed=1)) == [
+        f"{part}: {word} changed" for part in known for word in ("which of them are chosen", "labels")
+    ]
+    file = image_folder / "cat" / "01.png"
+    file.write_bytes(encoded(picture(99)))
+    assert all("the files" in line for line in differences(known, both(image_folder)))
+    assert len(differences(known, both(image_folder))) == 2
+    file.rename(image_folder / "dog" / "01.png")
+    assert any("labels changed" in line for line in differences(known, both(image_folder)))
+    (image_folder / "cat" / "00a.png").write_bytes(encoded(picture(98)))
+    assert "train: number of images was 9, is 10" in differences(known, both(image_folder))
+
+
+def test_a_run_does_not_go_on_with_other_images(pretrain, tmp_path, image_folder, monkeypatch):
+    """A file that sorts first shifts all others, and with them what is held out."""
+    options = (f"--data.path={image_folder}", *CUT)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 3)
+        pretrain(*options)
+    new = image_folder / "cat" / "00.png"
+    new.write_bytes(encoded(picture(99)))
+    with pytest.raises(UserError, match=r"a run on other images: train: number of images was 9, is 10; .*files"):
+        pretrain(*options)
+    assert max(read_metrics(tmp_path / "run")) == 3
+    new.unlink()
+    (tmp_path / "run" / "data.json").unlink()  # as a run of an earlier release has none
+    folder = pretrain(*options)
+    assert json.loads((folder / "data.json").read_text())["train"]["images"] == 9
+
+
+def test_replicates_never_move_the_test_set():
+    def held_out(**settings):
+        _, test = load_image_datasets(DataConfig(eval_split=None, **settings))
+        return test.choose(10, DataConfig(**settings).cut_seed).origin.indices.tolist()
+
+    assert held_out() == held_out(eval_seed=1) != held_out(cut_seed=1)
+
+
+def test_a_run_from_before_the_cut_had_a_seed_keeps_its_cut(pretrain, image_folder):
+    options = (f"--data.path={image_folder}", *CUT, "--data.eval_seed=5")
+    folder = pretrain(*options, "--data.cut_seed=5")
+    saved = folder / "config.yaml"
+    saved.write_text(saved.read_text().replace("  cut_seed: 5\n", ""))
+    assert parse_saved(Config, saved).data.cut_seed == 5
+    with pytest.raises(UserError, match=r"data\.cut_seed differ"):
+        pretrain(*options)
+    pretrain(*options, "--data.cut_seed=5")
+
+
+def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, capsys):
+    folder = pretrain(f"--data.path={image_folder}", *CUT, "--data.cut_seed=3", "--data.train_images=8")
+    capsys.readouterr()
+    fewshot.main([f"--encoder={folder}", *FAST])
+    said = capsys.readouterr().out
+    assert f"the images of {folder}: --data.path {image_folder} --data.eval_split null --data.eval_fraction" in said
+    assert "8 labelled images to learn from, 3 to judge by" in said
+    protocol = json.loads(next((folder / "evaluation").glob("fewshot*.json")).read_text())["protocol"]
+    assert protocol["data"]["path"] == str(image_folder) and protocol["data"]["cut_seed"] == 3
+    told = parse_with_images(fewshot.FewshotConfig, [f"--encoder={folder / 'encoder'}", "--data.train_images=null"], "")
+    assert told.data.train_images is None and told.data.cut_seed == 3
+    for other in ("null", "elsewhere"):
+        named = parse_with_images(fewshot.FewshotConfig, [f"--encoder={folder}", f"--data.path={other}"], "")
+        assert named.data.path == (None if other == "null" else other) and named.data.cut_seed == 0
+    of_nothing = parse_with_images(fewshot.FewshotConfig, ["--encoder=floor:pixels"], "")
+    assert of_nothing.data == fewshot.FewshotConfig().data
+
+
+def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_path, capsys):
+    options = ["--run.steps=1", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=4"]
+    options += ["--optim.warmup_steps=0", "--model.width=16", "--model.depth=1", "--model.img_size=16"]
+    folder = tmp_path / "supervised"
+    supervised.main([*options, f"--data.path={image_folder}", *CUT, f"--run.dir={folder}"])
+    capsys.readouterr()
+    fewshot.main([f"--encoder={folder}", *FAST])
+    assert "was trained with labels of these training images" in capsys.readouterr().out
+    moved = [f"--encoder={folder}", f"--data.path={image_folder}", *CUT, "--data.cut_seed=1", *FAST]
+    with pytest.raises(UserError, match=rf"trained with the labels of [123] of these 3 test images; .*{image_folder}"):
+        fewshot.main(moved)
+    fewshot.main([*moved, "--random=true"])
+    other = SourceConfig(path=str(image_folder), eval_split=None, cut_seed=1)
+    assert check_unseen("floor:pixels", other, None, None) is None
+
+
+def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkeypatch):
+    options = (f"--data.path={image_folder}", "--data.eval_split=null", "--data.streaming=true")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 3)
+        pretrain(*options)
+    new = image_folder / "cat" / "00.png"
+    new.write_bytes(encoded(picture(99)))
+    with pytest.raises(UserError, match=r"a run on other images: train: the files .* changed"):
+        pretrain(*options)
+    new.unlink()
+    assert max(read_metrics(pretrain(*options))) == 4
+
+
+def test_a_revision_of_the_hub_is_asked_for_and_noted(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: asked.update(options))
+    load_splits(SourceConfig(path="somebody/birds", revision="v2"))
+    assert asked["revision"] == "v2"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    rows = datasets.Dataset.from_dict({"image": [1]})
+    rows.info.download_checksums = {f"hf://datasets/somebody/birds@{commit}/train.parquet": {}}
+    assert revision(rows) == commit

@@ -1,0 +1,167 @@
+"""The rivals: their losses against transformers' own code, and that each overlay is a run like any other."""
+
+import pytest
+import torch
+from conftest import TINY, read_metrics
+from einops import rearrange
+from server import Command
+
+from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
+from mpp.corruption import Corruption, draw
+from mpp.encoder import build_encoder, sincos_2d
+from mpp.networks import build_network
+from mpp.objectives import build_objective
+from mpp.runtime.parsing import parse
+
+OVERLAYS = ["rivals/simmim", "rivals/mae", "rivals/mae_mean_color", "rivals/maskfeat"]
+MODEL = dict(width=24, depth=2, heads=2, img_size=32, patch_size=8)
+THEIRS = dict(
+    **dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, image_size=32),
+    **dict(patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6),
+)
+BLOCK = {  # in timm: in transformers
+    "norm1": "layernorm_before",
+    "attn.proj": "attention.o_proj",
+    "norm2": "layernorm_after",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+
+
+def ours(network: NetworkConfig, objective: ObjectiveConfig, position: str):
+    """A network of ours with weights that all matter, its objective, images, and their corruption."""
+    torch.manual_seed(0)
+    encoder = build_encoder(ModelConfig(**MODEL, position=position))
+    objective = build_objective(objective, 8)
+    model = build_network(network, encoder, objective.outputs, (0.5,) * 3, (0.5,) * 3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    config = CorruptionConfig(rate=0.75, mask=1.0, random=0.0, keep=0.0)
+    drawn = [draw(config, (4, 4), 0, 0, index) for index in range(3)]
+    return model, objective, images, Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+
+
+def loss_and_gradient(model, objective, images, corruption) -> list[torch.Tensor]:
+    """Ours, and what reaches the first weights."""
+    loss = objective.loss(model(images, corruption), objective.targets(images, corruption.positions))
+    loss.backward()
+    return [loss.detach(), model.encoder.patch_embed.proj.weight.grad]
+
+
+def renamed_blocks(blocks, prefix: str) -> dict[str, torch.Tensor]:
+    """The weights of timm's blocks by the names that transformers has for them."""
+    state = {}
+    for number, block in enumerate(blocks):
+        for kind in ("weight", "bias"):
+            parts = block.get_parameter(f"attn.qkv.{kind}").chunk(3)
+            named = {f"attention.{name}_proj": part for name, part in zip("qkv", parts, strict=True)}
+            named |= {theirs: block.get_parameter(f"{name}.{kind}") for name, theirs in BLOCK.items()}
+            state |= {f"{prefix}.{number}.{name}.{kind}": weight for name, weight in named.items()}
+    return state
+
+
+def renamed(module, **names: str) -> dict[str, torch.Tensor]:
+    """The weights of parts of a module, by other names."""
+    parts = {theirs: module.get_submodule(name.replace("__", ".")) for name, theirs in names.items()}
+    return {f"{theirs}.{key}": weight for theirs, part in parts.items() for key, weight in part.named_parameters()}
+
+
+def hidden(corruption: Corruption) -> torch.Tensor:
+    """(B, 16): whether a patch is corrupted."""
+    return torch.zeros(3, 16, dtype=torch.bool).scatter_(1, corruption.positions, True)
+
+
+@pytest.mark.parametrize("normalize", ["patch", "none"])
+def test_mae_has_the_loss_of_transformers(normalize):
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    network = NetworkConfig(name="autoencoder", decoder_width=16, decoder_depth=2, decoder_heads=2)
+    target = ObjectiveConfig(name="pixels", normalize=normalize)
+    model, objective, images, corruption = ours(network, target, "sincos_2d")
+    decoder = dict(decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_num_attention_heads=2)
+    decoder |= dict(decoder_intermediate_size=64, mask_ratio=0.75, norm_pix_loss=normalize == "patch")
+    theirs = ViTMAEForPreTraining(ViTMAEConfig(**THEIRS, **decoder))
+    state = renamed_blocks(model.encoder.blocks, "vit.layers")
+    state |= renamed_blocks(model.decoder.blocks, "decoder.decoder_layers")
+    state |= renamed(
+        model,
+        encoder__patch_embed__proj="vit.embeddings.patch_embeddings.projection",
+        encoder__norm="vit.layernorm",
+        decoder__embed="decoder.decoder_embed",
+        decoder__norm="decoder.decoder_norm",
+        head="decoder.decoder_pred",
+    )
+    for kind in ("weight", "bias"):  # their pixels are in another order
+        weight = state[f"decoder.decoder_pred.{kind}"]
+        state[f"decoder.decoder_pred.{kind}"] = rearrange(weight, "(c h w) ... -> (h w c) ...", c=3, h=8)
+    state["vit.embeddings.cls_token"] = model.encoder.cls_token
+    state["vit.embeddings.position_embeddings"] = model.encoder.pos_embed
+    state["decoder.mask_token"] = model.decoder.mask_token[None, None]
+    state["decoder.decoder_pos_embed"] = model.decoder.positions[None]
+    theirs.load_state_dict(state)
+    noise = hidden(corruption) + torch.rand(3, 16) / 2  # those with the least are seen
+    found = theirs(images / 127.5 - 1, noise=noise)
+    assert torch.equal(found.mask.bool(), hidden(corruption))
+    found.loss.backward()
+    gradient = theirs.vit.embeddings.patch_embeddings.projection.weight.grad
+    for one, other in zip(loss_and_gradient(model, objective, images, corruption), (found.loss, gradient), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_simmim_has_the_loss_of_transformers():
+    """Theirs divides by the masked pixels, and 1e-5 of one, and by the channels: the mean that ours is."""
+    from transformers import ViTConfig, ViTForMaskedImageModeling
+
+    model, objective, images, corruption = ours(NetworkConfig(), ObjectiveConfig(name="pixels", loss="l1"), "learned")
+    theirs = ViTForMaskedImageModeling(ViTConfig(**THEIRS, encoder_stride=8))
+    state = renamed_blocks(model.encoder.blocks, "vit.layers")
+    state |= renamed(
+        model,
+        encoder__patch_embed__proj="vit.embeddings.patch_embeddings.projection",
+        encoder__norm="vit.layernorm",
+        head="decoder.0",
+    )
+    state["decoder.0.weight"] = state["decoder.0.weight"][..., None, None]  # a convolution of 1 x 1
+    state["vit.embeddings.cls_token"] = model.encoder.cls_token
+    state["vit.embeddings.position_embeddings"] = model.encoder.pos_embed
+    state["vit.embeddings.mask_token"] = model.mask_token[None, None]
+    theirs.load_state_dict(state)
+    loss = theirs(images / 127.5 - 1, bool_masked_pos=hidden(corruption)).loss
+    loss.backward()
+    gradient = theirs.vit.embeddings.patch_embeddings.projection.weight.grad
+    for one, other in zip(loss_and_gradient(model, objective, images, corruption), (loss, gradient), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_fixed_positions_are_those_of_transformers_with_rows_before_columns():
+    from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
+
+    theirs = build_2d_sinusoidal_position_embedding(3, 5, 16)
+    torch.testing.assert_close(sincos_2d((3, 5), 16), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("recipe", ["birds", "cifar10", "imagenet_vit_b16"])
+def test_an_overlay_changes_the_method_and_fits_the_recipe(recipe, overlay):
+    alone, config = (parse(Config, [f"--config={name}" for name in names]) for names in ([recipe], [recipe, overlay]))
+    assert (config.run, config.optim, config.probe) == (alone.run, alone.optim, alone.probe)
+    numbers = config.model.numbers()
+    side = numbers["img_size"] // numbers["patch_size"]
+    drawn = draw(config.corruption, (side, side), 0, 0, 0)
+    assert not drawn.kinds.any() and len(drawn.positions) == pytest.approx(config.corruption.rate * side**2, abs=2)
+    build_objective(config.objective, numbers["patch_size"])
+
+
+def test_overlays_are_one_run_on_two_processes(pretrain, tmp_path):
+    runs = [[f"--config={overlay}", *TINY, f"--run.dir={tmp_path / 'two' / overlay}", "then"] for overlay in OVERLAYS]
+    two = Command("pretrain", *(word for run in runs for word in run), processes=2)
+    for overlay in OVERLAYS:
+        pretrain(f"--config={overlay}", dir=tmp_path / "one" / overlay)
+    assert two.wait() == [0, 0], two.said
+    for overlay in OVERLAYS:
+        for key in ("loss", "accuracy", "heldout/loss"):
+            one, other = (read_metrics(tmp_path / name / overlay, key) for name in ("one", "two"))
+            assert other == pytest.approx(one, abs=1e-4)
+        assert len(one) == 1

@@ -1,0 +1,197 @@
+"""What is looked at again and again of a stream: read once, by one process of a machine, and never used torn."""
+
+import errno
+import io
+import os
+import shutil
+from itertools import zip_longest
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import Killed, encoded
+
+from mpp.config import DataConfig
+from mpp.data import samples
+from mpp.data.samples import FOLDER, NOTES, ROWS
+from mpp.data.shards import Shards, load_streamed
+from mpp.runtime.randomness import Stream, permutation
+
+SIZES = (3, 9, 1, 7, 5)  # rows of the shards
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of its own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A folder of shards of several sizes to train on and one that is held out; a label tells what an image is."""
+    folder, rng = tmp_path / "data", np.random.default_rng(0)
+    folder.mkdir()
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.Value("int64"), "mask": datasets.Image()}
+    )
+    for number, size in enumerate((*SIZES, 6)):
+        images = [{"bytes": encoded(rng.integers(0, 256, (64, 64, 3), np.uint8)), "path": None} for _ in range(size)]
+        rows = {"image": images, "label": [100 * number + row for row in range(size)], "mask": images}
+        name = f"train-{number:05d}-of-00005" if number < len(SIZES) else "test-00000-of-00001"
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def load(folder, probed=8, evaluated=4, **settings):
+    config = DataConfig(path=str(folder), streaming=True, image_column="image", **settings)
+    return load_streamed(config, probed, evaluated)
+
+
+def kept(cache) -> list:
+    """Folders of the samples that lie in the cache."""
+    return sorted((cache / FOLDER).glob("*"))
+
+
+def unreadable(*_):
+    raise AssertionError("images are read")
+
+
+@pytest.mark.parametrize("limit", [1, 4, 7, 12, 17, 24, 25, 100])
+def test_a_sample_is_the_beginnings_of_shards_in_turn(shards, cache, monkeypatch, limit):
+    monkeypatch.setattr("mpp.data.shards.SAMPLED_SHARDS", 2)
+    monkeypatch.setattr("mpp.data.shards.SAMPLED_ROWS", 2)
+    order, expected = permutation(Stream.CUT, 0, 1, len(SIZES)), []
+    for first in range(0, len(SIZES), 2):
+        pair = order[first : first + 2]
+        firsts = [[100 * n + row for row in range(SIZES[n])][: -(-limit // len(pair))] for n in pair]
+        if len(expected) < limit:
+            expected += [row for turn in zip_longest(*firsts) for row in turn if row is not None]
+    _, known, _ = load(shards, probed=limit)
+    assert known.labels.tolist() == expected[:limit]
+
+
+def test_a_second_start_reads_no_image_and_has_the_same(shards, cache, monkeypatch):
+    _, *first = load(shards)
+    with monkeypatch.context() as context:
+        context.setattr(Shards, "blocks", unreadable)
+        _, *second = load(shards)
+        for one, other in zip(first, second, strict=True):
+            assert one.labels.tolist() == other.labels.tolist()
+            assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]
+        assert len(kept(cache)) == 2 and all("mask" not in part.rows.features for part in first)
+        copied = shutil.copytree(shards, shards.parent / "elsewhere")  # with its dates
+        assert load(copied)[1].labels.tolist() == first[0].labels.tolist()
+    assert load(shards, eval_seed=1)[1].labels.tolist() != first[0].labels.tolist()
+    assert len(kept(cache)) == 3  # what is held out is the same
+
+
+def test_a_sample_is_mapped_not_held(shards, cache):
+    before = pa.total_allocated_bytes()
+    _, known, held_out = load(shards, 25, 6)
+    size = sum(len(row["image"]["bytes"]) for part in (known, held_out) for row in part.rows)
+    assert size > 300_000
+    assert pa.total_allocated_bytes() - before < size / 10
+
+
+def test_images_that_nothing_will_look_at_are_not_read(shards, cache, tmp_path):
+    assert len(load(shards, probed=0)[1]) == 0
+    unlabelled = tmp_path / "unlabelled"
+    unlabelled.mkdir()
+    for file in shards.glob("*.parquet"):
+        datasets.Dataset.from_parquet(str(file)).select_columns(["image"]).to_parquet(unlabelled / file.name)
+    _, known, held_out = load(unlabelled)
+    assert len(known) == 0 and known.labelled() is None and len(held_out) == 4
+
+
+def test_other_data_are_other_samples(shards, cache, monkeypatch):
+    _, known, _ = load(shards)
+    file = shards / "train-00001-of-00005.parquet"
+    date = file.stat().st_mtime
+    os.utime(file, (date, date + 1))
+    with monkeypatch.context() as context, pytest.raises(AssertionError, match="images are read"):
+        context.setattr(Shards, "blocks", unreadable)
+        load(shards)
+    (shards / "train-00004-of-00005.parquet").unlink()
+    assert load(shards)[1].labels.tolist() != known.labels.tolist()
+
+
+def tear(folder, how: str) -> None:
+    """What a crash, or a disk, may leave."""
+    rows, notes = folder / ROWS, folder / NOTES
+    if how == "truncated":
+        rows.write_bytes(rows.read_bytes()[:-100])
+    elif how == "without its notes":
+        notes.unlink()
+    elif how == "with torn notes":
+        notes.write_bytes(notes.read_bytes()[:10])
+    elif how == "half written":
+        rows.rename(rows.with_name(f"{ROWS}.partial"))
+        notes.unlink()
+    else:
+        rows.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "without its notes", "with torn notes", "half written", "without rows"])
+def test_a_torn_sample_is_read_anew(shards, cache, how):
+    _, *first = load(shards)
+    for folder in kept(cache):
+        tear(folder, how)
+    _, *second = load(shards)
+    for one, other in zip(first, second, strict=True):
+        assert one.labels.tolist() == other.labels.tolist() and other.decode(0, 10**6).shape == (3, 64, 64)
+
+
+def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch):
+    monkeypatch.setattr("mpp.data.samples.BLOCK", 2)
+    blocks = Shards.blocks
+    for error, words in ((Killed("killed"), "killed"), (OSError("gone"), "data.path cannot be read as a stream: gone")):
+
+        def breaks_off(self, shard, *rest, error=error):
+            for number, block in enumerate(blocks(self, shard, 3, *rest[1:])):
+                if number:
+                    raise error
+                yield block
+
+        with monkeypatch.context() as context, pytest.raises(BaseException, match=words):
+            context.setattr(Shards, "blocks", breaks_off)
+            load(shards, probed=100)
+        assert not list(cache.rglob("*.partial")) and not list(cache.rglob(ROWS))
+    assert len(load(shards, probed=100)[1]) == 25
+
+
+class FullDisk(io.BytesIO):
+    """Where the first rows have room."""
+
+    def write(self, data) -> int:
+        if self.tell() > 20_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("how", ["a full disk", "a file in its place"])
+def test_a_cache_that_cannot_be_written_is_named(shards, cache, monkeypatch, how):
+    if how == "a full disk":
+        aside = FullDisk()
+        monkeypatch.setattr(samples.pa, "OSFile", lambda *_: aside)
+    else:
+        cache.mkdir()
+        (cache / FOLDER).write_text("")
+    with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .*cache; .* cannot be kept there: .*; choose another"):
+        load(shards)
+    assert not list(cache.rglob(ROWS))
+
+
+def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch, capsys):
+    _, *first = load(shards)
+    kept_before = kept(cache)
+
+    def unreachable(*_):
+        raise RuntimeError("the hub is\nout of reach")
+
+    monkeypatch.setattr("mpp.data.samples.files_of", unreachable)
+    _, *second = load(shards)
+    for one, other in zip(first, second, strict=True):
+        assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]
+    assert "cannot be listed (the hub is out of reach)" in capsys.readouterr().err and kept(cache) == kept_before
