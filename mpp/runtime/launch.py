@@ -105,11 +105,11 @@ def set_timeout(timeout: timedelta) -> None:
 
 def trackers(run: RunConfig) -> list[GeneralTracker | str]:
     """Accelerate's trackers; our own objects where a resumed run has more to say when they are opened: see Tracker."""
-    own = {
-        "tensorboard": TensorBoardTracker(run_name="", logging_dir=run.dir),
-        "wandb": WandBTracker(run.project, name=Path(run.dir).name, resume="allow"),
+    own: dict[str, Callable[[], GeneralTracker]] = {
+        "tensorboard": lambda: TensorBoardTracker(run_name="", logging_dir=run.dir),
+        "wandb": lambda: WandBTracker(run.project, name=Path(run.dir).name, resume="allow"),
     }
-    return [own.get(name, name) for name in run.trackers]
+    return [own[name]() if name in own else name for name in run.trackers]
 
 
 def check_trackers(run: RunConfig) -> None:
