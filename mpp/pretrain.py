@@ -169,12 +169,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def report(folder: Path) -> None:
     """Say what came out and what to do next."""
     last = last_evaluation(folder)
-    if "heldout/accuracy" in last:
-        print(
-            f"held-out accuracy on masked patches {last['heldout/accuracy']:.1%}; mean of the two nearest visible "
-            f"patches {last['heldout/two_nearest']:.1%}, copy of the nearest {last['heldout/nearest']:.1%}, most "
-            f"frequent colour {last['heldout/most_frequent']:.1%}"
-        )
+    lines = {
+        "held-out accuracy on masked patches": "accuracy",
+        "mean of the two nearest visible patches": "two_nearest",
+        "copy of the nearest": "nearest",
+        "most frequent colour": "most_frequent",
+    }
+    known = {line: f"heldout/{name}" for line, name in lines.items() if f"heldout/{name}" in last}  # of old runs fewer
+    if known:
+        print("; ".join(f"{line} {last[name]:.1%}" for line, name in known.items()))
     print(f"next: tensorboard --logdir {folder.parent}")
     print(f"next: python evaluation/fewshot.py --encoder {folder}")
 
