@@ -37,7 +37,7 @@ def test_three_processes_share_the_default_batch(tmp_path):
     """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""
     arguments = [word for word in TINY if "global_batch_size" not in word]
     three = run_command(
-        *("accelerate", "launch", "--multi_gpu", "--num_processes", "3", "--main_process_port", "29631"),
+        *("accelerate", "launch", "--multi_gpu", "--num_processes", "3", "--main_process_port", "29637"),
         *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'three'}"),
     )
     assert three.returncode == 0, three.stderr
