@@ -22,6 +22,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
+from evaluation.suite.divergence import DIVERGED, once, told
 from evaluation.suite.findings import COMPUTE, Results, unique, write_findings
 from evaluation.suite.plan import Case, CompareConfig, Options, plan
 from evaluation.suite.probing import forget_features
@@ -40,7 +41,6 @@ from mpp.training.checkpoint import images_of
 from mpp.training.task import ImageTask, train
 from mpp.training.tracking import last_scalars
 
-DIVERGED = "diverged.json"  # in the folder of a run: by which settings, and how
 PAUSE = 10  # seconds before looking again whether others are done
 TRAININGS: dict[str, tuple[type, type[ImageTask]]] = {
     "pretrain": (Config, Pretraining),
@@ -81,31 +81,6 @@ def with_compute(command: str, config: Any, pflop: float) -> Any:
     an_image = flops_of(command, replace(config, run=replace(config.run, dir="", seed=0)))
     steps = round(1e15 * pflop / (an_image * config.optim.global_batch_size))
     return replace(config, run=replace(config.run, steps=steps))
-
-
-def told(note: Path, about: dict[str, Any]) -> str | None:
-    """How a training with these settings diverged, as a note has it; None: nothing is known of it."""
-    try:
-        known = json.loads(note.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
-    return known["diverged"] if known["settings"] == about else None
-
-
-def once(note: Path, about: dict[str, Any], training: Callable[[], Any]) -> None:
-    """Train, unless that diverged before: with the same settings it would again, in the same update.
-
-    Raises:
-        Diverged: now or then.
-    """
-    message = told(note, about)
-    if message is not None:
-        raise Diverged(f"{message} ({note} says so; delete it to try again)")
-    try:
-        training()
-    except Diverged as error:
-        write_json(note, {"settings": about, "diverged": str(error)})
-        raise
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from mpp.errors import Diverged
 from mpp.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.launch import command, set_timeout, start
-from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer
+from mpp.training.update import Update
 
 DEVICE = os.environ.get("GPU_SUITE_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"

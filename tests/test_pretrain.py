@@ -19,8 +19,8 @@ from mpp.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.loop import Update
 from mpp.training.optim import Muon
+from mpp.training.update import Update
 
 
 def weights(folder):

@@ -27,8 +27,8 @@ from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, Networ
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
 from mpp.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
-from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer
+from mpp.training.update import Update
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
 LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then

@@ -38,6 +38,13 @@ class Feed:
         self.note(micro)
         return micro
 
+    def attempt(self) -> tuple[list[Batch], UserError | None]:
+        """The next update's batches, or why there are none."""
+        try:
+            return self.take(), None
+        except UserError as error:
+            return [], error
+
     def note(self, micro: list[Batch]) -> None:
         """Count images that could not be decoded; most of them is an error."""
         self.undecoded = [failure for batch in micro for failure in batch.unreadable]

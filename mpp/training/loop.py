@@ -4,14 +4,11 @@ It knows a model, a loss, batches, an optimiser and a schedule, and nothing of w
 step, the weights and the optimiser's, so that a killed run goes on exactly.
 """
 
-import math
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-import numpy as np
-import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
@@ -20,14 +17,14 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.data.views import Batch, BatchLayout
-from mpp.errors import Diverged, ReadFailed, UserError
-from mpp.metrics import Sums, add, total
+from mpp.errors import ReadFailed, UserError
+from mpp.metrics import Sums, total
 from mpp.runtime.preemption import Ending, Preemption
-from mpp.runtime.randomness import Stream, random_words
 from mpp.training.checkpoint import Places, restore, save_checkpoint
 from mpp.training.feed import Feed
-from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
+from mpp.training.optim import averaged_weights, build_optimizer
 from mpp.training.tracking import Speed, Tracker, progress_bar
+from mpp.training.update import Update
 
 
 class Task(Protocol):
@@ -82,65 +79,116 @@ def fit(
         UserError: most images cannot be decoded; the checkpoint is written. Or it cannot be written.
         Preempted: a signal asked for a stop; the checkpoint is written.
     """
-    if run.compile:
-        task.model.compile()
-    model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
-    if isinstance(model, DistributedDataParallel):
-        model.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
-    bare = accelerator.unwrap_model(model)
-    start, places = resume(accelerator, folder, bare, optimizer.optimizer)
-    tracker = Tracker(accelerator, folder, config, start)
-    update = Update(task, accelerator, model, optimizer, optim, layout, run)
-    speed, bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, start)
-    feed, saved = Feed(task.batches(start, places), layout.accumulation_steps), start
-
-    def save(step: int) -> int:
-        """Write a checkpoint, of finite updates alone."""
-        update.check_finite()
-        with speed.paused():
-            checkpoint(accelerator, folder, step, bare, optimizer.optimizer, places, run.keep_checkpoints)
-        return step
-
-    for step in range(start, run.steps):
+    loop = Loop(task, accelerator, run, optim, layout, folder, config, flops)
+    for step in range(loop.start, run.steps):
         done = step + 1
-        log = due(done, run.log_every, run.steps)
-        micro, failure = attempt(feed)
+        micro, failure = loop.feed.attempt()
         ending = preemption.agreed(failed=failure is not None)
-        if ending is Ending.FAILURE or (ending is Ending.SIGNAL and step > start):
-            bar.close()
-            saved = save(step) if step > saved else saved
-            if ending is Ending.SIGNAL:
-                preemption.leave(f"after step {step}; a checkpoint is written")
-            fail(accelerator, failure, step)
-        values, sums = update(step, micro, measure=log)
-        places |= places_after(micro)
-        speed.images += layout.images
-        tracker.warn_unreadable(feed.undecoded)
-        bar.update()
-        if log:
-            scalars = {name: float(value) for name, value in values.items()} | task.describe(total(sums))
-            scalars |= speed.read(feed) | {"compute/pflop": flops * layout.images * done / 1e15}
-            scalars |= {"unreadable": tracker.count_unreadable()}
-            tracker.log(done, scalars)
-            bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+        if ending is Ending.FAILURE:
+            loop.fail(step, failure)
+        if ending is Ending.SIGNAL and step > loop.start:
+            loop.stop(step)
+            preemption.leave(f"after step {step}; a checkpoint is written")
+        loop.train(step, micro)
         if due(done, run.eval_every, run.steps):
-            model.eval()
-            for buffer in bare.buffers():
-                broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
-            try:
-                with speed.paused(), averaged_weights(optimizer.optimizer, average=optim.average is not None):
-                    tracker.log(done, task.evaluate(bare, done, tracker))
-            except ReadFailed as error:
-                if accelerator.num_processes > 1:
-                    raise  # the others are elsewhere in the evaluation: no checkpoint can be agreed upon
-                saved = save(done)
-                fail(accelerator, error, done)
+            loop.evaluate(done)
         if due(done, run.checkpoint_every, run.steps):
-            saved = save(done)
-    bar.close()
-    with averaged_weights(optimizer.optimizer, average=optim.average is not None):
-        if accelerator.is_main_process:
-            task.export(bare, folder)
+            loop.save(done)
+    loop.bar.close()
+    loop.export()
+
+
+class Loop:
+    """A run under way, from its newest checkpoint on: what is done in a step, around it, and where it ends."""
+
+    def __init__(
+        self,
+        task: Task,
+        accelerator: Accelerator,
+        run: RunConfig,
+        optim: OptimConfig,
+        layout: BatchLayout,
+        folder: Path,
+        config: Any,
+        flops: int,
+    ):
+        self.task, self.accelerator, self.run, self.optim, self.layout = task, accelerator, run, optim, layout
+        self.folder, self.flops = folder, flops
+        if run.compile:
+            task.model.compile()
+        model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
+        if isinstance(model, DistributedDataParallel):
+            model.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
+        self.model, self.optimizer = accelerator.unwrap_model(model), optimizer.optimizer  # without wrappers
+        self.start, self.places = resume(accelerator, folder, self.model, self.optimizer)
+        self.saved = self.start  # the step of the newest checkpoint
+        self.tracker = Tracker(accelerator, folder, config, self.start)
+        self.update = Update(task, accelerator, model, optimizer, optim, layout, run)
+        self.speed, self.bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, self.start)
+        self.feed = Feed(task.batches(self.start, self.places), layout.accumulation_steps)
+
+    def train(self, step: int, micro: list[Batch]) -> None:
+        """Do update `step` (from 0) on its batches, and log it where that is due."""
+        done = step + 1
+        log = due(done, self.run.log_every, self.run.steps)
+        values, sums = self.update(step, micro, measure=log)
+        self.places |= places_after(micro)
+        self.speed.images += self.layout.images
+        self.tracker.warn_unreadable(self.feed.undecoded)
+        self.bar.update()
+        if log:
+            scalars = {name: float(value) for name, value in values.items()} | self.task.describe(total(sums))
+            pflop = self.flops * self.layout.images * done / 1e15
+            scalars |= self.speed.read(self.feed) | {"compute/pflop": pflop}
+            scalars |= {"unreadable": self.tracker.count_unreadable()}
+            self.tracker.log(done, scalars)
+            self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+
+    def evaluate(self, done: int) -> None:
+        """Evaluate on the held-out images, and log what was found."""
+        self.model.eval()
+        for buffer in self.model.buffers():
+            broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
+        try:
+            with self.speed.paused(), self.averaged():
+                self.tracker.log(done, self.task.evaluate(self.model, done, self.tracker))
+        except ReadFailed as error:
+            if self.accelerator.num_processes > 1:
+                raise  # the others are elsewhere in the evaluation: no checkpoint can be agreed upon
+            self.fail(done, error)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Meanwhile the weights are their Polyak average, where there is one."""
+        return averaged_weights(self.optimizer, average=self.optim.average is not None)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, of finite updates alone, unless it is there."""
+        if step == self.saved:
+            return
+        self.update.check_finite()
+        with self.speed.paused():
+            checkpoint(
+                self.accelerator, self.folder, step, self.model, self.optimizer, self.places, self.run.keep_checkpoints
+            )
+        self.saved = step
+
+    def stop(self, step: int) -> None:
+        """End before the last step, with a checkpoint."""
+        self.bar.close()
+        self.save(step)
+
+    def fail(self, step: int, failure: UserError | None) -> NoReturn:
+        """Raise on every process what went wrong with the images on any."""
+        self.stop(step)
+        error = next(each for each in gather_object([failure]) if each)
+        saved = f"a checkpoint after step {step} is written, " if step else ""
+        raise type(error)(f"{error}; {saved}and the same command goes on")
+
+    def export(self) -> None:
+        """Write the trained encoder."""
+        with self.averaged():
+            if self.accelerator.is_main_process:
+                self.task.export(self.model, self.folder)
 
 
 def resume(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer) -> tuple[int, Places]:
@@ -192,79 +240,3 @@ def progress(accelerator: Accelerator, steps: int, start: int) -> tqdm:
         desc="training",
         disable=not accelerator.is_main_process,
     )
-
-
-def attempt(feed: Feed) -> tuple[list[Batch], UserError | None]:
-    """The next update's batches, or why there are none."""
-    try:
-        return feed.take(), None
-    except UserError as error:
-        return [], error
-
-
-def fail(accelerator: Accelerator, failure: UserError | None, step: int) -> NoReturn:
-    """Raise on every process what went wrong with the images on any."""
-    error = next(each for each in gather_object([failure]) if each)
-    saved = f"a checkpoint after step {step} is written, " if step else ""
-    raise type(error)(f"{error}; {saved}and the same command goes on")
-
-
-class Update:
-    """One optimiser update: accumulate, clip, check, step."""
-
-    def __init__(self, task, accelerator, model, optimizer, optim: OptimConfig, layout: BatchLayout, run: RunConfig):
-        self.task, self.accelerator, self.model, self.optimizer = task, accelerator, model, optimizer
-        self.optim, self.layout, self.run = optim, layout, run
-        # Once an update is not finite this is 1 for good: the fused optimiser then skips its step on the device, so
-        # that the host need not wait for every step's verdict on a GPU.
-        self.broken = torch.zeros((), device=accelerator.device)
-        self.at_once = accelerator.device.type == "cpu"  # where looking at the verdict costs nothing
-        self.unchecked: list[tuple[int, Tensor, Tensor, list[Tensor]]] = []  # step, verdict; by pass: losses, images
-        optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
-
-    def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
-        """Do update `step` (from 0); its loss, gradient norm and rate, and the task's sums if `measure`."""
-        self.model.train()
-        rate = learning_rate(self.optim, step, self.run.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
-        losses, sums = [], {}
-        for number, batch in enumerate(micro):
-            torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place
-            last = number == len(micro) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss, measured = self.task.loss(self.model, batch, measure)
-                self.accelerator.backward(loss / self.layout.parts(number))
-            losses.append(loss.detach())
-            sums = add(sums, measured)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf)
-        shared = sum(each / self.layout.parts(number) for number, each in enumerate(losses))
-        loss = self.accelerator.reduce(shared, "mean")
-        self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
-        indices = [batch.indices for batch in micro]
-        self.unchecked.append((step, self.broken.clone(), torch.stack(losses), indices))
-        if measure or self.at_once:
-            self.check_finite()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm}, sums
-
-    def seed_of(self, step: int, micro: int) -> int:
-        """The seed of everything that is drawn inside the model: distinct for (seed, step, micro-step, rank)."""
-        place = micro * self.layout.world_size + self.layout.rank
-        return int(random_words(Stream.MODEL, self.run.seed, step, place, 1)[0] >> np.uint64(1))
-
-    def check_finite(self) -> None:
-        """Raise on every process, naming step and images, if an update since the last check was not finite."""
-        if self.broken.item():
-            step, _, losses, indices = next(update for update in self.unchecked if update[1])  # the first
-            finite = losses.isfinite().tolist()
-            broken = [batch for batch, good in zip(indices, finite, strict=True) if not good]
-            suspects, seen = (gather_object([int(i) for batch in of for i in batch]) for of in (broken, indices))
-            images = sorted(map(self.task.name, suspects or seen))
-            raise Diverged(
-                f"loss or gradient of update {step} is not finite (nothing was updated by it; images "
-                f"{', '.join(images[:16])}{' ...' * (len(images) > 16)}); the last checkpoint is good: "
-                "resume with a lower optim.lr in a new run.dir, or look at these images"
-            )
-        self.unchecked.clear()

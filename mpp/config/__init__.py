@@ -1,0 +1,55 @@
+"""Settings: typed, frozen, validated, and the only place where a default is written.
+
+The names are those of the command line (mpp/runtime/parsing.py): `--optim.lr 1e-3`. Fields marked `plumbing` change
+how a run is carried out and watched, not what it computes: only they may differ when a run is resumed.
+"""
+
+from dataclasses import dataclass, field
+
+from mpp.config.checks import as_lists, plumbing, require
+from mpp.config.data import AugmentConfig, DataConfig, ImagesConfig, SourceConfig
+from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
+from mpp.config.model import ModelConfig, check_grid
+from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
+
+__all__ = [
+    "AugmentConfig",
+    "Config",
+    "CorruptionConfig",
+    "DataConfig",
+    "ImagesConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "ProbeConfig",
+    "RunConfig",
+    "SourceConfig",
+    "as_lists",
+    "check_grid",
+    "plumbing",
+    "require",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Masked patch prediction pre-training. The defaults are what a search found for the birds: configs/README.md."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1200))
+    data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(
+            name="muon", lr=1e-2, adam_scale=3.0, betas=(0.9, 0.95), global_batch_size=64
+        )
+    )
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+    def __post_init__(self):
+        fits = self.corruption.mask == 1 or self.network.name != "autoencoder"
+        allowed = "1 (random and keep: 0) with network.name=autoencoder, whose encoder does not see corrupted patches"
+        require(fits, "corruption.mask", self.corruption.mask, allowed)

@@ -1,0 +1,122 @@
+"""Settings of the images: where they are, how they are read, cropped and augmented."""
+
+import math
+from dataclasses import dataclass
+
+from mpp.config.checks import plumbing, require
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    """The images: where they are."""
+
+    path: str | None = None
+    """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
+    name: str | None = None
+    """Config name of a hub dataset."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset. null: its main branch, as it is when the run begins."""
+    image_column: str | None = None
+    """Column of the images. null: the only image column."""
+    label_column: str | None = None
+    """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
+    max_pixels: int = 100_000_000
+    """Images with more pixels are refused from their header, before they are decoded."""
+    read_retries: int = plumbing(6)
+    """How often a file that cannot be read is tried again, after 1, 2, 4, ... (at most 60) seconds; then a run ends."""
+
+    def __post_init__(self):
+        require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
+        require(0 <= self.read_retries <= 20, "data.read_retries", self.read_retries, "from 0 to 20")
+
+
+@dataclass(frozen=True)
+class SourceConfig(ImagesConfig):
+    """The images: where they come from."""
+
+    split: str = "train"
+    """Split to train on."""
+    eval_split: str | None = "auto"
+    """Held-out split. auto: `validation` or `test` where there is one, else a seeded cut. null: always a seeded cut."""
+    eval_fraction: float = 0.05
+    """Share of the images that the seeded cut holds out."""
+    cut_seed: int = 0
+    """Seed of what is held out: the cut, the choice of eval_images, their corruption. Replicates share it."""
+    eval_seed: int = 0
+    """Seed of train_images and of fine-tuning's dev split: not the run's, so that other runs see the same images."""
+    eval_label_column: str | None = None
+    """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
+    train_images: int | None = None
+    """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
+    batch_size: int | None = plumbing(None)
+    """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64."""
+    workers: int = plumbing(2)
+    """Loader processes per training process. 0: load in the training process, as is done anyway where one or two
+    threads of a CPU train on decoded images (data.cache_gb)."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
+        for name in ("cut_seed", "eval_seed"):
+            require(0 <= getattr(self, name) < 2**63, f"data.{name}", getattr(self, name), "at least 0 and below 2**63")
+        require(
+            self.train_images is None or self.train_images >= 1, "data.train_images", self.train_images, "at least 1"
+        )
+        require(self.batch_size is None or self.batch_size >= 1, "data.batch_size", self.batch_size, "at least 1")
+        require(self.workers >= 0, "data.workers", self.workers, "0 or more")
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """The images: where they come from and how they are cropped."""
+
+    crop_area: tuple[float, float] = (0.4, 1.0)
+    """Range of the training crop's area, as a share of the image's (the inception crop of the paper: 0.05 to 1)."""
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Range of the training crop's width / height."""
+    flip: bool = True
+    """Flip half of the training crops left to right."""
+    eval_crop: float = 0.875
+    """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
+    eval_images: int = 2048
+    """At most so many held-out images, a seeded choice, are evaluated."""
+    cache_gb: float = plumbing(0.5)
+    """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
+    whose loader processes share them (for a moment it needs twice as much). 0: none are."""
+    streaming: bool = False
+    """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed, and nothing is downloaded but the
+    images to evaluate on. Pre-training only."""
+    shuffle_block: int = 512
+    """Rows of a stream's shard that are held in memory and shuffled together."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "above 0 and at most 1")
+        require(0 <= self.cache_gb < math.inf, "data.cache_gb", self.cache_gb, "0 or more")
+        require(self.eval_images >= 1, "data.eval_images", self.eval_images, "at least 1")
+        require(self.shuffle_block >= 1, "data.shuffle_block", self.shuffle_block, "at least 1")
+        low, high = self.crop_area
+        require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
+        low, high = self.crop_ratio
+        require(0 < low <= high, "data.crop_ratio", list(self.crop_ratio), "two ascending positive numbers")
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """Augmentation beyond crop and flip, and what goes with it: for training with labels (DeiT, BEiT, MAE)."""
+
+    randaugment: int = 0
+    """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020; DeiT: 9). 0: none."""
+    mixup: float = 0.0
+    """Alpha of mixup: each image is blended with another of its forward pass, whose size then matters. 0: none."""
+    cutmix: float = 0.0
+    """Alpha of CutMix: a part of each image comes from another. With mixup too, a forward pass draws one of them."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes."""
+
+    def __post_init__(self):
+        require(0 <= self.randaugment <= 30, "augment.randaugment", self.randaugment, "from 1 to 30, or 0: none")
+        for name in ("mixup", "cutmix"):
+            require(0 <= getattr(self, name) < math.inf, f"augment.{name}", getattr(self, name), "0 (none) or more")
+        smoothing = self.label_smoothing
+        require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "at least 0 and below 1")

@@ -1,0 +1,108 @@
+"""Settings of training: the run, the optimiser, the probes."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mpp.config.checks import plumbing, require
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run: where it is written, how long it is, how it is watched."""
+
+    dir: str = plumbing("runs/birds")
+    """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
+    steps: int = 1600
+    """Optimiser updates."""
+    seed: int = 0
+    """Seed of the weights, the data order and every sample's randomness."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type. auto: the launcher's choice, else bf16 where the hardware computes in it, else fp32."""
+    compile: bool = False
+    """Compile the model with torch.compile (pays on a GPU)."""
+    log_every: int = plumbing(20)
+    """Updates between two lines of metrics."""
+    eval_every: int = plumbing(400)
+    """Updates between two evaluations on the held-out images."""
+    checkpoint_every: int = plumbing(400)
+    """Updates between two checkpoints."""
+    keep_checkpoints: int = plumbing(2)
+    """How many of the newest checkpoints stay on disk."""
+    threads: int = plumbing(0)
+    """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
+    trackers: tuple[str, ...] = plumbing(("tensorboard",))
+    """Accelerate trackers that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
+    project: str = plumbing("mpp")
+    """Project of wandb, in which each run folder is one run."""
+
+    def __post_init__(self):
+        for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
+            require(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
+        require(0 <= self.seed < 2**63, "run.seed", self.seed, "at least 0 and below 2**63")
+        require(self.threads >= 0, "run.threads", self.threads, "0 (automatic) or more")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimiser: warm-up, decay, clipping, averaging."""
+
+    name: Literal["muon", "adam", "sgd"] = "adam"
+    """muon: orthogonalised momentum for the blocks' matrices and Adam for all else (Jordan et al., 2024; timm's);
+    adam: with decoupled weight decay, the paper's; sgd: with momentum, the paper's for fine-tuning."""
+    lr: float = 3e-3
+    """Base learning rate, reached after the warm-up. It never depends on the number of processes. Muon's is at Adam's
+    scale (Liu et al., 2025)."""
+    adam_scale: float = 1.0
+    """Learning rate of Muon's Adam part, as a multiple of lr."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay to 0 over the steps after the warm-up."""
+    warmup_steps: int = 100
+    """Updates of linear warm-up from 0."""
+    global_batch_size: int = 32
+    """Images per update over all processes, which share them out; accumulation follows from data.batch_size."""
+    weight_decay: float = 0.1
+    """Weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
+    layer_decay: float | None = None
+    """Each layer's learning rate, as a share of that of the layer above it (BEiT and MAE fine-tune with 0.65 to 0.75).
+    null: one rate for all."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates, also those of muon's Adam."""
+    momentum: float | None = None
+    """Momentum of muon (Nesterov's; null: 0.95) or sgd (null: 0.9)."""
+    clip: float | None = 1.0
+    """Largest global norm of the gradient. null: no clipping."""
+    average: float | None = None
+    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. null: none."""
+
+    def __post_init__(self):
+        if self.momentum is None:
+            object.__setattr__(self, "momentum", 0.95 if self.name == "muon" else 0.9)
+        require(0 < self.lr < math.inf, "optim.lr", self.lr, "above 0")
+        require(0 < self.adam_scale < math.inf, "optim.adam_scale", self.adam_scale, "above 0")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
+        require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
+        require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
+        require(all(0 <= b < 1 for b in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
+        decay = self.layer_decay
+        require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, "above 0 and at most 1, or null")
+        require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "at least 0 and below 1")
+        require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "above 0, or null")
+        require(self.average is None or 0 < self.average < 1, "optim.average", self.average, "in (0, 1), or null")
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """The frozen features while training: effective rank and, with labels, kNN accuracy. The loss shows neither."""
+
+    every: int = plumbing(400)
+    """Updates between two probes: every so many, where run.eval_every is due too. 0: never."""
+    images: int = plumbing(2000)
+    """At most so many labelled training images, a seeded choice, are compared with."""
+    neighbours: int = plumbing(20)
+    """Neighbours that vote."""
+
+    def __post_init__(self):
+        require(self.every >= 0, "probe.every", self.every, "0 (never) or more")
+        require(self.images >= 1, "probe.images", self.images, "at least 1")
+        require(self.neighbours >= 1, "probe.neighbours", self.neighbours, "at least 1")
