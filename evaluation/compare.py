@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import parse
+from mpp.runtime.parsing import parse, to_yaml
 from mpp.training.checkpoint import images_of
 from mpp.training.task import ImageTask, train
 from mpp.training.tracking import last_scalars
 
+KNOWN_FLOPS: dict[str, int] = {}  # of an image, by command and settings
 PAUSE = 10  # seconds before looking again whether others are done
 TRAININGS: dict[str, tuple[type, type[ImageTask]]] = {
     "pretrain": (Config, Pretraining),
@@ -68,12 +69,14 @@ def command_line(options: Options, seed: int) -> list[str]:
     ]
 
 
-@lru_cache
 def flops_of(command: str, config: Any) -> int:
-    """Executed per image by this training, forward and backward. Its task is built to know."""
-    AcceleratorState._reset_state()
-    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
-    return TRAININGS[command][1](config, Accelerator(cpu=not uses_gpu()), layout).flops()
+    """Executed per image by this training, forward and backward. Its task is built to know, once."""
+    key = f"{command}\n{to_yaml(config)}"
+    if key not in KNOWN_FLOPS:
+        AcceleratorState._reset_state()
+        layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+        KNOWN_FLOPS[key] = TRAININGS[command][1](config, Accelerator(cpu=not uses_gpu()), layout).flops()
+    return KNOWN_FLOPS[key]
 
 
 def with_compute(command: str, config: Any, pflop: float) -> Any:

@@ -154,9 +154,12 @@ def filters(subject: Subject) -> tuple[Figure, Numbers]:
 
 
 def positions(subject: Subject) -> tuple[Figure, Numbers]:
-    """Similarity of position embeddings."""
-    similarity = position_similarity(model_of(subject.encoder)).numpy()
-    return figures.plot_positions(similarity), {"similarity": similarity}
+    """How alike the places of patches are to the encoder."""
+    model = model_of(subject.encoder)
+    similarity = position_similarity(model).numpy()
+    biases = getattr(model, "position", None) == "relative_bias"
+    label = "bias of the logits, mean over heads and blocks" if biases else "cosine similarity"
+    return figures.plot_positions(similarity, label), {"similarity": similarity}
 
 
 def attention_distances(subject: Subject) -> tuple[Figure, Numbers]:

@@ -11,10 +11,13 @@ from timm.layers import LayerNorm, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
+from mpp.attention import take
 from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
-from mpp.encoder import Normalize, has_fused_attention, set_attention, sincos_2d
-from mpp.predictor import block_at, take, through
+from mpp.encoder import Normalize, has_fused_attention, set_attention
+from mpp.positions import sincos_2d
+from mpp.predictor import block_at, through
+from mpp.variants import VariantViT
 
 WIDTH, DEPTH, HEAD = 512, 8, 32  # MAE's decoder: 16 heads of 32
 
@@ -30,7 +33,7 @@ class MaskedAutoencoder(nn.Module):
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         config: the size of the decoder.
     Raises:
-        UserError: an encoder whose patches overlap, or a decoder that cannot be built.
+        UserError: an encoder that needs all tokens, or whose windows overlap; a decoder that cannot be built.
     """
 
     method = "a masked autoencoder (He et al., CVPR 2022), whose encoder saw the visible patches alone"
@@ -47,7 +50,12 @@ class MaskedAutoencoder(nn.Module):
         require(
             type(encoder.patch_embed) is PatchEmbed,
             *("network.name", "autoencoder"),
-            "predictor with a hybrid: the convolutions before its patches would show the encoder what is hidden",
+            "predictor with a hybrid or overlapping patches: visible ones would show the encoder what is hidden",
+        )
+        require(
+            not isinstance(encoder, VariantViT) or encoder.takes_any_tokens,
+            *("network.name", "autoencoder"),
+            "predictor where positions act in the blocks, or mixing is axial: the encoder here sees some tokens alone",
         )
         self.normalize = Normalize(mean, std)
         self.encoder = encoder

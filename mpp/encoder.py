@@ -5,6 +5,7 @@ this package, loads it by `timm.create_model("local-dir:FOLDER", pretrained=True
 """
 
 import difflib
+import inspect
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,17 +15,20 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.layers import build_sincos2d_pos_embed
 from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from mpp.config import ModelConfig, check_grid, require
 from mpp.errors import UserError
+from mpp.positions import Grid, sincos_2d
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.hashing import digest
+from mpp.variants import OverlappingPatchEmbed, VariantViT, resample
 
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
+SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
+SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 
 
 def build_encoder(config: ModelConfig) -> VisionTransformer:
@@ -36,23 +40,12 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     Raises:
         UserError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
     """
-    numbers = config.numbers()
-    arguments = dict(
-        img_size=numbers["img_size"],
-        patch_size=numbers["patch_size"],
-        embed_dim=numbers["width"],
-        depth=numbers["depth"],
-        num_heads=numbers["heads"],
-        pos_drop_rate=config.dropout or None,
-        proj_drop_rate=config.dropout or None,
-        drop_path_rate=config.drop_path or None,
-    )
-    name = config.name or PLAIN
+    name, arguments = architecture(config)
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
         raise UserError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
     try:
-        encoder = timm.create_model(name, num_classes=0, **{k: v for k, v in arguments.items() if v is not None})
+        encoder = timm.create_model(name, num_classes=0, **arguments)
     except (AssertionError, TypeError) as error:
         raise UserError(f"model.name is {name}, which timm cannot build to these numbers: {error}") from error
     if not isinstance(encoder, VisionTransformer):
@@ -65,21 +58,50 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     encoder.set_grad_checkpointing(config.activation_checkpointing)
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
-    if config.position == "sincos_2d":
+    if config.position == "sincos_2d" and not isinstance(encoder, VariantViT):
         fix_positions(encoder)
     return encoder
 
 
-def sincos_2d(grid: tuple[int, int], width: int) -> Tensor:
-    """Fixed position embeddings (MAE): sines and cosines of the row, then of the column, at width / 4 frequencies each.
+def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Name and arguments by which timm builds the encoder: a plain one, or our `mpp_vit` where timm has none.
 
-    Args:
-        grid: rows and columns of patches.
-        width: a multiple of 4.
-    Returns:
-        (rows * columns, width).
+    Raises:
+        UserError: `model.arguments` that no Vision Transformer of timm's takes.
     """
-    return build_sincos2d_pos_embed(list(grid), width, interleave_sin_cos=True)
+    numbers = config.numbers()
+    arguments = dict(
+        img_size=numbers["img_size"],
+        patch_size=numbers["patch_size"],
+        embed_dim=numbers["width"],
+        depth=numbers["depth"],
+        num_heads=numbers["heads"],
+        pos_drop_rate=config.dropout or None,
+        proj_drop_rate=config.dropout or None,
+        drop_path_rate=config.drop_path or None,
+        pos_embed="none" if config.position == "none" else None,
+    )
+    name = config.name or PLAIN
+    if config.is_variant():
+        name = "mpp_vit"
+        arguments |= dict(position=config.position, position_at=config.position_at)
+        arguments |= dict(stride=config.stride, mixing=config.mixing, pos_embed=None)
+    given = config.arguments or {}
+    free = sorted(set(inspect.signature(VisionTransformer).parameters) - set(arguments) - SET_ELSEWHERE)
+    for key in given:
+        require(key in free, "model.arguments", key, f"some of {', '.join(free)}")
+    return name, {key: value for key, value in (arguments | given).items() if value is not None}
+
+
+def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
+    """The grid of squares, one beside the other, that an image consists of, and the side of one in pixels.
+
+    They are the patches. Where patches overlap, they are as large; of a hybrid they are as large as its steps.
+    """
+    embed = encoder.patch_embed
+    overlap = isinstance(embed, OverlappingPatchEmbed)
+    side = embed.patch_size[0] if overlap else embed.img_size[0] // embed.grid_size[0]
+    return tuple(size // side for size in embed.img_size), side
 
 
 def fix_positions(encoder: VisionTransformer) -> None:
@@ -134,7 +156,8 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     """
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
-        state = checkpoint_filter_fn(load_file(file), encoder)
+        fit = resample if isinstance(encoder, VariantViT) else checkpoint_filter_fn
+        state = fit(load_file(file), encoder)
         state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
         encoder.load_state_dict(state)
     except (OSError, SafetensorError) as error:

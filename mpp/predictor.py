@@ -1,22 +1,27 @@
 """The paper's network: normalise, embed, corrupt, encode, predict.
 
 What the loss does not look at is not computed in the last block: its MLP, the final norm and the head see the K
-corrupted patches alone, and so do the queries where the attention is timm's plain one.
+corrupted patches alone, and so do the queries where `attention_at` knows the attention.
+
+Where windows overlap, of patches or of a hybrid's convolutions, to hide an embedding would leave its pixels in those
+beside it. There the corruption is of pixels: see mpp/windows.py.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
-from timm.layers import Attention
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpp.attention import attention_at, is_known, take
 from mpp.corruption import Corruption, corrupt
 from mpp.encoder import Normalize, set_attention
+from mpp.variants import PositionedBlock
+from mpp.windows import Windows
 
 
 class MaskedPatchPredictor(nn.Module):
@@ -35,6 +40,7 @@ class MaskedPatchPredictor(nn.Module):
         super().__init__()
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
+        self.windows = None if type(encoder.patch_embed) is PatchEmbed else Windows(encoder)
         self.mask_token = nn.Parameter(torch.empty(encoder.embed_dim))
         self.head = nn.Linear(encoder.embed_dim, outputs)
         nn.init.trunc_normal_(self.mask_token, std=0.02)  # the paper is silent: as the other embeddings
@@ -50,14 +56,20 @@ class MaskedPatchPredictor(nn.Module):
         Returns:
             (B, K, outputs), in the order of `corruption.positions`.
         """
-        encoder = self.encoder
-        patches = encoder.patch_embed(self.normalize(images))
-        patches = corrupt(patches.flatten(1, -2), self.mask_token, corruption).view(patches.shape)
-        tokens = encoder.norm_pre(encoder._pos_embed(patches))  # (B, prefix + N, D)
+        encoder, positions = self.encoder, corruption.positions
+        tokens = encoder.norm_pre(encoder._pos_embed(self.embed(self.normalize(images), corruption)))
         tokens = through(encoder.blocks[:-1], tokens, again=self.training and encoder.grad_checkpointing)
-        index = encoder.num_prefix_tokens + corruption.positions
+        index = encoder.num_prefix_tokens + (positions if self.windows is None else self.windows.tokens[positions])
         corrupted = block_at(encoder.blocks[-1], tokens, index)
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))
+
+    def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
+        """Normalised images (B, 3, H, W) to corrupted patch embeddings, (B, N, D)."""
+        if self.windows is not None:
+            patches = self.encoder.patch_embed(self.windows.corrupt(images, corruption))
+            return torch.where(self.windows.hidden(corruption), self.mask_token.to(patches.dtype), patches)
+        patches = self.encoder.patch_embed(images)
+        return corrupt(patches.flatten(1, -2), self.mask_token, corruption).view(patches.shape)
 
 
 def through(blocks: Iterable[nn.Module], tokens: Tensor, again: bool) -> Tensor:
@@ -67,13 +79,8 @@ def through(blocks: Iterable[nn.Module], tokens: Tensor, again: bool) -> Tensor:
     return tokens
 
 
-def take(tokens: Tensor, index: Tensor) -> Tensor:
-    """tokens (B, N, D) at index (B, K): (B, K, D)."""
-    return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
-
-
 def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:
-    """`block(tokens)` at `index`, computing the rest only where the block is not timm's plain one.
+    """`block(tokens)` at `index`, computing the rest only where the block is neither timm's plain one nor ours.
 
     Args:
         tokens: (B, N, D), all of them: every token is a key and a value.
@@ -81,41 +88,13 @@ def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:
     Returns:
         (B, K, D).
     """
-    if type(block) is not Block:
+    if type(block) not in (Block, PositionedBlock):
         return take(block(tokens), index)
-    normed = block.norm1(tokens)
-    plain = is_plain(block.attn)
-    attended = attention_at(block.attn, normed, index) if plain else take(block.attn(normed), index)
+    tokens = block.place(tokens) if isinstance(block, PositionedBlock) else tokens
+    normed, known = block.norm1(tokens), is_known(block.attn)
+    attended = attention_at(block.attn, normed, index) if known else take(block.attn(normed), index)
     looked_at = take(tokens, index) + block.drop_path1(block.ls1(attended))
     return looked_at + block.drop_path2(block.ls2(block.mlp(block.norm2(looked_at))))
-
-
-def is_plain(attention: nn.Module) -> bool:
-    """Whether `attention_at` knows all that this attention does: timm's, without norms, without a gate."""
-    return (
-        type(attention) is Attention
-        and type(attention.qkv) is nn.Linear
-        and getattr(attention, "gate", None) is None
-        and all(type(getattr(attention, n)) is nn.Identity for n in ("q_norm", "k_norm", "norm"))
-    )
-
-
-def attention_at(attention: Attention, tokens: Tensor, index: Tensor) -> Tensor:
-    """Plain attention with the tokens at `index` (B, K) as its only queries; (B, N, D) to (B, K, D)."""
-    heads, width = attention.num_heads, attention.qkv.weight.shape[0] // 3
-    weight, bias = attention.qkv.weight, attention.qkv.bias
-    query_bias, key_value_bias = (None, None) if bias is None else (bias[:width], bias[width:])
-    queries = F.linear(take(tokens, index), weight[:width], query_bias)  # (B, K, width)
-    keys_values = F.linear(tokens, weight[width:], key_value_bias)  # (B, N, 2 * width)
-    queries = queries.unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, K, width / heads)
-    keys, values = keys_values.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    if attention.fused_attn:
-        dropout = attention.attn_drop.p if attention.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout)
-    else:
-        weights = (queries * attention.scale @ keys.transpose(-2, -1)).softmax(-1)
-        mixed = attention.attn_drop(weights) @ values
-    return attention.proj_drop(attention.proj(mixed.transpose(1, 2).flatten(2)))
 
 
 def executed_flops(model: nn.Module, *inputs: Tensor | Corruption) -> int:

@@ -6,6 +6,7 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
-from mpp.encoder import build_encoder
+from mpp.encoder import build_encoder, cell_grid
 from mpp.metrics import Sums, add, measure, summarize, total
 from mpp.networks import build_network
 from mpp.objectives import build_objective
@@ -47,9 +48,8 @@ class Pretraining(ImageTask):
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
         encoder = build_encoder(config.model)
         self.img_size = encoder.patch_embed.img_size[0]
-        self.grid = encoder.patch_embed.grid_size
-        self.patch_size = self.img_size // self.grid[0]  # in pixels, for hybrids too
-        self.patches = encoder.patch_embed.num_patches
+        self.grid, self.patch_size = cell_grid(encoder)
+        self.patches = math.prod(self.grid)
         self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.objective = build_objective(config.objective, self.patch_size)
         input_config = (config.model.mean, config.model.std)

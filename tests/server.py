@@ -17,7 +17,7 @@ from pathlib import Path
 
 from conftest import wait_until
 
-COMMANDS = ("supervised", "contrastive", "finetune", "compare")
+COMMANDS = ("supervised", "contrastive", "finetune", "compare", "features")
 MODULES = {"pretrain": "mpp.pretrain"} | {name: f"evaluation.{name}" for name in COMMANDS}
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(MODULES.values()))
@@ -43,7 +43,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
 
 
 class Command:
-    """A command of ours as one or two processes, in one process group.
+    """A command of ours as one or more processes, in one process group.
 
     Args:
         module: one of MODULES.

@@ -5,10 +5,11 @@ import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpp.attention import RELATIVE, take
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, corrupt, draw
 from mpp.encoder import build_encoder, set_attention
-from mpp.predictor import MaskedPatchPredictor, block_at, executed_flops, take
+from mpp.predictor import MaskedPatchPredictor, block_at, executed_flops
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
 
@@ -29,7 +30,14 @@ VARIANTS = {
     "no class token": dict(class_token=False, global_pool="avg"),
     "parallel block": dict(block_fn=timm.models.vision_transformer.ParallelScalingBlock),
     "gated": dict(attn_layer=GatedAttention),
+    **{position: dict(position=position) for position in (*RELATIVE, "learned_2d", "sincos_2d")},
+    "rope with norms": dict(position="rope", qk_norm=True, reg_tokens=2),
+    "relative without a class token": dict(position="relative", class_token=False, global_pool="avg"),
+    "positions in each block": dict(position_at="every"),
+    "positions shared by the blocks": dict(position="learned_2d", position_at="every_shared"),
+    "axial": dict(mixing="axial", position="relative_bias"),
 }
+OURS = {"position", "position_at", "mixing"}
 
 
 def images_and_corruption(batch=3, side=32):
@@ -57,7 +65,8 @@ def expand(index, tokens):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_last_block_where_it_is_looked_at_equals_the_whole(variant, fused):
     torch.manual_seed(1)
-    encoder = timm.create_model("vit_base_patch16_224", **SMALL, **VARIANTS[variant])
+    name = "mpp_vit" if OURS & VARIANTS[variant].keys() else "vit_base_patch16_224"
+    encoder = timm.create_model(name, **SMALL, **VARIANTS[variant])
     set_attention(encoder, fused)
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.2)  # so that norms, scales and biases all do something

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from conftest import TINY, encoded, picture, run_command
 from safetensors.torch import save_file
+from server import Command
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -156,11 +157,10 @@ def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit
 
 def test_two_processes_extract_the_same(vit, tmp_path):
     _, folder = vit
-    arguments = ["evaluation/features.py", f"--encoder={folder}", *FAST[:2]]
-    assert run_command("python", *arguments, f"--out={tmp_path / 'one.npz'}").returncode == 0
-    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29618"]
-    two = run_command(*launch, *arguments, f"--out={tmp_path / 'two.npz'}")
-    assert two.returncode == 0, two.stderr
+    arguments = [f"--encoder={folder}", *FAST[:2]]
+    extract([*arguments, f"--out={tmp_path / 'one.npz'}"])
+    two = Command("features", *arguments, f"--out={tmp_path / 'two.npz'}", processes=2)
+    assert two.wait() == [0, 0], two.said
     for one, other in zip(*(load_features(tmp_path / f"{name}.npz") for name in ("one", "two")), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 

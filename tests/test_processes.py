@@ -36,12 +36,9 @@ def test_two_processes_are_one_run(tmp_path):
 def test_three_processes_share_the_default_batch(tmp_path):
     """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""
     arguments = [word for word in TINY if "global_batch_size" not in word]
-    three = run_command(
-        *("accelerate", "launch", "--multi_gpu", "--num_processes", "3", "--main_process_port", "29637"),
-        *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'three'}"),
-    )
-    assert three.returncode == 0, three.stderr
-    assert "64 images an update, in 3 shares of 21 or 22;" in three.stdout
+    three = Command("pretrain", *arguments, f"--run.dir={tmp_path / 'three'}", processes=3)
+    assert three.wait() == [0, 0, 0], three.said
+    assert "64 images an update, in 3 shares of 21 or 22;" in three.said
     pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     for key in ("loss", "optim/grad_norm", "accuracy", "heldout/loss"):
         one, found = (read_metrics(tmp_path / name, key) for name in ("one", "three"))
@@ -68,15 +65,16 @@ def test_a_process_without_a_held_out_image_is_fine(tmp_path):
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     """Workers, accumulation, dropout, and the end of an epoch (633 images, 79 updates of 8) on the way."""
     arguments = [*TINY, "--run.steps=110", "--run.checkpoint_every=20", "--data.workers=2", "--data.batch_size=4"]
-    command = ["accelerate", "launch", "mpp/pretrain.py", *arguments, "--model.dropout=0.1", "--run.eval_every=1000"]
+    arguments += ["--model.dropout=0.1", "--run.eval_every=1000"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run_command(*command, f"--run.dir={whole}").returncode == 0
-    process = start_command(*command, f"--run.dir={killed}")
+    pretrain_main([*arguments, f"--run.dir={whole}"])
+    process = start_command("accelerate", "launch", "mpp/pretrain.py", *arguments, f"--run.dir={killed}")
     wait_until(lambda: newest_step(killed) >= 40 and max(read_metrics(killed), default=0) > newest_step(killed))
     kill_group(process)
     assert 40 <= newest_step(killed) < 100  # it was killed on its way
     assert not (killed / "encoder").exists()
-    assert run_command(*command, f"--run.dir={killed}").returncode == 0
+    again = Command("pretrain", *arguments, f"--run.dir={killed}")
+    assert again.wait() == [0], again.said
     files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read_metrics(killed) == read_metrics(whole)

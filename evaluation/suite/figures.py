@@ -66,8 +66,12 @@ def plot_filters(components: NDArray, shares: NDArray) -> Figure:
     return figure
 
 
-def plot_positions(similarity: NDArray) -> Figure:
-    """Each position embedding's similarity (h, w, h, w) with all, as a map in the place of its patch."""
+def plot_positions(similarity: NDArray, label: str) -> Figure:
+    """How alike the place of each patch is to all, (h, w, h, w), as a map in the place of the patch.
+
+    Args:
+        label: what is shown, for the scale.
+    """
     rows, columns = similarity.shape[:2]
     apart = max(1, rows // 8)  # between two maps, in patches
     mosaic = np.full((rows * (rows + apart) - apart, columns * (columns + apart) - apart), np.nan, np.float32)
@@ -77,16 +81,18 @@ def plot_positions(similarity: NDArray) -> Figure:
             mosaic[top : top + rows, left : left + columns] = similarity[row, column]
     figure = Figure(figsize=(WIDTH, WIDTH * 0.86), layout="constrained")
     axes = figure.add_subplot()
-    shown = axes.imshow(mosaic, cmap=PALETTE, vmin=min(0, similarity.min()), vmax=1, interpolation="nearest")
+    shown = axes.imshow(
+        mosaic, cmap=PALETTE, vmin=min(0, similarity.min()), vmax=similarity.max(), interpolation="nearest"
+    )
     for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
         every = -(-count // 16)
         places = np.arange(0, count, every)
         axis.set_ticks(places * (count + apart) + (count - 1) / 2, places + 1)
-    axes.set(xlabel="column of the patch", ylabel="row of the patch", title="position embeddings, each against all")
+    axes.set(xlabel="column of the patch", ylabel="row of the patch", title="positions, each against all")
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    figure.colorbar(shown, ax=axes, label="cosine similarity", shrink=0.8)
+    figure.colorbar(shown, ax=axes, label=label, shrink=0.8)
     return figure
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from timm.layers import Attention
 from torch import Tensor, nn
 
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder
+from mpp.attention import RELATIVE, Biases, RelativeKeys, is_known
 from mpp.encoder import set_attention
 from mpp.features import tokens_at
 
@@ -59,13 +59,36 @@ def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """Cosine similarity of each patch's position embedding with each, (h, w, h, w)."""
+    """How alike the encoder takes the places of any two patches to be, (h, w, h, w): of query and key.
+
+    Embeddings that are added: their cosine similarity. `relative`: that of the embedding of their offset with the
+    embedding of no offset. `relative_bias`: the bias itself. The last two are means over blocks (and heads).
+    """
     rows, columns = grid_of(model)
+    patches = rows * columns
+    position = getattr(model, "position", None)
+    if position in RELATIVE and getattr(model, "mixing", None) == "axial":
+        raise Unavailable("positions in rows and columns have no map of all patches")
+    if position == "rope":
+        raise Unavailable("rotary positions are fixed turns of queries and keys: nothing is learned")
+    if position in RELATIVE:
+        found = torch.stack([of_offsets(block.attn.added) for block in model.blocks]).mean(0)[-patches:, -patches:]
+        return found.float().view(rows, columns, rows, columns)
     embedding = getattr(model, "pos_embed", None)
-    if not isinstance(embedding, Tensor) or embedding.ndim != 3 or embedding.shape[1] < rows * columns:
-        raise Unavailable(f"{type(model).__name__} has no position embedding for each patch")
-    patches = nn.functional.normalize(embedding.detach()[0, -rows * columns :].double().cpu(), dim=-1)
-    return (patches @ patches.T).float().view(rows, columns, rows, columns)
+    if isinstance(getattr(model, "pos_embeds", None), nn.Module):
+        embedding = model.pos_embeds()[None]
+    if not isinstance(embedding, Tensor) or embedding.ndim != 3 or embedding.shape[1] < patches:
+        raise Unavailable(f"this {type(model).__name__} has no position embedding for each patch")
+    found = nn.functional.normalize(embedding.detach()[0, -patches:].double().cpu(), dim=-1)
+    return (found @ found.T).float().view(rows, columns, rows, columns)
+
+
+def of_offsets(added: RelativeKeys | Biases) -> Tensor:
+    """What a block learned of the offset of each query and key, (T, T)."""
+    if isinstance(added, Biases):
+        return added.biases.get_bias()[0].detach().double().cpu().mean(0)
+    offsets = nn.functional.normalize(added.pos_embed_offsets.detach().double().cpu(), dim=-1)
+    return (offsets @ offsets[len(offsets) // 2])[added.offsets.cpu()]
 
 
 @torch.no_grad()
@@ -78,7 +101,7 @@ def see_attention(encoder: FrozenEncoder, images: Tensor, see: Callable[[int, Te
     """
     blocks = getattr(encoder.model, "blocks", ())
     grid_of(encoder.model)
-    if not len(blocks) or not all(type(getattr(block, "attn", None)) is Attention for block in blocks):
+    if not len(blocks) or not all(is_known(getattr(block, "attn", None)) for block in blocks):
         raise Unavailable(f"the blocks of this {type(encoder.model).__name__} have no plain attention")
     fused = [block.attn.fused_attn for block in blocks]
     set_attention(encoder.model, fused=False)  # the fused kernel has no weights to show

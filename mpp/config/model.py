@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mpp.config.checks import plumbing, require
 
@@ -23,8 +23,22 @@ class ModelConfig:
     """Side of the square input in pixels. null: the named model's, or 64."""
     patch_size: int | None = None
     """Side of a patch in pixels. null: the named model's, or 8."""
-    position: Literal["learned", "sincos_2d"] = "learned"
-    """Position embeddings. learned: timm's; sincos_2d: a fixed table of sines and cosines of row and column (MAE)."""
+    position: Literal["learned", "none", "learned_2d", "sincos_2d", "relative", "relative_bias", "rope"] = "learned"
+    """Position embeddings (paper, appendix D.4). learned: one for each place; learned_2d: half for its row, half for
+    its column; sincos_2d: fixed sines and cosines of both (MAE); relative: one for each offset along the sequence, as
+    keys of a second attention (the paper's); relative_bias: a learned bias for each offset in rows and columns (Swin,
+    BEiT; timm's); rope: queries and keys turned by row and column (timm's)."""
+    position_at: Literal["stem", "every", "every_shared"] = "stem"
+    """Where learned, learned_2d and sincos_2d are added (paper, Table 8). stem: once, before the blocks; every: to the
+    input of each block, each block its own; every_shared: the same to each."""
+    stride: int | None = None
+    """Pixels from one patch to the next, a divisor of the patch size: smaller, and patches overlap (paper, section 3).
+    Then whole cells of pixels are corrupted, as large as a patch, and predicted. null: the patch size."""
+    mixing: Literal["full", "axial"] = "full"
+    """axial: each block is two, attention along rows with its MLP, and along columns with another (paper, D.6). There
+    is no [class] then; the mean of the patches is the feature."""
+    arguments: dict[str, Any] | None = None
+    """Further arguments of timm's VisionTransformer: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}."""
     dropout: float = 0.0
     """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""
     drop_path: float = 0.0
@@ -46,8 +60,15 @@ class ModelConfig:
         given = {name: getattr(self, name) for name in ("width", "depth", "heads", "img_size", "patch_size")}
         return {name: plain.get(name) if value is None else value for name, value in given.items()}
 
+    def is_variant(self) -> bool:
+        """Whether timm has no such plain ViT, and it is one of mpp/variants.py."""
+        at_stem = self.position in ("learned", "none", "sincos_2d") and self.position_at == "stem"
+        strided = self.stride not in (None, self.numbers()["patch_size"])
+        return not at_stem or strided or self.mixing != "full"
+
     def __post_init__(self):
         numbers = self.numbers()
+        self.check_variant()
         for name, value in numbers.items():
             require(value is None or value >= 1, f"model.{name}", value, "at least 1")
         if numbers["img_size"] and numbers["patch_size"]:
@@ -59,6 +80,25 @@ class ModelConfig:
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "at least 0 and below 1")
         require(all(0 < s < math.inf for s in self.std), "model.std", list(self.std), "three positive numbers")
         require(all(map(math.isfinite, self.mean)), "model.mean", list(self.mean), "three numbers")
+
+    def check_variant(self) -> None:
+        """Raise UserError at settings of an encoder that do not go together."""
+        require(
+            self.name is None or not self.is_variant(),
+            *("model.name", self.name),
+            "null with model.position_at, model.stride, model.mixing and this model.position: give width, depth, "
+            "heads, img_size and patch_size in its place",
+        )
+        absolute = self.position in ("learned", "learned_2d", "sincos_2d")
+        require(
+            absolute or self.position_at == "stem",
+            *("model.position_at", self.position_at, f"stem with model.position={self.position}"),
+        )
+        patch = self.numbers()["patch_size"]
+        require(
+            self.stride is None or (self.stride >= 1 and patch and patch % self.stride == 0),
+            *("model.stride", self.stride, f"a divisor of the patch size ({patch})"),
+        )
 
 
 def check_grid(img_size: int, patch_size: int, key: str = "model.img_size") -> None:

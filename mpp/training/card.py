@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+from torch import nn
+
 from mpp.training.tracking import last_scalars
+from mpp.variants import VariantViT
 
 CARD = """---
 library_name: timm
@@ -19,11 +22,11 @@ Images: {images}.
 ## Load it
 
 ```python
-import timm
+{imports}
 
 encoder = timm.create_model("local-dir:FOLDER", pretrained=True)  # this folder; on the hub "hf-hub:NAME"
 data_config = timm.data.resolve_model_data_config(encoder)  # input size, mean, std, crop
-tokens = encoder.forward_features(images)  # (B, 1 + N, D), the [class] token first
+tokens = encoder.forward_features(images)  # {tokens}
 ```
 
 ## Held-out figures after {step} updates
@@ -39,16 +42,28 @@ tokens = encoder.forward_features(images)  # (B, 1 + N, D), the [class] token fi
 """
 
 
-def model_card(folder: Path, model: str, method: str, images: str) -> str:
+def model_card(folder: Path, encoder: nn.Module, model: str, method: str, images: str) -> str:
     """The text of a run's encoder/README.md.
 
     Args:
         folder: of the run, with config.yaml and metrics.jsonl.
+        encoder: timm's or ours.
         model: what it is, in a few words.
         method: how it was trained, in a sentence without its full stop.
         images: what it was trained on.
     """
     scalars = last_scalars(folder, "heldout/loss")
     figures = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step")
-    fields = dict(name=folder.name, model=model, method=method, images=images, step=scalars["step"], figures=figures)
+    ours = "import mpp  # timm then knows this architecture\n" if isinstance(encoder, VariantViT) else ""
+    fields = dict(imports=f"{ours}import timm", tokens=describe_output(encoder))
+    fields |= dict(name=folder.name, model=model, method=method, images=images, step=scalars["step"], figures=figures)
     return CARD.format(**fields, settings=(folder / "config.yaml").read_text())
+
+
+def describe_output(encoder: nn.Module) -> str:
+    """What `forward_features` gives."""
+    prefix = getattr(encoder, "num_prefix_tokens", None)
+    if prefix is None:
+        return "a feature map"
+    shape = f"(B, {prefix} + N, D)" if prefix else "(B, N, D)"
+    return f"{shape}, the [class] token first" if getattr(encoder, "has_class_token", False) else shape

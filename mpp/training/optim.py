@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from mpp.config import OptimConfig
 from mpp.errors import UserError
 
-UNDECAYED = ("token", "pos_embed")  # [class], [mask], registers, position embeddings
+UNDECAYED = ("token", "pos_embed", "position_bias")  # [class], [mask], registers, position embeddings and biases
 
 
 class Muon(timm.optim.Muon):

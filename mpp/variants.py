@@ -1,0 +1,167 @@
+"""The paper's other Vision Transformers, on timm's parts (appendices D.4 and D.6): `mpp_vit`, registered with timm.
+
+After `import mpp`, `timm.create_model` rebuilds an exported one. A plain ViT stays timm's own class.
+
+B images, T tokens (prefix tokens first), N = rows x columns patches, D width.
+"""
+
+from functools import partial
+from typing import Any
+
+from einops import rearrange
+from timm.layers import PatchEmbed, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from mpp.attention import RELATIVE, PositionedAttention
+from mpp.positions import ABSOLUTE, AbsolutePositions, Grid
+
+__all__ = ["VariantViT"]  # timm adds the models that are registered here
+
+
+class OverlappingPatchEmbed(PatchEmbed):
+    """Patches that overlap: they are `stride` pixels apart, which is a divisor of their side (paper, section 3.1)."""
+
+    def __init__(self, *args: Any, stride: int, **options: Any):
+        self.stride = stride
+        super().__init__(*args, **options)
+        self.proj.stride = (stride, stride)
+
+    def _init_img_size(self, img_size: int | Grid) -> tuple[Grid, Grid, int]:
+        sizes = to_2tuple(img_size)
+        rows, columns = ((size - side) // self.stride + 1 for size, side in zip(sizes, self.patch_size, strict=True))
+        return sizes, (rows, columns), rows * columns
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | Grid:
+        """Pixels from one patch to the next."""
+        return self.stride if as_scalar else (self.stride, self.stride)
+
+
+class PositionedBlock(Block):
+    """timm's block. Position embeddings may be added to what goes in, or act in its attention.
+
+    Args:
+        position, grid, prefix: see `PositionedAttention.set_position`.
+    """
+
+    def __init__(self, *args: Any, position: str, grid: Grid, prefix: int, **options: Any):
+        super().__init__(*args, **options | {"attn_layer": PositionedAttention})
+        self.attn.set_position(position, grid, prefix)
+        self.positions: AbsolutePositions | None = None  # its own
+        self.shared: tuple[AbsolutePositions, ...] = ()  # the encoder's; in a tuple they are not registered twice
+
+    def place(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, T, D) with the position embeddings that belong to this block."""
+        for positions in (self.positions, *self.shared):
+            tokens = tokens if positions is None else tokens + positions()
+        return tokens
+
+    def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
+        return super().forward(self.place(x))
+
+
+class AxialBlock(nn.Module):
+    """A block along each row of patches, then one along each column, each with its MLP (paper, appendix D.6).
+
+    Args:
+        position: see `PositionedAttention.set_position`; places are those in the row or the column.
+        grid: rows and columns of patches; there are no other tokens.
+        options: of both blocks.
+    """
+
+    def __init__(self, *args: Any, position: str, grid: Grid, prefix: int, **options: Any):
+        super().__init__()
+        self.grid = grid
+        self.along_rows = PositionedBlock(*args, position=position, grid=(1, grid[1]), prefix=0, **options)
+        self.along_columns = PositionedBlock(*args, position=position, grid=(grid[0], 1), prefix=0, **options)
+        self.positions: AbsolutePositions | None = None
+        self.shared: tuple[AbsolutePositions, ...] = ()
+
+    place = PositionedBlock.place
+
+    def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, D) to the same."""
+        rows, columns = self.grid
+        lines = self.along_rows(rearrange(self.place(x), "b (h w) d -> (b h) w d", h=rows))
+        lines = self.along_columns(rearrange(lines, "(b h) w d -> (b w) h d", h=rows))
+        return rearrange(lines, "(b w) h d -> b (h w) d", w=columns)
+
+
+class VariantViT(VisionTransformer):
+    """timm's Vision Transformer with other positions, overlapping patches, or axial attention.
+
+    Args:
+        position: learned, learned_2d, sincos_2d (see `AbsolutePositions`); relative, relative_bias, rope (see
+            `PositionedAttention`); none.
+        position_at: where absolute ones are added: stem; every: to the input of each block, each its own; every_shared:
+            the same to each (paper, Table 8).
+        stride: pixels from one patch to the next; None: the patch's side.
+        mixing: full; axial: along rows, then along columns. Then there is no [class], and the mean is pooled.
+        options: timm's.
+    """
+
+    def __init__(
+        self,
+        img_size: int | Grid = 224,
+        patch_size: int = 16,
+        embed_dim: int = 768,
+        class_token: bool = True,
+        reg_tokens: int = 0,
+        position: str = "learned",
+        position_at: str = "stem",
+        stride: int | None = None,
+        mixing: str = "full",
+        **options: Any,
+    ):
+        axial = mixing == "axial"
+        class_token, prefix = class_token and not axial, 0 if axial else int(class_token) + reg_tokens
+        embed = PatchEmbed if stride in (None, patch_size) else partial(OverlappingPatchEmbed, stride=stride)
+        sides = (to_2tuple(part) for part in (img_size, patch_size))
+        grid = tuple((size - side) // (stride or side) + 1 for size, side in zip(*sides, strict=True))
+        places = dict(position=position, grid=grid, prefix=prefix)
+        block = partial(AxialBlock, **places) if axial else partial(PositionedBlock, **places)
+        plain = position not in RELATIVE and position_at == "stem" and not axial
+        options |= dict(embed_layer=embed, block_fn=Block if plain else block, pos_embed="none", embed_dim=embed_dim)
+        options |= dict(class_token=class_token, reg_tokens=prefix - class_token)
+        options |= dict(global_pool="avg") if axial else {}
+        super().__init__(img_size, patch_size, **options)
+        self.position, self.position_at, self.mixing = position, position_at, mixing
+        self.takes_any_tokens = plain  # its blocks are timm's own, which do not care how many tokens there are
+        table = partial(AbsolutePositions, position, grid, prefix, embed_dim)
+        self.pos_embeds = table() if position in ABSOLUTE else None
+        for following in self.blocks[1:] if position in ABSOLUTE else ():
+            if position_at == "every":
+                following.positions = table()
+            elif position_at == "every_shared":
+                following.shared = (self.pos_embeds,)
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        tokens = super()._pos_embed(x)  # with the prefix tokens
+        return self.pos_drop(tokens if self.pos_embeds is None else tokens + self.pos_embeds())
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm's optimisers do not decay."""
+        words = ("pos_embed", "relative_position_bias_table")
+        ours = {name for name, _ in self.named_parameters() if any(word in name for word in words)}
+        return super().no_weight_decay() | ours
+
+
+def resample(state: dict[str, Tensor], model: VariantViT) -> dict[str, Tensor]:
+    """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know."""
+    state = checkpoint_filter_fn(state, model)
+    for place, module in model.named_modules():
+        for name, parameter in module.named_parameters() if hasattr(module, "resample") else ():
+            key = f"{place}.{name}"
+            if key in state and state[key].shape != parameter.shape:
+                state[key] = module.resample(name, state[key])
+    return state
+
+
+default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patch_embed.proj", "classifier": "head"}})
+
+
+@register_model
+def mpp_vit(pretrained: bool = False, **options: Any) -> VariantViT:
+    """The Vision Transformers that timm has not: see `VariantViT`."""
+    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, pretrained_filter_fn=resample, **options)

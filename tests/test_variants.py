@@ -1,0 +1,370 @@
+"""The other encoders: positions against a loop over pairs, overlap that hides, axial attention, how they travel."""
+
+import json
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from conftest import Killed, kill_at, read_metrics
+from timm.models.vision_transformer import VisionTransformer
+
+import mpp
+from evaluation.suite.inspection import position_similarity
+from mpp.attention import RELATIVE, PositionedAttention, attention_at
+from mpp.config import CorruptionConfig, ModelConfig
+from mpp.corruption import Corruption, Kind, draw
+from mpp.encoder import build_encoder, cell_grid, export_encoder, set_attention
+from mpp.positions import AbsolutePositions, interpolate_offsets
+from mpp.predictor import MaskedPatchPredictor
+
+NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
+KINDS = {
+    "none": dict(position="none"),
+    "learned_2d": dict(position="learned_2d"),
+    "relative": dict(position="relative"),
+    "relative_bias": dict(position="relative_bias"),
+    "rope": dict(position="rope"),
+    "every": dict(position_at="every"),
+    "every_shared sincos_2d": dict(position="sincos_2d", position_at="every_shared"),
+    "stride": dict(stride=4),
+    "stride, rope": dict(stride=2, position="rope"),
+    "axial": dict(mixing="axial"),
+    "axial, relative": dict(mixing="axial", position="relative"),
+    "axial, relative_bias": dict(mixing="axial", position="relative_bias", stride=4),
+    "registers, layer scale": dict(arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}),
+}
+RESUMED = ["relative", "every", "stride, rope", "axial, relative_bias", "registers, layer scale"]
+GRID, HEADS, WIDTH = (3, 4), 2, 8  # of the attention that loops are compared with
+
+
+def build(**settings) -> VisionTransformer:
+    """An encoder whose weights all matter."""
+    torch.manual_seed(0)
+    encoder = build_encoder(ModelConfig(**NUMBERS | settings)).eval()
+    for parameter in encoder.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return encoder
+
+
+def permute_patches(images: torch.Tensor, order: torch.Tensor, side: int = 8) -> torch.Tensor:
+    """The images with their patches in another order."""
+    patches = F.unfold(images, side, stride=side)
+    return F.fold(patches[..., order], images.shape[-2:], side, stride=side)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_matter_but_to_an_encoder_without_positions(kind):
+    encoder, images, order = build(**KINDS[kind]), torch.randn(2, 3, 32, 32), torch.randperm(16)
+    with torch.no_grad():
+        one, other = (encoder.forward_features(x) for x in (images, permute_patches(images, order)))
+    if kind == "none":
+        torch.testing.assert_close(other[:, 1:], one[:, 1:][:, order], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other[:, 0], one[:, 0], rtol=1e-4, atol=1e-5)
+    else:
+        assert not torch.allclose(one.mean(1), other.mean(1), rtol=1e-3, atol=1e-4)
+
+
+def attention_of(position: str, prefix: int = 1) -> PositionedAttention:
+    torch.manual_seed(1)
+    attention = PositionedAttention(HEADS * WIDTH, HEADS, qkv_bias=True)
+    attention.set_position(position, GRID, prefix)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return attention.double().eval()
+
+
+def logits_by_pairs(attention: PositionedAttention, tokens: torch.Tensor, position: str) -> torch.Tensor:
+    """(heads, T, T) as the definition says it, pair by pair; tokens (T, D), [class] first."""
+    queries, keys, _ = attention.qkv(tokens).unflatten(-1, (3, HEADS, WIDTH)).unbind(1)  # (T, heads, d)
+    count = len(tokens)
+    result = torch.zeros(HEADS, count, count, dtype=tokens.dtype)
+    for head in range(HEADS):
+        for i in range(count):
+            for j in range(count):
+                query, key = queries[i, head], keys[j, head]
+                if position == "rope":
+                    query, key = turned(query, i), turned(key, j)
+                if position == "relative":
+                    key = key + attention.added.pos_embed_offsets[j - i + count - 1]
+                result[head, i, j] = query @ key / math.sqrt(WIDTH)
+    return result
+
+
+def turned(vector: torch.Tensor, token: int) -> torch.Tensor:
+    """Rotary: pairs of numbers as complex ones, turned by the row (first half) and by the column (second half)."""
+    if token == 0:
+        return vector  # [class]
+    row, column = divmod(token - 1, GRID[1])
+    frequencies = [10000 ** -(k / (WIDTH // 4)) for k in range(WIDTH // 4)]
+    angles = torch.tensor([place * each for place in (row, column) for each in frequencies], dtype=torch.double)
+    return torch.view_as_real(torch.view_as_complex(vector.unflatten(0, (-1, 2))) * torch.exp(1j * angles)).flatten()
+
+
+@pytest.mark.parametrize("index", [None, torch.tensor([[0, 5, 7], [12, 1, 2]])], ids=["all", "some"])
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("position", ["relative", "rope"])
+def test_attention_is_what_a_loop_over_pairs_gives(position, fused, index):
+    attention, tokens = attention_of(position), torch.randn(2, 13, HEADS * WIDTH, dtype=torch.double)
+    attention.fused_attn = fused
+    values = attention.qkv(tokens).unflatten(-1, (3, HEADS, WIDTH))[:, :, 2]
+    expected = []
+    for image, own in zip(tokens, values, strict=True):
+        weights = logits_by_pairs(attention, image, position).softmax(-1)
+        expected.append(attention.proj(torch.einsum("hij,jhd->ihd", weights, own).flatten(1)))
+    expected = torch.stack(expected)
+    if index is not None:
+        expected = expected[torch.arange(2)[:, None], index]
+    torch.testing.assert_close(attention_at(attention, tokens, index), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_timms_biases_are_added_by_rows_and_columns():
+    attention, tokens = attention_of("relative_bias"), torch.randn(1, 13, HEADS * WIDTH, dtype=torch.double)
+    seen = []
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    attention.fused_attn = False
+    attention(tokens)
+    added = seen[0].log() - logits_by_pairs(attention, tokens[0], "none").log_softmax(-1)
+    added = added[0] - added[0].mean(-1, keepdim=True)
+    biases = attention.added.biases.get_bias()[0]
+    torch.testing.assert_close(added, biases - biases.mean(-1, keepdim=True), rtol=1e-5, atol=1e-5)
+    for i, j, k, m in [(0, 1, 4, 5), (0, 4, 3, 7), (11, 6, 10, 5)]:  # the same offset in rows and columns
+        torch.testing.assert_close(biases[:, 1 + i, 1 + j], biases[:, 1 + k, 1 + m])
+
+
+@pytest.mark.parametrize("position", ["relative", "rope", "relative_bias"])
+def test_shifting_both_tokens_leaves_the_logit_the_same(position):
+    attention = attention_of(position)
+    tokens = torch.randn(1, 1, HEADS * WIDTH, dtype=torch.double).expand(1, 13, -1)  # all alike: places alone differ
+    seen = []
+    attention.attn_drop.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].log()))
+    attention.fused_attn = False
+    attention(tokens)
+    logits = seen[0]  # but for a number for each query
+    here, there = logits[:, 1, 2] - logits[:, 1, 1], logits[:, 6, 7] - logits[:, 6, 6]  # one column on
+    torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)  # angles are in float32
+    assert not torch.allclose(here, logits[:, 1, 5] - logits[:, 1, 1])  # one row on
+
+
+def test_absolute_positions_are_what_their_tables_say():
+    two = AbsolutePositions("learned_2d", GRID, 1, 8)
+    table = two()
+    assert table.shape == (13, 8)
+    for row, column in [(0, 0), (2, 3), (1, 2)]:
+        place = torch.cat([two.pos_embed_rows[row], two.pos_embed_columns[column]])
+        assert torch.equal(table[1 + 4 * row + column], place)
+    assert torch.equal(table[0], two.pos_embed_prefix[0])
+    assert AbsolutePositions("learned", GRID, 2, 8)().shape == (14, 8)
+
+
+@pytest.mark.parametrize("at", ["every", "every_shared"])
+def test_positions_come_with_the_input_of_each_block(at):
+    encoder, images = build(position_at=at, depth=3), torch.randn(2, 3, 32, 32)
+    tokens = encoder.patch_embed(images)
+    tokens = torch.cat([encoder.cls_token.expand(2, -1, -1), tokens], dim=1)
+    plain = timm.models.vision_transformer.Block.forward
+    for number, block in enumerate(encoder.blocks):
+        own = encoder.pos_embeds if at == "every_shared" or number == 0 else block.positions
+        tokens = plain(block, tokens + own()) if number == 0 else super_forward(block, tokens + own())
+    torch.testing.assert_close(encoder.forward_features(images), encoder.norm(tokens))
+    tables = [name for name, _ in encoder.named_parameters() if "pos_embed" in name]
+    assert len(tables) == (1 if at == "every_shared" else 3)
+
+
+def super_forward(block, tokens):
+    """What timm's block does, without what is placed before it."""
+    tokens = tokens + block.attn(block.norm1(tokens))
+    return tokens + block.mlp(block.norm2(tokens))
+
+
+def test_axial_is_full_attention_masked_to_rows_then_to_columns():
+    encoder, tokens = build(mixing="axial", position="none"), torch.randn(2, 16, 24)
+    place = torch.arange(16)
+    for block in encoder.blocks:
+        expected = tokens
+        for part, line in ((block.along_rows, place // 4), (block.along_columns, place % 4)):
+            apart = torch.where(line[:, None] == line, 0.0, -torch.inf)
+            masked = timm.layers.Attention.forward(part.attn, part.norm1(expected), attn_mask=apart)
+            expected = expected + masked
+            expected = expected + part.mlp(part.norm2(expected))
+        torch.testing.assert_close(block(tokens), expected, rtol=1e-4, atol=1e-5)
+    assert not encoder.has_class_token and encoder.num_prefix_tokens == 0
+
+
+HYBRID = dict(name="vit_tiny_r_s16_p8_224", width=None, heads=None, patch_size=None)
+HIDING = {
+    "plain": {},
+    "half overlap": dict(stride=4),
+    "three quarters": dict(stride=2, position="relative_bias"),
+    "axial": dict(stride=4, mixing="axial"),
+    "hybrid": dict(
+        name="vit_tiny_r_s16_p8_224", img_size=96, depth=1, **dict.fromkeys(("width", "heads", "patch_size"))
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", HIDING)
+def test_no_pixel_of_a_masked_cell_reaches_a_prediction(settings):
+    encoder = build(**HIDING[settings])
+    model = MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3).eval()
+    grid, side = cell_grid(encoder)
+    drawn = [draw(CorruptionConfig(rate=0.4, mask=0.5, random=0.25, keep=0.25), grid, 0, 0, i) for i in range(2)]
+    corruption = Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    images = torch.rand(2, 3, grid[0] * side, grid[1] * side).mul(255).requires_grad_()
+    predictions = model(images, corruption)
+    assert predictions.shape == (2, corruption.positions.shape[1], 5)
+    (gradient,) = torch.autograd.grad(predictions.square().sum(), images)
+    cells = F.unfold(gradient, side, stride=side).abs().sum(1)  # (2, N)
+    masked = torch.zeros_like(cells, dtype=torch.bool)
+    masked.scatter_(1, corruption.positions, corruption.kinds == Kind.MASK)
+    assert masked.sum() >= 3
+    replaced = torch.zeros_like(masked).scatter_(1, corruption.positions, corruption.kinds == Kind.RANDOM)
+    assert not cells[masked & ~used_elsewhere(corruption, masked)].any()
+    assert (cells[~masked & ~replaced] > 0).all()
+
+
+def used_elsewhere(corruption: Corruption, like: torch.Tensor) -> torch.Tensor:
+    """Cells whose pixels stand in another place: a random one's source."""
+    sources = torch.where(corruption.kinds == Kind.RANDOM, corruption.sources, -1)
+    used = torch.zeros_like(like)
+    for number, row in enumerate(sources):
+        used[number, row[row >= 0]] = True
+    return used
+
+
+def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks():
+    encoder = build(stride=4)
+    model = MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3)
+    windows = model.windows
+    assert encoder.patch_embed.grid_size == (7, 7) and cell_grid(encoder) == ((4, 4), 8)
+    assert windows.tokens.tolist() == [14 * row + 2 * column for row in range(4) for column in range(4)]
+    positions = torch.tensor([[0, 1, 5]])  # two beside each other, and one below the second
+    zeros = torch.zeros_like(positions)
+    hidden = windows.hidden(Corruption(positions, zeros, positions, zeros)).view(7, 7)
+    assert hidden.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 2]]
+    kept = torch.full_like(positions, int(Kind.KEEP))
+    assert not windows.hidden(Corruption(positions, kept, positions, zeros)).any()
+
+
+def test_a_random_cell_has_the_pixels_of_its_source():
+    windows = MaskedPatchPredictor(build(stride=4), 5, (0.5,) * 3, (0.5,) * 3).windows
+    images, one = torch.randn(1, 3, 32, 32), torch.tensor([[6]])
+    corruption = Corruption(one, torch.full_like(one, int(Kind.RANDOM)), torch.tensor([[9]]), torch.zeros_like(one))
+    seen = windows.corrupt(images, corruption)
+    expected = images.clone()
+    expected[..., 8:16, 16:24] = images[..., 16:24, 8:16]
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
+    encoder, images = build(**KINDS[kind]), torch.randn(2, 3, 32, 32)
+    export_encoder(encoder, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 1.0)
+    loaded = mpp.load_encoder(tmp_path / "encoder")
+    by_timm = timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True).eval()
+    for other in (loaded, by_timm):
+        set_attention(other, fused=False)
+        torch.testing.assert_close(other.forward_features(images), encoder.forward_features(images), rtol=0, atol=1e-5)
+    larger = mpp.load_encoder(tmp_path / "encoder", img_size=64)
+    assert larger.forward_features(torch.randn(1, 3, 64, 64)).isfinite().all()
+    tables = [name for name, p in larger.named_parameters() if p.shape != dict(encoder.named_parameters())[name].shape]
+    fixed = ("none", "rope", "every_shared sincos_2d", "stride, rope")
+    assert bool(tables) == (kind not in fixed)
+    again = build_encoder(ModelConfig(**NUMBERS | KINDS[kind] | {"img_size": 64, "init_from": str(tmp_path)}))
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, dict(larger.named_parameters())[name])
+
+
+@pytest.mark.parametrize("old", [(4, 4), (5, 5)])
+def test_offsets_of_another_grid_keep_what_they_say_of_rows_and_columns(old):
+    """A table that is linear in rows and columns, as far as an offset along the sequence tells them, stays so."""
+
+    def linear(grid):
+        rows, columns = grid
+        reach = rows * columns - 1
+        offsets = torch.arange(-reach, reach + 1)
+        down = torch.div(offsets + columns // 2, columns, rounding_mode="floor")
+        return torch.stack([down / (rows - 1), (offsets - down * columns) / (columns - 1)], dim=1)
+
+    assert torch.equal(interpolate_offsets(linear(old), old, 0), linear(old))
+    found, expected = interpolate_offsets(linear(old), (7, 7), 0), linear((7, 7))
+    inside = (expected[:, 1].abs() < 0.3) & (expected[:, 0].abs() < 0.9)  # elsewhere the old offsets change rows
+    torch.testing.assert_close(found[inside], expected[inside], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["relative", "every", "stride, rope", "axial, relative_bias", "registers, layer scale"]
+)
+def test_a_killed_run_ends_with_the_same_bits(kind, pretrain, tmp_path, monkeypatch):
+    words = [f"--model.{key}={json.dumps(v) if isinstance(v, dict) else v}" for key, v in KINDS[kind].items()]
+    whole = pretrain(*words, "--model.dropout=0.1", dir=tmp_path / "whole")
+    kill_at(monkeypatch, 3)
+    with pytest.raises(Killed):
+        pretrain(*words, "--model.dropout=0.1", dir=tmp_path / "killed")
+    monkeypatch.undo()
+    killed = pretrain(*words, "--model.dropout=0.1", dir=tmp_path / "killed")
+    first, second = ((run / "encoder" / "model.safetensors").read_bytes() for run in (whole, killed))
+    assert first == second
+    assert read_metrics(killed)[4] < 1.2 * read_metrics(killed)[1]
+    mpp.load_encoder(killed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiler_follows_each_whole(kind):
+    encoder = build(**KINDS[kind])
+    model = MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3)
+    drawn = [draw(CorruptionConfig(), cell_grid(encoder)[0], 0, 0, index) for index in range(2)]
+    corruption = Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    expected = model(images, corruption)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images, corruption), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(position="rope", position_at="every"), ["model.position_at", "every", "stem"]),
+        (dict(stride=3), ["model.stride is 3", "divisor", "(8)"]),
+        (dict(stride=0), ["model.stride is 0"]),
+        (dict(name="vit_tiny_patch16_224", position="relative"), ["model.name", "vit_tiny_patch16_224", "width"]),
+        (dict(position="rope", width=18, heads=3), ["multiple of 4", "rope"]),
+        (dict(position="learned_2d", width=15, heads=3), ["even", "learned_2d"]),
+        (dict(position="relative_bias", arguments={"reg_tokens": 2}), ["relative_bias", "registers"]),
+        (dict(arguments={"reg_token": 2}), ["model.arguments is reg_token", "reg_tokens"]),
+        (dict(arguments={"depth": 2}), ["model.arguments is depth"]),
+    ],
+)
+def test_what_does_not_go_together_is_named(settings, words):
+    with pytest.raises(mpp.errors.UserError) as error:
+        build_encoder(ModelConfig(**NUMBERS | settings))
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("setting", ["stride=4", "position=rope", "mixing=axial", "position_at=every"])
+def test_an_autoencoder_refuses_what_needs_all_tokens(setting, pretrain):
+    with pytest.raises(mpp.errors.UserError, match=r"network\.name is autoencoder"):
+        pretrain("--config=rivals/mae", f"--model.{setting}")
+
+
+def test_an_autoencoder_takes_tables_of_rows_and_columns(pretrain):
+    pretrain("--config=rivals/mae", "--model.position=learned_2d")
+
+
+@pytest.mark.parametrize("position", [*RELATIVE, "learned_2d", "sincos_2d", "none"])
+def test_positions_are_drawn_where_there_is_something_to_draw(position):
+    encoder = build(position=position)
+    if position in ("rope", "none"):
+        with pytest.raises(ValueError, match=r"nothing is learned|no position embedding"):
+            position_similarity(encoder)
+        return
+    similarity = position_similarity(encoder)
+    assert similarity.shape == (4, 4, 4, 4)
+    own = torch.stack([similarity[i, j, i, j] for i in range(4) for j in range(4)])
+    if position == "relative_bias":
+        torch.testing.assert_close(own, own[:1].expand(16))  # one offset
+    else:
+        torch.testing.assert_close(own, torch.ones(16))
