@@ -9,14 +9,12 @@ and its encoder/ are as pre-training's, so that every probe takes it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from accelerate import Accelerator, PartialState
-from torch import nn
 
 from evaluation.suite.classify import Classification
 from evaluation.suite.labelled import load_labelled
-from evaluation.suite.networks import HeadedEncoder, Pooling, build_backbone, zero_head
+from evaluation.suite.networks import HeadConfig, HeadedEncoder, build_backbone, build_head
 from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.views import BatchLayout
@@ -24,16 +22,6 @@ from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.training.task import train
 from mpp.training.tracking import last_evaluation
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """The classifier on top of the encoder."""
-
-    name: Literal["mlp", "linear"] = "mlp"
-    """mlp: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
-    pooling: Pooling = "auto"
-    """`class` token, `mean` over patches or places; auto: [class] where there is one."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +45,8 @@ class Supervised(Classification):
         splits = load_labelled(config.data, accelerator)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         encoder, self.img_size = build_backbone(config.model)
-        head = build_head(config.head, encoder.num_features, self.classes)
+        head = build_head(config.head.kind, encoder.num_features, self.classes)
         self.model = HeadedEncoder(encoder, head, config.head.pooling, config.model.mean, config.model.std)
-
-
-def build_head(config: HeadConfig, width: int, classes: int) -> nn.Module:
-    """The head; its last layer starts at zero."""
-    if config.name == "linear":
-        return zero_head(width, classes)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), zero_head(width, classes))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
