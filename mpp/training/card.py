@@ -23,7 +23,7 @@ import timm
 
 encoder = timm.create_model("local-dir:FOLDER", pretrained=True)  # this folder; on the hub "hf-hub:NAME"
 data_config = timm.data.resolve_model_data_config(encoder)  # input size, mean, std, crop
-tokens = encoder.forward_features(images)  # (B, 1 + N, D), the [class] token first
+tokens = encoder.forward_features(images)  # (B, {prefix} + N, D), the [class] token first
 ```
 
 ## Held-out figures after {step} updates
@@ -39,7 +39,7 @@ tokens = encoder.forward_features(images)  # (B, 1 + N, D), the [class] token fi
 """
 
 
-def model_card(folder: Path, model: str, method: str, images: str) -> str:
+def model_card(folder: Path, model: str, method: str, images: str, prefix: int = 1) -> str:
     """The text of a run's encoder/README.md.
 
     Args:
@@ -47,8 +47,10 @@ def model_card(folder: Path, model: str, method: str, images: str) -> str:
         model: what it is, in a few words.
         method: how it was trained, in a sentence without its full stop.
         images: what it was trained on.
+        prefix: tokens before those of the patches.
     """
     scalars = last_scalars(folder, "heldout/loss")
     figures = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step")
-    fields = dict(name=folder.name, model=model, method=method, images=images, step=scalars["step"], figures=figures)
-    return CARD.format(**fields, settings=(folder / "config.yaml").read_text())
+    fields = dict(name=folder.name, model=model, method=method, images=images, prefix=prefix)
+    fields |= dict(step=scalars["step"], figures=figures, settings=(folder / "config.yaml").read_text())
+    return CARD.format(**fields)

@@ -104,7 +104,8 @@ class ImageTask:
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the encoder in timm's layout, with the input that it takes, and its model card."""
         normalize, images = model.normalize, f"{describe(self.data)}, {self.train.describe()}"
-        card = model_card(folder, self.describe_model(), self.method, images)
+        prefix = getattr(model.encoder, "num_prefix_tokens", 1)
+        card = model_card(folder, self.describe_model(), self.method, images, prefix)
         input_config = (self.img_size, normalize.mean, normalize.std, self.data.eval_crop)
         export_encoder(model.encoder, folder / "encoder", *input_config, card)
 
