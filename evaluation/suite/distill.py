@@ -61,8 +61,8 @@ class DistillConfig:
         weight = self.weight
         require(weight is None or 0 <= weight <= 1, "distill.weight", weight, "from 0 to 1, or null")
         if self.teacher is not None and self.teacher_sha256 is None:
-            folder = Path(self.teacher)
-            require(folder.is_dir(), "distill.teacher", folder, "a folder: of a finished run, or of timm's")
+            folder, said = Path(self.teacher), " ".join(self.teacher.split())  # in one line
+            require(folder.is_dir(), "distill.teacher", said, "a folder: of a finished run, or of timm's")
             object.__setattr__(self, "teacher_sha256", fingerprint(folder))
 
     @property
