@@ -43,9 +43,9 @@ from mpp.training.tracking import last_scalars
 
 KNOWN_FLOPS: dict[str, int] = {}  # of an image, by command and settings
 PAUSE = 10  # seconds before looking again whether others are done
-TRAININGS: dict[str, tuple[type, type[ImageTask]]] = {
+TRAININGS: dict[str, tuple[type, Callable[..., ImageTask]]] = {
     "pretrain": (Config, Pretraining),
-    "supervised": (supervised.SupervisedConfig, supervised.Supervised),
+    "supervised": (supervised.SupervisedConfig, supervised.build_task),
     "contrastive": (contrastive.ContrastiveConfig, contrastive.Contrastive),
 }
 EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {

@@ -1,7 +1,8 @@
-"""Supervised pre-training baselines, from scratch (paper, section 3.1 and Table 3).
+"""Supervised pre-training baselines, from scratch (paper, section 3.1 and Table 3), with a teacher if one is named.
 
     accelerate launch evaluation/supervised.py
     accelerate launch evaluation/supervised.py --config configs/supervised/imagenet_vit_b16.yaml
+    accelerate launch evaluation/supervised.py --distill.teacher runs/resnet --model.init_from runs/birds
 
 ViTs, BiT's ResNets (`--model.name resnetv2_50x1_bit`) and hybrids (`--model.name vit_base_r50_s16_224`). The run folder
 and its encoder/ are as pre-training's, so that every probe takes it.
@@ -9,31 +10,31 @@ and its encoder/ are as pre-training's, so that every probe takes it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from accelerate import Accelerator, PartialState
-from torch import nn
+from torch import Tensor
 
 from evaluation.suite.classify import Classification
+from evaluation.suite.distill import (
+    DistillConfig,
+    DistilledEncoder,
+    averaged,
+    build_student,
+    distillation_loss,
+    forward_flops,
+)
+from evaluation.suite.inheritance import refuse_seen
 from evaluation.suite.labelled import load_labelled
-from evaluation.suite.networks import HeadedEncoder, Pooling, build_backbone, zero_head
+from evaluation.suite.networks import HeadConfig, HeadedEncoder, build_backbone, build_head
 from evaluation.suite.reports import table, write_json
+from evaluation.suite.teachers import load_teacher
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
-from mpp.data.views import BatchLayout
+from mpp.data.views import BatchLayout, collate
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
+from mpp.runtime.randomness import FIXED
 from mpp.training.task import train
 from mpp.training.tracking import last_evaluation
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """The classifier on top of the encoder."""
-
-    name: Literal["mlp", "linear"] = "mlp"
-    """mlp: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
-    pooling: Pooling = "auto"
-    """`class` token, `mean` over patches or places; auto: [class] where there is one."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class SupervisedConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
 
 
@@ -57,21 +59,61 @@ class Supervised(Classification):
         splits = load_labelled(config.data, accelerator)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         encoder, self.img_size = build_backbone(config.model)
-        head = build_head(config.head, encoder.num_features, self.classes)
+        head = build_head(config.head.kind, encoder.num_features, self.classes)
         self.model = HeadedEncoder(encoder, head, config.head.pooling, config.model.mean, config.model.std)
 
 
-def build_head(config: HeadConfig, width: int, classes: int) -> nn.Module:
-    """The head; its last layer starts at zero."""
-    if config.name == "linear":
-        return zero_head(width, classes)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), zero_head(width, classes))
+class Distilled(Classification):
+    """The task: classify, and say what a teacher says of the same crop."""
+
+    def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
+        splits = load_labelled(config.data, accelerator)
+        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
+        refuse_seen("distill.teacher", config.distill.teacher, config.data, splits[1])
+        self.config, encoder = config, build_student(config.model)
+        self.img_size = encoder.patch_embed.img_size[0]
+        heads = [build_head(config.head.kind, encoder.num_features, self.classes) for _ in range(2)]
+        self.model = DistilledEncoder(encoder, *heads, config.head.pooling, config.model.mean, config.model.std)
+        self.teacher = load_teacher(config.distill, self.classes).to(accelerator.device)
+
+    @property
+    def method(self) -> str:
+        """How it is trained, for the model card."""
+        distill, start = self.config.distill, self.config.model.init_from or "random weights"
+        return (
+            f"Trained with labels, from {start}, and by {distill.kind} distillation from {distill.teacher} through a "
+            "token (DeiT: Touvron et al., ICML 2021). The tokens begin with [class] and the distillation token; both "
+            "heads are left out"
+        )
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        return averaged(outputs)
+
+    def criterion(self, outputs: Tensor, images: Tensor, target: Tensor) -> Tensor:
+        with self.accelerator.autocast():
+            taught = self.teacher(images)
+        return distillation_loss(outputs, target, taught, self.config.distill, self.augment.label_smoothing)
+
+    def flops(self) -> int:
+        """Executed per image, the teacher's forward pass too."""
+        crop = collate([self.views(self.train)[FIXED, 0]]).images
+        return super().flops() + forward_flops(self.teacher, crop)
+
+    def describe_model(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.teacher.parameters())
+        return f"{super().describe_model()}, a teacher of {parameters / 1e6:.1f} M"
+
+
+def build_task(config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout) -> Classification:
+    """The task that the config describes: with a teacher, or without."""
+    task = Supervised if config.distill.teacher is None else Distilled
+    return task(config, accelerator, layout)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
     config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
-    folder = train(config, Supervised)
+    folder = train(config, build_task)
     if PartialState().is_main_process:
         accuracy = last_evaluation(folder)["heldout/accuracy"]
         write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})

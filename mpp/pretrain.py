@@ -29,9 +29,8 @@ from mpp.probe import probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
-from mpp.training.checkpoint import restore, saved_settings
+from mpp.training.checkpoint import restore_trained, saved_settings
 from mpp.training.loop import due
-from mpp.training.optim import averages, build_optimizer, swap
 from mpp.training.task import ImageTask, train
 from mpp.training.tracking import Tracker, last_evaluation
 
@@ -145,11 +144,9 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
     task = Pretraining(
         dataclasses.replace(config, data=data, model=model), accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0)
     )
-    optimizer = build_optimizer(task.model, config.optim)
-    step, _ = restore(folder, task.model, optimizer)
+    step = restore_trained(folder, task.model, config.optim)
     require(step > 0, "encoder", folder, "a run with a checkpoint that is whole")
     task.model.to(accelerator.device).eval()
-    swap(averages(optimizer) if config.optim.average is not None else [])
     return task
 
 

@@ -55,17 +55,30 @@ class Classification(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
         images, labels = (part.to(device, non_blocking=True) for part in (batch.images, batch.labels))
-        target, smoothing = labels if labels.ndim == 1 else labels[:, 0], 0.0
-        if model.training:
-            smoothing = self.augment.label_smoothing
-            if self.mix:
-                images, target = self.mix(images.float(), target)  # (B, C) now
-        logits = model(images)
-        loss = F.cross_entropy(logits, target, label_smoothing=smoothing)
+        target = labels if labels.ndim == 1 else labels[:, 0]
+        if model.training and self.mix:
+            images, target = self.mix(images.float(), target)  # (B, C) now
+        outputs = model(images)
+        logits = self.logits(outputs)
+        loss = self.criterion(outputs, images, target) if model.training else F.cross_entropy(logits, target)
         if not measure:
             return loss, {}
         right = is_right(logits.argmax(-1), labels).double().sum()
         return loss, {"right": right, "images": torch.tensor(len(labels), dtype=torch.double, device=device)}
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """What the model gives to the logits (B, C) that it is judged by."""
+        return outputs
+
+    def criterion(self, outputs: Tensor, images: Tensor, target: Tensor) -> Tensor:
+        """The loss that is trained.
+
+        Args:
+            outputs: of the model.
+            images: (B, 3, S, S) as the model saw them, uint8 or float in [0, 255].
+            target: classes (B,) or shares of classes (B, C).
+        """
+        return F.cross_entropy(outputs, target, label_smoothing=self.augment.label_smoothing)
 
     def flops(self) -> int:
         return executed_flops(self.model, collate([self.views(self.train)[FIXED, 0]]).images)

@@ -123,12 +123,12 @@ def load_frozen(
     return frozen
 
 
-def create(name: str, img_size: int | None, **options: Any) -> nn.Module:
-    """A timm model without a head; ViTs are built for `img_size`, convolutions take any."""
+def create(name: str, img_size: int | None, num_classes: int | None = 0, **options: Any) -> nn.Module:
+    """A timm model, without a head or (`num_classes` None) with its own; ViTs are built for `img_size`."""
     sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
     for size in sizes:
         try:
-            return timm.create_model(name, num_classes=0, **options, **size)
+            return timm.create_model(name, num_classes=num_classes, **options, **size)
         except TypeError as error:
             reason: Exception = error
         except (AssertionError, RuntimeError, OSError, KeyError, ValueError, SafetensorError) as error:

@@ -95,22 +95,26 @@ def positions(dataset: ImageDataset) -> np.ndarray:
     return np.arange(len(dataset)) if dataset.origin.indices is None else dataset.origin.indices
 
 
+def refuse_seen(setting: str, encoder: str, data: SourceConfig, test: ImageDataset) -> None:
+    """Raise UserError where what `setting` names was trained with labels of these test images."""
+    learned = learned_labels(encoder)
+    known = seen(test, data, learned) if learned else 0
+    if known:
+        raise UserError(
+            f"{setting} is {encoder}, which was trained with the labels of {known} of these {len(test)} test images; "
+            f"test on those that it held out:{as_arguments(learned) or ' leave out all --data settings'}"
+        )
+
+
 def check_unseen(encoder: str, data: SourceConfig, train: ImageDataset, test: ImageDataset) -> None:
     """Refuse test images whose labels an encoder was trained with; warn of such training images.
 
     Raises:
         UserError: there are such test images.
     """
+    refuse_seen("encoder", encoder, data, test)
     learned = learned_labels(encoder)
-    if learned is None:
-        return
-    known = seen(test, data, learned)
-    if known:
-        raise UserError(
-            f"encoder is {encoder}, which was trained with the labels of {known} of these {len(test)} test images; "
-            f"test on those that it held out:{as_arguments(learned) or ' leave out all --data settings'}"
-        )
-    if seen(train, data, learned) and os.environ.get("RANK", "0") == "0":
+    if learned and seen(train, data, learned) and os.environ.get("RANK", "0") == "0":
         print(
             f"note: {encoder} was trained with labels of these training images: what is chosen on a part of them, "
             "such as a depth, a rate or a penalty, is chosen for images that it knows"

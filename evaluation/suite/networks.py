@@ -1,6 +1,7 @@
 """What is trained here: an encoder of timm's with a head on it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import timm
@@ -12,7 +13,19 @@ from mpp.encoder import Normalize, build_encoder
 from mpp.features import pool
 
 Pooling = Literal["auto", "class", "mean"]
+HeadKind = Literal["mlp_tanh", "linear"]
 VITS = ("vision_transformer", "vision_transformer_hybrid")
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The classifier on top of the encoder, in supervised training."""
+
+    kind: HeadKind = "mlp_tanh"
+    """mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
+    pooling: Pooling = "auto"
+    """What it is on: `class` token or `mean` over patches or places, equal once each has its own learning rate (paper,
+    appendix D.3); auto: [class] where there is one."""
 
 
 class HeadedEncoder(nn.Module):
@@ -59,6 +72,13 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
         require(value == usual, f"model.{name}", value, f"{'null' if usual is None else usual} with {config.name}")
     encoder = timm.create_model(config.name, num_classes=0)
     return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
+
+
+def build_head(kind: HeadKind, width: int, classes: int) -> nn.Module:
+    """A classifier, (B, width) to (B, classes); its last layer starts at zero."""
+    if kind == "linear":
+        return zero_head(width, classes)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), zero_head(width, classes))
 
 
 def zero_head(width: int, classes: int) -> nn.Linear:

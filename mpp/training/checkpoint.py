@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from mpp.config import OptimConfig
 from mpp.data.record import differences
 from mpp.errors import UserError
 from mpp.runtime import lock
@@ -32,6 +33,7 @@ from mpp.runtime.disk import sync
 from mpp.runtime.hashing import digest
 from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
+from mpp.training.optim import averages, build_optimizer, swap
 
 IMAGES = "data.json"
 MODEL, OPTIMIZER, PLACES = "model.safetensors", "optimizer.safetensors", "places.json"
@@ -180,6 +182,21 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         places = json.loads((checkpoint / PLACES).read_text())
         return step_of(checkpoint), [{int(lane): place for lane, place in each.items()} for each in places]
     return 0, []
+
+
+def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
+    """Load the weights that a run evaluates at its newest whole checkpoint: averaged, where it averages.
+
+    Args:
+        model: as the run built it.
+        config: of the run's optimiser.
+    Returns:
+        The step of the checkpoint; 0: there is none, and nothing was loaded.
+    """
+    optimizer = build_optimizer(model, config)
+    step, _ = restore(folder, model, optimizer)
+    swap(averages(optimizer) if step and config.average is not None else [])
+    return step
 
 
 def damaged_files(checkpoint: Path) -> list[str]:

@@ -1,0 +1,212 @@
+"""Learning from a teacher through a token of its own: DeiT (Touvron et al., ICML 2021, arXiv 2012.12877).
+
+The distillation token stands beside [class] and has a head beside the classifier. The classifier learns the labels, the
+other head what the teacher says of the same crop. Where the model is judged, the softmaxes of both are averaged.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from timm.models import is_model_in_modules
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from evaluation.suite.networks import HeadedEncoder, Pooling
+from mpp.config import ModelConfig, plumbing, require
+from mpp.encoder import (
+    build_encoder,
+    encoder_folder,
+    fingerprint,
+    fix_positions,
+    has_fused_attention,
+    load_weights,
+    set_attention,
+)
+from mpp.features import pool
+
+DISTILLED = "deit_base_distilled_patch16_224"  # timm's ViT with a distillation token, built to other numbers
+STUDENTS = ("vision_transformer", "deit")  # timm's modules that have plain ViTs
+A_STUDENT = "a plain ViT with distill.teacher: a distillation token is given to no other"
+WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Learning from a teacher too, through a distillation token with a head of its own (DeiT)."""
+
+    teacher: str | None = plumbing(None)  # it may move: teacher_sha256 says which it is
+    """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
+    null: no teacher, and no such token."""
+    kind: Literal["hard", "soft"] = "hard"
+    """What is learned of the teacher. hard: the class that it finds likeliest; soft: its probabilities."""
+    temperature: float = 3.0
+    """What the logits of both are divided by, of soft (DeiT: 3)."""
+    weight: float | None = None
+    """Share of the loss that is the teacher's; the rest is the labels'. null: DeiT's, 0.5 of hard and 0.1 of soft."""
+    teacher_sha256: str | None = None
+    """Of the teacher's weights: a run is not resumed with others. null: looked up when the run begins."""
+
+    def __post_init__(self):
+        require(0 < self.temperature < math.inf, "distill.temperature", self.temperature, "above 0")
+        weight = self.weight
+        require(weight is None or 0 <= weight <= 1, "distill.weight", weight, "from 0 to 1, or null")
+        if self.teacher is not None and self.teacher_sha256 is None:
+            folder, said = Path(self.teacher), " ".join(self.teacher.split())  # in one line
+            require(folder.is_dir(), "distill.teacher", said, "a folder: of a finished run, or of timm's")
+            object.__setattr__(self, "teacher_sha256", fingerprint(folder))
+
+    @property
+    def share(self) -> float:
+        """The teacher's share of the loss."""
+        return WEIGHTS[self.kind] if self.weight is None else self.weight
+
+
+def distillation_loss(
+    outputs: Tensor, target: Tensor, taught: Tensor, config: DistillConfig, label_smoothing: float = 0.0
+) -> Tensor:
+    """The labels' and the teacher's parts together: (1 - w) CE(class, y) + w D(distilled, teacher).
+
+    D is CE(distilled, arg max of the teacher) if hard; if soft, T^2 KL(softmax(teacher / T) || softmax(distilled / T)),
+    the mean over images (DeiT, equations 2 and 3; its published code also divides by the number of classes).
+    timm's TokenDistillationTask computes the same; it holds model and loop, so that only the formula is here.
+
+    Args:
+        outputs: logits of the classifier and of the distillation head, (B, 2, C).
+        target: classes (B,) or shares of classes (B, C).
+        taught: the teacher's logits, (B, C).
+        label_smoothing: of the labels; what the teacher says is not smoothed.
+    """
+    of_class, of_teacher = outputs.unbind(1)
+    labels = F.cross_entropy(of_class, target, label_smoothing=label_smoothing)
+    if config.kind == "hard":
+        teacher = F.cross_entropy(of_teacher, taught.argmax(-1))
+    else:
+        logs = [(logits / config.temperature).log_softmax(-1) for logits in (of_teacher, taught)]
+        teacher = config.temperature**2 * F.kl_div(*logs, reduction="batchmean", log_target=True)
+    return (1 - config.share) * labels + config.share * teacher
+
+
+def averaged(outputs: Tensor) -> Tensor:
+    """Logits of both heads (B, 2, C) to the logarithm of their mean probabilities (B, C)."""
+    return outputs.log_softmax(-1).logsumexp(1) - math.log(outputs.shape[1])
+
+
+class DistilledEncoder(HeadedEncoder):
+    """An encoder with a distillation token: a classifier as in HeadedEncoder, and a head on that token.
+
+    Args:
+        encoder: timm's, without heads; its second token is the distillation token.
+        head, distill_head: (B, D) to (B, C) each.
+        pooling, mean, std: see HeadedEncoder.
+    """
+
+    def __init__(
+        self,
+        encoder: VisionTransformerDistilled,
+        head: nn.Module,
+        distill_head: nn.Module,
+        pooling: Pooling,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ):
+        super().__init__(encoder, head, pooling, mean, std)
+        self.distill_head = distill_head
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 to the logits of both heads, (B, 2, C)."""
+        tokens = self.encoder.forward_features(self.normalize(images))
+        parts = self.head(pool(self.encoder, tokens, self.pooling)), self.distill_head(tokens[:, 1])
+        return torch.stack(parts, dim=1)
+
+
+def build_student(config: ModelConfig) -> VisionTransformerDistilled:
+    """The ViT that the config describes with a distillation token, without heads.
+
+    Of `model.init_from` everything is loaded as in pre-training. Where these weights have no distillation token, it and
+    its position embedding start random.
+
+    Raises:
+        UserError: no such model, one that is not a plain ViT, weights that do not fit.
+    """
+    name, usual = config.name, ModelConfig()
+    known = config.position in ("learned", "sincos_2d")
+    require(known, "model.position", config.position, "learned or sincos_2d with distill.teacher")
+    for key in ("position_at", "stride", "mixing", "arguments"):
+        value, plain = getattr(config, key), getattr(usual, key)
+        require(value == plain, f"model.{key}", value, f"{'null' if plain is None else plain} with distill.teacher")
+    if name is not None and timm.is_model(name):
+        name = name.replace("_distilled", "")  # timm has each of these without the token too
+        require(is_model_in_modules(name, STUDENTS), "model.name", name, A_STUDENT)
+    again = config.init_from is not None and has_token(Path(config.init_from))
+    plain = build_encoder(replace(config, name=name, init_from=None if again else config.init_from))
+    student = with_token(plain, config)
+    if again:
+        load_weights(student, Path(config.init_from))
+    if config.position == "sincos_2d":
+        fix_positions(student)
+    return student
+
+
+def has_token(path: Path) -> bool:
+    """Whether the weights at `path` (run folder, encoder folder or .safetensors file) have a distillation token."""
+    file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
+    try:
+        with safe_open(file, framework="pt") as weights:
+            return "dist_token" in weights.keys()  # noqa: SIM118, it is no dict
+    except (OSError, SafetensorError):
+        return False  # who loads them says so
+
+
+def with_token(plain: VisionTransformer, config: ModelConfig) -> VisionTransformerDistilled:
+    """An encoder with the weights of `plain`, which was built by `config`, and a distillation token.
+
+    Raises:
+        UserError: the encoder differs from timm's plain ViT in more than its numbers.
+    """
+    allowed = ("model.name", config.name, A_STUDENT)
+    attention = getattr(plain.blocks[0], "attn", None)
+    require(hasattr(attention, "num_heads"), *allowed)
+    arguments = dict(
+        img_size=plain.patch_embed.img_size[0],
+        patch_size=plain.patch_embed.patch_size[0],
+        embed_dim=plain.embed_dim,
+        depth=len(plain.blocks),
+        num_heads=attention.num_heads,
+        pos_drop_rate=config.dropout or None,
+        proj_drop_rate=config.dropout or None,
+        drop_path_rate=config.drop_path or None,
+    )
+    student = timm.create_model(DISTILLED, num_classes=0, **arguments)
+    set_attention(student, has_fused_attention(plain))
+    student.set_grad_checkpointing(config.activation_checkpointing)
+    weights, own = plain.state_dict(), student.state_dict()
+    require(parts_of(plain) == parts_of(student) and own.keys() ^ weights.keys() == {"dist_token"}, *allowed)
+    positions = weights["pos_embed"]
+    require(positions.shape[1] == own["pos_embed"].shape[1] - 1, *allowed)
+    positions = torch.cat([positions[:, :1], own["pos_embed"][:, 1:2], positions[:, 1:]], dim=1)
+    student.load_state_dict(weights | {"dist_token": own["dist_token"], "pos_embed": positions})
+    return student
+
+
+def parts_of(encoder: VisionTransformer) -> dict[str, str]:
+    """The encoder's modules in words: of what kind and size, with which rates."""
+    return {name: repr(part) for name, part in encoder.named_children() if name != "head_dist"}
+
+
+def forward_flops(model: nn.Module, images: Tensor) -> int:
+    """Floating-point operations of a forward pass, counted without computing them, as `executed_flops` does."""
+    model = copy.deepcopy(model).to("meta")
+    set_attention(model, fused=False)
+    with FlopCounterMode(display=False) as counter:
+        model(images.to("meta"))
+    return counter.get_total_flops()

@@ -1,0 +1,118 @@
+"""Teachers: trained classifiers that are only asked what they see in an image."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from evaluation.suite.distill import DistillConfig, DistilledEncoder, averaged
+from evaluation.suite.encoders import FrozenEncoder, create, load_frozen
+from evaluation.suite.inheritance import learned_labels, run_folder
+from evaluation.suite.networks import HeadedEncoder, build_head
+from mpp.config import OptimConfig, require
+from mpp.encoder import encoder_folder, fingerprint, set_attention
+from mpp.errors import UserError
+from mpp.runtime.hardware import uses_gpu
+from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained, saved_settings
+
+SETTING = "distill.teacher"
+A_TEACHER = "the folder of a finished supervised or fine-tuned run, or a folder of timm's with a classification head"
+
+
+class Classifier(NamedTuple):
+    """A network with its head."""
+
+    network: nn.Module  # images (B, 3, S, S) in [0, 255] to logits (B, C), or (B, 2, C) of two heads
+    img_size: int  # S
+    classes: int  # C
+
+
+class Teacher(nn.Module):
+    """A classifier in eval mode, without gradients, that takes crops of any size.
+
+    Args:
+        classifier: normalises its own input.
+    """
+
+    def __init__(self, classifier: Classifier):
+        super().__init__()
+        self.network = classifier.network.eval().requires_grad_(False)
+        self.img_size = classifier.img_size
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, S, S), uint8 or float in [0, 255], to logits (B, C) float32."""
+        if images.shape[-1] != self.img_size:
+            size = (self.img_size, self.img_size)
+            images = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
+        logits = self.network(images).float()
+        return averaged(logits) if logits.ndim == 3 else logits
+
+
+def load_teacher(config: DistillConfig, classes: int) -> Teacher:
+    """The teacher that the config names.
+
+    Args:
+        classes: that the student learns.
+    Raises:
+        UserError: no classifier there, one of other classes, or other weights than the run began with.
+    """
+    folder = Path(config.teacher)
+    found, known = fingerprint(folder), config.teacher_sha256
+    require(found == known, "distill.teacher_sha256", known, f"{found}, that of {folder}, or null")
+    run = run_folder(config.teacher)
+    classifier = classifier_of_timm(folder) if run is None else classifier_of_run(run)
+    if classifier.classes != classes:
+        raise UserError(f"{SETTING} is {folder}, which knows {classifier.classes} classes; these images have {classes}")
+    return Teacher(classifier)
+
+
+def classifier_of_timm(folder: Path) -> Classifier:
+    """What timm's own folder has, with its head."""
+    model = create(f"local-dir:{encoder_folder(folder)}", None, num_classes=None, pretrained=True)
+    classes = getattr(model, "num_classes", 0)
+    require(classes > 0, SETTING, folder, A_TEACHER)
+    if not uses_gpu():
+        set_attention(model, fused=False)
+    frozen = FrozenEncoder(model)
+    require(frozen.channels == 3, f"{SETTING}'s input channels", frozen.channels, "3: images are RGB here")
+    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes)
+
+
+def classifier_of_run(run: Path) -> Classifier:
+    """What a run with labels came to. encoder/ has no head: it is in the newest checkpoint."""
+    require(learned_labels(str(run)) is not None, SETTING, run, A_TEACHER)
+    checkpoints = complete_checkpoints(run)[-1:]
+    whole = bool(checkpoints) and not damaged_files(checkpoints[0])
+    require(whole, SETTING, run, "a run whose newest checkpoint is there and whole: the head is in it")
+    saved, classes, frozen = saved_settings(run), outputs_of(checkpoints[0] / MODEL), load_frozen(str(run))
+    network = as_trained(frozen, saved, classes)
+    restore_trained(run, network, OptimConfig(**saved["optim"]))
+    exported = load_file(encoder_folder(run) / "model.safetensors")  # the digest is of these
+    same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
+    require(same, SETTING, run, "a run whose newest checkpoint has the weights of its encoder/")
+    return Classifier(network, frozen.img_size, classes)
+
+
+def outputs_of(weights: Path) -> int:
+    """How many numbers the last layer of a network's `head` gives."""
+    with safe_open(weights, framework="pt") as file:
+        last = max(name for name in file.keys() if name.startswith("head.") and name.endswith(".bias"))  # noqa: SIM118
+        return file.get_slice(last).get_shape()[0]
+
+
+def as_trained(frozen: FrozenEncoder, saved: dict[str, Any], classes: int) -> HeadedEncoder:
+    """The network that a run trained, by its settings, to load its weights into."""
+    encoder = frozen.model.requires_grad_(True)  # the optimiser's state, which has the averages, counts what is trained
+    fixed = (saved.get("model") or {}).get("position") == "sincos_2d"
+    if fixed and encoder.pos_embed is not None:
+        encoder.pos_embed.requires_grad_(False)
+    of_head = saved.get("head") or {"kind": "linear", "pooling": saved.get("pooling")}  # fine-tuning has one layer
+    distilled = (saved.get("distill") or {}).get("teacher") is not None
+    heads = [build_head(of_head["kind"], encoder.num_features, classes) for _ in range(1 + distilled)]
+    kind = DistilledEncoder if distilled else HeadedEncoder
+    return kind(encoder, *heads, of_head["pooling"], frozen.normalize.mean, frozen.normalize.std)
