@@ -26,7 +26,7 @@ from evaluation.suite.divergence import DIVERGED, once, told
 from evaluation.suite.findings import COMPUTE, Results, unique, write_findings
 from evaluation.suite.plan import Case, CompareConfig, Options, plan
 from evaluation.suite.probing import forget_features
-from evaluation.suite.provenance import images_at, result_settings
+from evaluation.suite.provenance import completed, images_at, result_settings
 from evaluation.suite.reports import write_json
 from mpp.config import Config
 from mpp.data.views import BatchLayout
@@ -160,19 +160,30 @@ class Job:
             "encoder_sha256": fingerprint(self.weights),
         }
 
+    def today(self, noted: dict[str, Any]) -> dict[str, Any]:
+        """A noted provenance in the terms of this release."""
+        of_evaluation = completed(noted.get("settings"), self.evaluation)
+        return noted | {"settings": of_evaluation, "trained": completed(noted.get("trained"), self.training)}
+
+    def training_today(self, noted: dict[str, Any]) -> dict[str, Any]:
+        """Noted settings of the training in the terms of this release."""
+        return completed(noted, self.training)
+
     def found(self) -> dict[str, Any] | None:
         """The report, if there is one of these settings and weights."""
         try:
-            done = self.note.is_file() and json.loads(self.note.read_text()) == self.provenance()
+            done = self.note.is_file() and self.today(json.loads(self.note.read_text())) == self.provenance()
         except (UserError, json.JSONDecodeError):  # no encoder there yet; a note that is torn
             return None
         return json.loads(self.report.read_text()) if done else None
 
     def diverged(self) -> bool:
         """Whether the encoder's training or its fine-tuning is known to diverge."""
-        if self.training and told(Path(self.training.run.dir) / DIVERGED, result_settings(self.training)):
-            return True
-        return self.divergence.is_file() and told(self.divergence, self.provenance()) is not None
+        if self.training:
+            note = Path(self.training.run.dir) / DIVERGED
+            if told(note, result_settings(self.training), self.training_today):
+                return True
+        return self.divergence.is_file() and told(self.divergence, self.provenance(), self.today) is not None
 
     def prepare(self) -> None:
         """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on."""
@@ -184,7 +195,7 @@ class Job:
         forget_features()
         task = TRAININGS[self.case.encoder.train][1]
         note = Path(self.training.run.dir) / DIVERGED
-        once(note, result_settings(self.training), lambda: train(self.training, task))
+        once(note, result_settings(self.training), self.training_today, lambda: train(self.training, task))
 
     def check_images(self) -> None:
         """UserError where the encoder is there and was trained on other images than there are now."""
@@ -209,7 +220,7 @@ class Job:
             self.prepare()
             self.note.unlink(missing_ok=True)  # what it says will not be true of the next report
             evaluate = EVALUATIONS[self.case.evaluation.command][1]
-            once(self.divergence, self.provenance(), lambda: evaluate(self.evaluation))
+            once(self.divergence, self.provenance(), self.today, lambda: evaluate(self.evaluation))
             write_json(self.note, self.provenance())
 
 

@@ -15,6 +15,11 @@ def result_settings(config: Any) -> dict[str, Any]:
     return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("plumbing")}
 
 
+def completed(noted: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
+    """Settings that a result was noted with. Those that came with a later release have their default: it was that."""
+    return noted if noted is None else result_settings(type(config)()) | noted
+
+
 def images_at(data: SourceConfig) -> dict[str, Any] | None:
     """Which images these settings mean, now. None: a stream, which is not looked through."""
     if getattr(data, "streaming", False):
