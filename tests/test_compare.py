@@ -436,9 +436,10 @@ def test_lines_go_through_encoders_against_all_compute():
         for name, accuracy in (("short", 0.1), ("long", 0.3), ("scratch", 0.2))
     ]
     results = Results(rows, compute={"short": 1.0, "long": 4.0, "scratch": 0.0})
-    lines = {"pre-trained": ["long", "short"], "from scratch": ["scratch"]}
+    lines = {"pre-trained": ["long", "short"], "from scratch": ["scratch"], "both": ["scratch", "short"]}
     question = Question("q", plot="lines", x="total compute", lines=lines)
     axes = draw(question, results, {}).axes[0]
     drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in axes.containers}
     assert drawn["pre-trained"] == [[3.0, pytest.approx(10)], [6.0, pytest.approx(30)]]
+    assert drawn["both"] == [[2.0, pytest.approx(20)], [3.0, pytest.approx(10)]]
     assert drawn["from scratch"] == [[2.0, pytest.approx(20)]] and axes.get_xticks().tolist() == [2, 3, 6]

@@ -226,8 +226,10 @@ def plot_lines(curves: Curves, label: str) -> Figure:
             draw_line(panel, of_place, name, color, MARKERS[number % len(MARKERS)])
         panel.set_xscale("log")
         places = sorted({place for of_place in cases.values() for place in of_place})
-        labels = [f"{place:,.0f}" if place >= 100 else f"{place:.3g}" for place in places]
-        panel.set_xticks(places, labels, fontsize=7)
+        ticks = {
+            f"{place:,.0f}" if place >= 100 else f"{place:.3g}": place for place in places
+        }  # of equal ones the last
+        panel.set_xticks(list(ticks.values()), list(ticks), fontsize=7)
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # not over the bars

@@ -179,8 +179,8 @@ def draw(question: Question, results: Results, numbers: Numbers) -> Figure | Non
         more = "pflop" if question.x == "total compute" else ""
         rows = [row for row in results.rows if row["encoder"] in places]
         if question.lines is not None:
-            lines = {encoder: line for line, encoders in question.lines.items() for encoder in encoders}
-            rows = [row | {"case": lines[row["encoder"]]} for row in rows if row["encoder"] in lines]
+            named = question.lines.items()  # one encoder may begin several lines
+            rows = [row | {"case": line} for line, encoders in named for row in rows if row["encoder"] in encoders]
         curves = curves_of(rows, "case", lambda row: places[row["encoder"]] + row.get(more, 0))
         return plot_lines(curves, COMPUTE.get(question.x, question.x)) if rows else None
     return plot_bars(numbers) if numbers else None
