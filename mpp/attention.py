@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from timm.layers import Attention, RelPosBias, RotaryEmbeddingCat, apply_rot_embed_cat, resize_rel_pos_bias_table
 from torch import Tensor, nn
 
@@ -114,17 +115,25 @@ class PositionedAttention(Attention):
         super().__init__(*args, **options)
         self.rotation: Rotation | None = None
         self.added: RelativeKeys | Biases | None = None
+        self.lines: tuple[str, str, dict[str, int]] | None = None  # tokens to lines, and back
 
-    def set_position(self, position: str, grid: Grid, prefix: int) -> None:
+    def set_position(self, position: str, grid: Grid, prefix: int, along: str | None = None) -> None:
         """Let the places of query and key matter.
 
         Args:
             position: one of RELATIVE; with another, places do not matter here.
             grid: rows and columns of patches.
             prefix: tokens before them.
+            along: rows or columns: tokens see those of their line alone, and places are those in it; prefix is 0 then.
         Raises:
             UserError: a position that does not go with these numbers.
         """
+        if along == "rows":
+            self.lines = ("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": grid[0]})
+            grid = (1, grid[1])
+        elif along == "columns":
+            self.lines = ("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": grid[1]})
+            grid = (grid[0], 1)
         if position == "relative":
             self.added = RelativeKeys(grid, prefix, self.head_dim)
         elif position == "relative_bias":
@@ -133,13 +142,16 @@ class PositionedAttention(Attention):
             self.rotation = Rotation(grid, prefix, self.head_dim)
 
     def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
-        return attention_at(self, x, None)
+        if self.lines is None:
+            return attention_at(self, x, None)
+        fold, unfold, sizes = self.lines
+        return rearrange(attention_at(self, rearrange(x, fold, **sizes), None), unfold, **sizes)
 
 
 def is_known(attention: nn.Module | None) -> bool:
     """Whether `attention_at` knows all that this attention does: timm's, or ours, without a gate."""
     plain = type(attention) in (Attention, PositionedAttention) and type(attention.qkv) is nn.Linear
-    return plain and getattr(attention, "gate", None) is None
+    return plain and getattr(attention, "gate", None) is None and getattr(attention, "lines", None) is None
 
 
 def positioned(

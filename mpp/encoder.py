@@ -6,6 +6,7 @@ this package, loads it by `timm.create_model("local-dir:FOLDER", pretrained=True
 
 import difflib
 import inspect
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from timm.layers import PatchEmbed
 from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from mpp.variants import OverlappingPatchEmbed, VariantViT, resample
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
+SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 
 
 def build_encoder(config: ModelConfig) -> VisionTransformer:
@@ -46,13 +49,19 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
         raise UserError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
     try:
         encoder = timm.create_model(name, num_classes=0, **arguments)
-    except (AssertionError, TypeError) as error:
-        raise UserError(f"model.name is {name}, which timm cannot build to these numbers: {error}") from error
+    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        key, value = ("model.name", name) if not config.arguments else ("model.arguments", config.arguments)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{key} is {value}, which timm cannot build to these numbers: {reason}") from error
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a VisionTransformer of timm's")
     if encoder.attn_pool is not None:
         raise UserError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
-    check_grid(encoder.patch_embed.img_size[0], encoder.patch_embed.patch_size[0])
+    check_cells(encoder)
+    without = config.position != "none" or getattr(encoder, "pos_embed", None) is None
+    require(without, "model.position", config.position, f"learned with {name}, which has position embeddings")
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
     encoder.set_grad_checkpointing(config.activation_checkpointing)
@@ -87,10 +96,20 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         arguments |= dict(position=config.position, position_at=config.position_at)
         arguments |= dict(stride=config.stride, mixing=config.mixing, pos_embed=None)
     given = config.arguments or {}
-    free = sorted(set(inspect.signature(VisionTransformer).parameters) - set(arguments) - SET_ELSEWHERE)
+    fixed = SET_ELSEWHERE | ({"no_embed_class"} if config.is_variant() else set())
+    fixed |= {"class_token", "reg_tokens", "global_pool", "fix_init"} if config.mixing == "axial" else set()
+    free = sorted(set(inspect.signature(VisionTransformer).parameters) - set(arguments) - fixed)
     for key in given:
         require(key in free, "model.arguments", key, f"some of {', '.join(free)}")
     return name, {key: value for key, value in (arguments | given).items() if value is not None}
+
+
+def check_cells(encoder: VisionTransformer) -> None:
+    """Raise UserError where the image is no whole number of cells (see `cell_grid`)."""
+    side, size = cell_grid(encoder)[1], encoder.patch_embed.img_size[0]
+    if not isinstance(encoder.patch_embed, PatchEmbed):  # a hybrid's steps are a power of two; it fills up what is left
+        side = 2 ** math.ceil(math.log2(side))
+    check_grid(size, side)
 
 
 def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
@@ -99,8 +118,7 @@ def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
     They are the patches. Where patches overlap, they are as large; of a hybrid they are as large as its steps.
     """
     embed = encoder.patch_embed
-    overlap = isinstance(embed, OverlappingPatchEmbed)
-    side = embed.patch_size[0] if overlap else embed.img_size[0] // embed.grid_size[0]
+    side = embed.patch_size[0] if isinstance(embed, OverlappingPatchEmbed) else embed.feat_ratio()
     return tuple(size // side for size in embed.img_size), side
 
 

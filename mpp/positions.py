@@ -96,7 +96,7 @@ def interpolate_offsets(table: Tensor, grid: Grid, prefix: int) -> Tensor:
     old = (1, before) if grid[0] == 1 else (before, 1) if grid[1] == 1 else (side, side)
     reach = prefix + math.prod(grid) - 1
     offsets = torch.arange(-reach, reach + 1)
-    down = torch.div(offsets + grid[1] // 2, grid[1], rounding_mode="floor")
+    down = torch.div(offsets + grid[1] // 2, grid[1], rounding_mode="floor") if grid[0] > 1 else 0 * offsets
     right = offsets - down * grid[1]
     at = [part * (o - 1) / max(n - 1, 1) for part, o, n in zip((down, right), old, grid, strict=True)]
     result = torch.zeros(len(offsets), table.shape[1], dtype=table.dtype)

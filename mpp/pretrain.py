@@ -65,10 +65,11 @@ class Pretraining(ImageTask):
 
     @property
     def method(self) -> str:
-        return (
-            f"Pre-trained without labels by {self.model.method}. Its [class] token got no gradient of its own: the "
-            "mean of the patch tokens is mostly the better feature"
+        untrained = (
+            "Its [class] token got no gradient of its own: the mean of the patch tokens is mostly the better feature"
         )
+        advice = f". {untrained}" if self.model.encoder.has_class_token else ""
+        return f"Pre-trained without labels by {self.model.method}{advice}"
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
@@ -117,10 +118,17 @@ class Pretraining(ImageTask):
         return executed_flops(self.model, sample.images, sample.corruption)
 
     def describe_model(self) -> str:
-        encoder = self.model.encoder
+        encoder, model = self.model.encoder, self.config.model
+        tokens = encoder.patch_embed.num_patches
+        overlap = f" ({tokens} that overlap)" if tokens != self.patches else ""
+        usual = type(model)()
+        chosen = [getattr(model, key) for key in ("position", "position_at", "mixing")]
+        kind = "".join(
+            f", {value}" for value in chosen if value not in (usual.position, usual.position_at, usual.mixing)
+        )
         return (
-            f"{self.config.model.name or 'ViT'}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
-            f"{self.patches} patches of {self.patch_size} x {self.patch_size}, {self.corrupted} corrupted, "
+            f"{model.name or 'ViT'}{kind}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
+            f"{self.patches} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted} corrupted, "
             f"{self.model.on_top}, {super().describe_model()}"
         )
 

@@ -3,6 +3,7 @@
 N images, D width.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
 from mpp.runtime.arrays import in_blocks
 from mpp.training.task import ImageTask
+from mpp.training.tracking import progress_bar
 
 BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
 TIED_ROWS = 64  # test images at a time whose neighbours cannot be told apart
@@ -127,7 +129,13 @@ def nearest(train: Tensor | NDArray, test: Tensor, count: int) -> list[tuple[Ten
     """Cosine similarity and index of the `count` nearest training images, (m, count) each, by blocks of test images."""
     units = [F.normalize(block, dim=-1) for block in test.split(BLOCK)]
     best: dict[int, tuple[Tensor, Tensor]] = {}
-    for turn, block in enumerate(in_blocks(train, TRAIN_BLOCK)):
+    turns = progress_bar(
+        in_blocks(train, TRAIN_BLOCK),
+        desc="neighbours",
+        total=math.ceil(len(train) / TRAIN_BLOCK),
+        disable=len(train) <= TRAIN_BLOCK,  # ImageNet takes an hour of a CPU
+    )
+    for turn, block in enumerate(turns):
         block = block if isinstance(block, Tensor) else torch.tensor(block)  # a copy: what is mapped is not written to
         others = F.normalize(block.to(test), dim=-1)
         for number, unit in enumerate(units):

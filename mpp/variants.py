@@ -8,7 +8,6 @@ B images, T tokens (prefix tokens first), N = rows x columns patches, D width.
 from functools import partial
 from typing import Any
 
-from einops import rearrange
 from timm.layers import PatchEmbed, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
@@ -33,6 +32,10 @@ class OverlappingPatchEmbed(PatchEmbed):
         rows, columns = ((size - side) // self.stride + 1 for size, side in zip(sizes, self.patch_size, strict=True))
         return sizes, (rows, columns), rows * columns
 
+    def dynamic_feat_size(self, img_size: Grid) -> Grid:
+        """Rows and columns of patches of an image of this size."""
+        return self._init_img_size(img_size)[1]
+
     def feat_ratio(self, as_scalar: bool = True) -> int | Grid:
         """Pixels from one patch to the next."""
         return self.stride if as_scalar else (self.stride, self.stride)
@@ -42,12 +45,12 @@ class PositionedBlock(Block):
     """timm's block. Position embeddings may be added to what goes in, or act in its attention.
 
     Args:
-        position, grid, prefix: see `PositionedAttention.set_position`.
+        position, grid, prefix, along: see `PositionedAttention.set_position`.
     """
 
-    def __init__(self, *args: Any, position: str, grid: Grid, prefix: int, **options: Any):
+    def __init__(self, *args: Any, position: str, grid: Grid, prefix: int, along: str | None = None, **options: Any):
         super().__init__(*args, **options | {"attn_layer": PositionedAttention})
-        self.attn.set_position(position, grid, prefix)
+        self.attn.set_position(position, grid, prefix, along)
         self.positions: AbsolutePositions | None = None  # its own
         self.shared: tuple[AbsolutePositions, ...] = ()  # the encoder's; in a tuple they are not registered twice
 
@@ -64,28 +67,20 @@ class PositionedBlock(Block):
 class AxialBlock(nn.Module):
     """A block along each row of patches, then one along each column, each with its MLP (paper, appendix D.6).
 
+    Position embeddings are added once, to what goes in.
+
     Args:
-        position: see `PositionedAttention.set_position`; places are those in the row or the column.
-        grid: rows and columns of patches; there are no other tokens.
         options: of both blocks.
     """
 
-    def __init__(self, *args: Any, position: str, grid: Grid, prefix: int, **options: Any):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__()
-        self.grid = grid
-        self.along_rows = PositionedBlock(*args, position=position, grid=(1, grid[1]), prefix=0, **options)
-        self.along_columns = PositionedBlock(*args, position=position, grid=(grid[0], 1), prefix=0, **options)
-        self.positions: AbsolutePositions | None = None
-        self.shared: tuple[AbsolutePositions, ...] = ()
-
-    place = PositionedBlock.place
+        self.along_rows = PositionedBlock(*args, along="rows", **options)
+        self.along_columns = PositionedBlock(*args, along="columns", **options)
 
     def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
         """(B, N, D) to the same."""
-        rows, columns = self.grid
-        lines = self.along_rows(rearrange(self.place(x), "b (h w) d -> (b h) w d", h=rows))
-        lines = self.along_columns(rearrange(lines, "(b h) w d -> (b w) h d", h=rows))
-        return rearrange(lines, "(b w) h d -> b (h w) d", w=columns)
+        return self.along_columns(self.along_rows(x))
 
 
 class VariantViT(VisionTransformer):
@@ -122,23 +117,33 @@ class VariantViT(VisionTransformer):
         places = dict(position=position, grid=grid, prefix=prefix)
         block = partial(AxialBlock, **places) if axial else partial(PositionedBlock, **places)
         plain = position not in RELATIVE and position_at == "stem" and not axial
-        options |= dict(embed_layer=embed, block_fn=Block if plain else block, pos_embed="none", embed_dim=embed_dim)
+        timms = position == "learned" and position_at == "stem"  # a table as timm has it, which takes its weights
+        options |= dict(embed_layer=embed, block_fn=Block if plain else block, embed_dim=embed_dim)
+        options |= dict(pos_embed="learn" if timms else "none")
         options |= dict(class_token=class_token, reg_tokens=prefix - class_token)
         options |= dict(global_pool="avg") if axial else {}
         super().__init__(img_size, patch_size, **options)
         self.position, self.position_at, self.mixing = position, position_at, mixing
         self.takes_any_tokens = plain  # its blocks are timm's own, which do not care how many tokens there are
+        own = position in ABSOLUTE and not timms
         table = partial(AbsolutePositions, position, grid, prefix, embed_dim)
-        self.pos_embeds = table() if position in ABSOLUTE else None
-        for following in self.blocks[1:] if position in ABSOLUTE else ():
+        self.pos_embeds = table() if own else None
+        for following in self.blocks[1:] if own and position_at != "stem" else ():
+            block = following.along_rows if axial else following
             if position_at == "every":
-                following.positions = table()
-            elif position_at == "every_shared":
-                following.shared = (self.pos_embeds,)
+                block.positions = table()
+            else:
+                block.shared = (self.pos_embeds,)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         tokens = super()._pos_embed(x)  # with the prefix tokens
-        return self.pos_drop(tokens if self.pos_embeds is None else tokens + self.pos_embeds())
+        return tokens if self.pos_embeds is None else self.pos_drop(tokens + self.pos_embeds())
+
+    def set_input_size(self, *_: Any, **__: Any) -> None:
+        """Not there: tables are resampled when weights are loaded (`load_encoder(..., img_size=)`)."""
+        raise NotImplementedError(
+            "build it for this size, and load the weights: mpp.load_encoder(FOLDER, img_size=...)"
+        )
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimisers do not decay."""
@@ -164,4 +169,6 @@ default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patc
 @register_model
 def mpp_vit(pretrained: bool = False, **options: Any) -> VariantViT:
     """The Vision Transformers that timm has not: see `VariantViT`."""
-    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, pretrained_filter_fn=resample, **options)
+    features = dict(out_indices=options.pop("out_indices", 3), feature_cls="getter")
+    kind = dict(pretrained_filter_fn=resample, feature_cfg=features)
+    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, **kind, **options)

@@ -1,5 +1,6 @@
 """One comparison: what is trained, what is judged, what is done again."""
 
+import dataclasses
 import json
 import shutil
 
@@ -16,7 +17,7 @@ from evaluation.suite import plan
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, Results, draw, numbers_of, table_of
-from evaluation.suite.provenance import images_of_source
+from evaluation.suite.provenance import completed, images_of_source, result_settings
 from evaluation.supervised import SupervisedConfig
 from mpp.errors import UserError
 from mpp.runtime.parsing import parse
@@ -139,6 +140,17 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     compare.main(["--config", str(small)])
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
     assert any(json.loads(note.read_text())["trained"] for note in notes)
+
+
+def test_what_was_done_before_a_setting_came_was_done_at_its_default():
+    usual = SupervisedConfig()
+    noted = result_settings(usual)
+    del noted["model.stride"], noted["head.kind"]
+    noted["head.name"] = "mlp"  # what an earlier release called it
+    assert completed(noted, usual) == result_settings(usual)
+    other = dataclasses.replace(usual, model=dataclasses.replace(usual.model, stride=4))
+    assert completed(noted, other) != result_settings(other)
+    assert completed(noted, None) == noted and completed(None, usual) is None
 
 
 @pytest.fixture

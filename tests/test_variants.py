@@ -35,6 +35,7 @@ KINDS = {
     "axial, relative_bias": dict(mixing="axial", position="relative_bias", stride=4),
     "registers, layer scale": dict(arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}),
 }
+HYBRID = dict(name="vit_tiny_r_s16_p8_224", width=None, heads=None, patch_size=None)
 RESUMED = ["relative", "every", "stride, rope", "axial, relative_bias", "registers, layer scale"]
 GRID, HEADS, WIDTH = (3, 4), 2, 8  # of the attention that loops are compared with
 
@@ -193,7 +194,6 @@ def test_axial_is_full_attention_masked_to_rows_then_to_columns():
     assert not encoder.has_class_token and encoder.num_prefix_tokens == 0
 
 
-HYBRID = dict(name="vit_tiny_r_s16_p8_224", width=None, heads=None, patch_size=None)
 HIDING = {
     "plain": {},
     "half overlap": dict(stride=4),
@@ -232,6 +232,31 @@ def used_elsewhere(corruption: Corruption, like: torch.Tensor) -> torch.Tensor:
     for number, row in enumerate(sources):
         used[number, row[row >= 0]] = True
     return used
+
+
+def test_buffers_can_be_broadcast_by_nccl():
+    """NCCL takes contiguous tensors alone; the loop broadcasts all buffers before it evaluates."""
+    for kind in KINDS:
+        model = MaskedPatchPredictor(build(**KINDS[kind]), 5, (0.5,) * 3, (0.5,) * 3)
+        assert all(buffer.is_contiguous() for buffer in model.buffers()), kind
+
+
+def test_stochastic_depth_of_axial_blocks_drops_whole_images():
+    encoder = build(mixing="axial", position="none", drop_path=0.6).train()
+    block, tokens = encoder.blocks[-1].along_rows, torch.randn(64, 16, 24)
+    block.mlp = torch.nn.Identity()
+    torch.manual_seed(0)
+    attended = block.drop_path1(block.attn(block.norm1(tokens)))
+    dropped = (attended == 0).flatten(1)
+    assert (dropped.all(1) | ~dropped.any(1)).all() and 0 < dropped.all(1).sum() < 64
+
+
+def test_weights_of_a_plain_encoder_are_taken_where_patches_overlap(tmp_path):
+    plain = build()
+    export_encoder(plain, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 1.0)
+    overlapping = build_encoder(ModelConfig(**NUMBERS, stride=4, init_from=str(tmp_path)))
+    expected = timm.layers.resample_abs_pos_embed(plain.pos_embed, [7, 7], num_prefix_tokens=1)
+    torch.testing.assert_close(overlapping.pos_embed, expected)
 
 
 def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks():
@@ -294,9 +319,13 @@ def test_offsets_of_another_grid_keep_what_they_say_of_rows_and_columns(old):
     torch.testing.assert_close(found[inside], expected[inside], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind", ["relative", "every", "stride, rope", "axial, relative_bias", "registers, layer scale"]
-)
+@pytest.mark.parametrize("grid", [(1, 9), (9, 1)])
+def test_offsets_along_a_line_are_stretched(grid):
+    found = interpolate_offsets(torch.arange(-4.0, 5)[:, None], grid, 0)[:, 0]  # of five in a line
+    torch.testing.assert_close(found, torch.arange(-8, 9) / 2)
+
+
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_killed_run_ends_with_the_same_bits(kind, pretrain, tmp_path, monkeypatch):
     words = [f"--model.{key}={json.dumps(v) if isinstance(v, dict) else v}" for key, v in KINDS[kind].items()]
     whole = pretrain(*words, "--model.dropout=0.1", dir=tmp_path / "whole")
@@ -336,6 +365,13 @@ def test_the_compiler_follows_each_whole(kind):
         (dict(position="relative_bias", arguments={"reg_tokens": 2}), ["relative_bias", "registers"]),
         (dict(arguments={"reg_token": 2}), ["model.arguments is reg_token", "reg_tokens"]),
         (dict(arguments={"depth": 2}), ["model.arguments is depth"]),
+        (dict(arguments={"patch_drop_rate": 0.5}), ["model.arguments is patch_drop_rate"]),
+        (dict(arguments={"reg_tokens": 2}, mixing="axial"), ["model.arguments is reg_tokens"]),
+        (dict(arguments={"reg_tokens": -1}), ["model.arguments is {'reg_tokens': -1}"]),
+        (dict(arguments={"act_layer": "xyz"}), ["model.arguments", "xyz"]),
+        (dict(HYBRID, name="vit_small_r26_s32_224", img_size=100), ["model.img_size is 100", "(32)"]),
+        (dict(HYBRID, name="mpp_vit"), ["model.name is mpp_vit"]),
+        (dict(HYBRID, name="deit_tiny_distilled_patch16_224", position="none"), ["model.position is none"]),
     ],
 )
 def test_what_does_not_go_together_is_named(settings, words):

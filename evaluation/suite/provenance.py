@@ -7,7 +7,7 @@ from typing import Any
 from mpp.config import SourceConfig
 from mpp.data.record import record
 from mpp.data.sources import load_image_datasets
-from mpp.runtime.parsing import plain, settings
+from mpp.runtime.parsing import plain, renamed, settings
 
 
 def result_settings(config: Any) -> dict[str, Any]:
@@ -16,8 +16,13 @@ def result_settings(config: Any) -> dict[str, Any]:
 
 
 def completed(noted: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
-    """Settings that a result was noted with. Those that came with a later release have their default: it was that."""
-    return noted if noted is None else result_settings(type(config)()) | noted
+    """Settings that a result was noted with, as this release has them.
+
+    Those that came later have their default, which is what they were; those that were renamed have their name of today.
+    """
+    if noted is None or config is None:
+        return noted
+    return result_settings(type(config)()) | renamed(noted)
 
 
 def images_at(data: SourceConfig) -> dict[str, Any] | None:

@@ -83,6 +83,7 @@ class ModelConfig:
 
     def check_variant(self) -> None:
         """Raise UserError at settings of an encoder that do not go together."""
+        require(self.name != "mpp_vit", "model.name", self.name, "null: its settings say what it is")
         require(
             self.name is None or not self.is_variant(),
             *("model.name", self.name),

@@ -206,6 +206,17 @@ def in_todays_terms(saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
+def renamed(flat: dict[str, Any]) -> dict[str, Any]:
+    """Saved settings by their dotted names, with every setting where it is today (see MOVED)."""
+    flat = dict(flat)
+    for group, earlier, now, values, stays in MOVED:
+        name = f"{group}.{earlier}"
+        if name in flat:
+            value = flat[name] if stays else flat.pop(name)
+            flat.setdefault(f"{group}.{now}", values.get(str(value), value))
+    return flat
+
+
 def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
     """The config that was saved at `path`.
 
