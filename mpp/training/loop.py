@@ -56,22 +56,10 @@ def due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
-def fit(
-    task: Task,
-    accelerator: Accelerator,
-    run: RunConfig,
-    optim: OptimConfig,
-    layout: BatchLayout,
-    folder: Path,
-    config: Any,
-    flops: int,
-    preemption: Preemption,
-) -> None:
-    """Train from the newest checkpoint of `folder` to `run.steps`, then export.
+def fit(loop: "Loop", preemption: Preemption) -> None:
+    """Train from the newest checkpoint of the run's folder to its last step, then export.
 
     Args:
-        config: the whole config, for the trackers alone.
-        flops: executed per image.
         preemption: which is asked once a step.
     Raises:
         Diverged: a loss or gradient that is not finite; nothing was updated by it.
@@ -79,7 +67,7 @@ def fit(
         UserError: most images cannot be decoded; the checkpoint is written. Or it cannot be written.
         Preempted: a signal asked for a stop; the checkpoint is written.
     """
-    loop = Loop(task, accelerator, run, optim, layout, folder, config, flops)
+    run = loop.run
     for step in range(loop.start, run.steps):
         done = step + 1
         micro, failure = loop.feed.attempt()
@@ -99,7 +87,12 @@ def fit(
 
 
 class Loop:
-    """A run under way, from its newest checkpoint on: what is done in a step, around it, and where it ends."""
+    """A run under way, from its newest checkpoint on: what is done in a step, around it, and where it ends.
+
+    Args:
+        config: the whole config, for the trackers alone.
+        flops: executed per image.
+    """
 
     def __init__(
         self,

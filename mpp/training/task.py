@@ -28,7 +28,7 @@ from mpp.runtime.parsing import to_yaml
 from mpp.runtime.preemption import MARKER, TRAINING, Preemption
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Places, is_ours, newest_step, note_images, open_run, write_config
-from mpp.training.loop import fit
+from mpp.training.loop import Loop, fit
 
 FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
 
@@ -176,7 +176,8 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
         check_images(task, folder, accelerator)
         flops, preemption.finish_step = task.flops(), True
         set_timeout(TRAINING)
-        fit(task, accelerator, config.run, config.optim, layout, folder, config, flops, preemption)
+        loop = Loop(task, accelerator, config.run, config.optim, layout, folder, config, flops)
+        fit(loop, preemption)
         accelerator.wait_for_everyone()
 
 
