@@ -21,7 +21,6 @@ from evaluation.suite.distill import (
     averaged,
     build_student,
     distillation_loss,
-    forward_flops,
 )
 from evaluation.suite.inheritance import refuse_seen
 from evaluation.suite.labelled import load_labelled
@@ -30,6 +29,7 @@ from evaluation.suite.reports import table, write_json
 from evaluation.suite.teachers import load_teacher
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.views import BatchLayout, collate
+from mpp.predictor import executed_flops
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED
@@ -97,7 +97,7 @@ class Distilled(Classification):
     def flops(self) -> int:
         """Executed per image, the teacher's forward pass too."""
         crop = collate([self.views(self.train)[FIXED, 0]]).images
-        return super().flops() + forward_flops(self.teacher, crop)
+        return super().flops() + executed_flops(self.teacher, crop, backward=False)
 
     def describe_model(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.teacher.parameters())

@@ -141,7 +141,9 @@ class PositionedAttention(Attention):
         elif position == "rope":
             self.rotation = Rotation(grid, prefix, self.head_dim)
 
-    def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise NotImplementedError("this attention takes no mask")
         if self.lines is None:
             return attention_at(self, x, None)
         fold, unfold, sizes = self.lines

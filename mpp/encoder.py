@@ -1,7 +1,7 @@
 """The encoder: any Vision Transformer of timm's. Build it, start it from weights, export it, load it.
 
-An exported encoder is a folder in timm's own layout (`model.safetensors`, `config.json`), so that timm alone, without
-this package, loads it by `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+An exported encoder is a folder in timm's own layout (`model.safetensors`, `config.json`), so that timm loads it by
+`timm.create_model("local-dir:FOLDER", pretrained=True)`: alone, or after `import mpp` where it is of mpp/variants.py.
 """
 
 import difflib
@@ -32,6 +32,7 @@ PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
+BAD_VALUES = (AttributeError, KeyError, RuntimeError, ValueError)  # how timm answers to senseless arguments
 
 
 def build_encoder(config: ModelConfig) -> VisionTransformer:
@@ -47,11 +48,12 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
         raise UserError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
+    refusals = (AssertionError, TypeError, *(BAD_VALUES if config.arguments else ()))
     try:
         encoder = timm.create_model(name, num_classes=0, **arguments)
-    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except refusals as error:
         key, value = ("model.name", name) if not config.arguments else ("model.arguments", config.arguments)
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{key} is {value}, which timm cannot build to these numbers: {reason}") from error

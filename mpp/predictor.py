@@ -97,13 +97,15 @@ def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:
     return looked_at + block.drop_path2(block.ls2(block.mlp(block.norm2(looked_at))))
 
 
-def executed_flops(model: nn.Module, *inputs: Tensor | Corruption) -> int:
-    """Floating-point operations of one forward and backward pass over these inputs, counted without computing them.
+def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: bool = True) -> int:
+    """Floating-point operations of a forward (and backward) pass over these inputs, counted without computing them.
 
     What the last block skips does not count. Matrix products count two operations a multiply-add, the rest nothing.
     """
     model = copy.deepcopy(model).to("meta")
     set_attention(model, fused=False)  # the same products; not every torch counts those of fused kernels
     with FlopCounterMode(display=False) as counter:
-        model(*(part.to("meta") for part in inputs)).sum().backward()
+        outputs = model(*(part.to("meta") for part in inputs))
+        if backward:
+            outputs.sum().backward()
     return counter.get_total_flops()

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, SourceConfig, require
+from mpp.config import Config, ModelConfig, SourceConfig, require
 from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
@@ -65,11 +65,13 @@ class Pretraining(ImageTask):
 
     @property
     def method(self) -> str:
-        untrained = (
-            "Its [class] token got no gradient of its own: the mean of the patch tokens is mostly the better feature"
+        how = f"Pre-trained without labels by {self.model.method}"
+        if not self.model.encoder.has_class_token:
+            return how
+        return (
+            f"{how}. Its [class] token got no gradient of its own: the mean of the patch tokens is mostly the better "
+            "feature"
         )
-        advice = f". {untrained}" if self.model.encoder.has_class_token else ""
-        return f"Pre-trained without labels by {self.model.method}{advice}"
 
     def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
@@ -121,11 +123,8 @@ class Pretraining(ImageTask):
         encoder, model = self.model.encoder, self.config.model
         tokens = encoder.patch_embed.num_patches
         overlap = f" ({tokens} that overlap)" if tokens != self.patches else ""
-        usual = type(model)()
-        chosen = [getattr(model, key) for key in ("position", "position_at", "mixing")]
-        kind = "".join(
-            f", {value}" for value in chosen if value not in (usual.position, usual.position_at, usual.mixing)
-        )
+        choices = {"position": model.position, "position_at": model.position_at, "mixing": model.mixing}
+        kind = "".join(f", {key} {value}" for key, value in choices.items() if value != getattr(ModelConfig(), key))
         return (
             f"{model.name or 'ViT'}{kind}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
             f"{self.patches} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted} corrupted, "

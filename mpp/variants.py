@@ -60,8 +60,8 @@ class PositionedBlock(Block):
             tokens = tokens if positions is None else tokens + positions()
         return tokens
 
-    def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
-        return super().forward(self.place(x))
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return super().forward(self.place(x), attn_mask, is_causal)  # its attention refuses masks
 
 
 class AxialBlock(nn.Module):
@@ -78,9 +78,9 @@ class AxialBlock(nn.Module):
         self.along_rows = PositionedBlock(*args, along="rows", **options)
         self.along_columns = PositionedBlock(*args, along="columns", **options)
 
-    def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """(B, N, D) to the same."""
-        return self.along_columns(self.along_rows(x))
+        return self.along_columns(self.along_rows(x, attn_mask, is_causal), attn_mask, is_causal)
 
 
 class VariantViT(VisionTransformer):
@@ -123,7 +123,7 @@ class VariantViT(VisionTransformer):
         options |= dict(class_token=class_token, reg_tokens=prefix - class_token)
         options |= dict(global_pool="avg") if axial else {}
         super().__init__(img_size, patch_size, **options)
-        self.position, self.position_at, self.mixing = position, position_at, mixing
+        self.position, self.mixing = position, mixing
         self.takes_any_tokens = plain  # its blocks are timm's own, which do not care how many tokens there are
         own = position in ABSOLUTE and not timms
         table = partial(AbsolutePositions, position, grid, prefix, embed_dim)
@@ -140,10 +140,8 @@ class VariantViT(VisionTransformer):
         return tokens if self.pos_embeds is None else self.pos_drop(tokens + self.pos_embeds())
 
     def set_input_size(self, *_: Any, **__: Any) -> None:
-        """Not there: tables are resampled when weights are loaded (`load_encoder(..., img_size=)`)."""
-        raise NotImplementedError(
-            "build it for this size, and load the weights: mpp.load_encoder(FOLDER, img_size=...)"
-        )
+        """timm's way to another size after loading: refused, it would leave our tables as they are."""
+        raise NotImplementedError("load it for this size: mpp.load_encoder(FOLDER, img_size=...)")
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimisers do not decay."""

@@ -36,9 +36,8 @@ class Windows(nn.Module):
         self.register_buffer("tokens", self.side // step * own.flatten(), persistent=False)  # (N,): each cell's own
         ends = [[torch.arange(count) * step + end for end in (0, self.side - 1)] for count in (height, width)]
         corners = [(y // self.side)[:, None] * columns + x // self.side for y in ends[0] for x in ends[1]]
-        self.register_buffer(
-            "cells", torch.stack(corners, dim=-1).flatten(0, 1), persistent=False
-        )  # (T, 4): of its corners
+        cells = torch.stack(corners, dim=-1).flatten(0, 1)  # (T, 4): those at the corners of each token's window
+        self.register_buffer("cells", cells, persistent=False)
 
     def corrupt(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Normalised images (B, 3, H, W) with corrupted cells."""

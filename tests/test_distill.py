@@ -127,7 +127,8 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
     for representation, expected in (("class", tokens[:, 0]), ("mean", tokens[:, 2:].mean(1))):
         torch.testing.assert_close(frozen(pixels, representation, [2])[0], expected)
     with safe_open(complete_checkpoints(folder)[-1] / "model.safetensors", framework="pt") as file:
-        assert {name.split(".")[0] for name in file.keys()} == {"encoder", "head", "distill_head"}  # noqa: SIM118
+        names = file.keys()
+    assert {name.split(".")[0] for name in names} == {"encoder", "head", "distill_head"}
     assert read_metrics(folder, "heldout/accuracy")[4] == held_out_accuracy(tasks[0])
     assert "(B, 2 + N, D)" in (folder / "encoder" / "README.md").read_text()
     finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tmp_path / 'fine'}"])

@@ -273,6 +273,17 @@ def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks(
     assert not windows.hidden(Corruption(positions, kept, positions, zeros)).any()
 
 
+@pytest.mark.parametrize("kind", ["relative", "every", "stride, rope", "axial"])
+def test_what_timm_offers_and_this_cannot_do_is_refused_and_the_rest_works(kind):
+    encoder, images = build(**KINDS[kind]), torch.randn(2, 3, 32, 32)
+    (map_,) = encoder.forward_intermediates(images, indices=[0], intermediates_only=True)
+    assert map_.shape == (2, 24, *encoder.patch_embed.grid_size)
+    with pytest.raises(NotImplementedError, match=r"mpp\.load_encoder"):
+        encoder.set_input_size(64)
+    with pytest.raises(NotImplementedError, match="no mask"):  # and not ignored
+        encoder.forward_features(images, attn_mask=torch.zeros(1))
+
+
 def test_a_random_cell_has_the_pixels_of_its_source():
     windows = MaskedPatchPredictor(build(stride=4), 5, (0.5,) * 3, (0.5,) * 3).windows
     images, one = torch.randn(1, 3, 32, 32), torch.tensor([[6]])

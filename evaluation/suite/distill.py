@@ -4,7 +4,6 @@ The distillation token stands beside [class] and has a head beside the classifie
 other head what the teacher says of the same crop. Where the model is judged, the softmaxes of both are averaged.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,11 @@ from timm.models import is_model_in_modules
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation.suite.networks import HeadedEncoder, Pooling
 from mpp.config import ModelConfig, plumbing, require
 from mpp.encoder import (
+    architecture,
     build_encoder,
     encoder_folder,
     fingerprint,
@@ -162,7 +161,8 @@ def has_token(path: Path) -> bool:
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
         with safe_open(file, framework="pt") as weights:
-            return "dist_token" in weights.keys()  # noqa: SIM118, it is no dict
+            names = weights.keys()
+            return "dist_token" in names
     except (OSError, SafetensorError):
         return False  # who loads them says so
 
@@ -176,15 +176,12 @@ def with_token(plain: VisionTransformer, config: ModelConfig) -> VisionTransform
     allowed = ("model.name", config.name, A_STUDENT)
     attention = getattr(plain.blocks[0], "attn", None)
     require(hasattr(attention, "num_heads"), *allowed)
-    arguments = dict(
+    arguments = architecture(config)[1] | dict(
         img_size=plain.patch_embed.img_size[0],
         patch_size=plain.patch_embed.patch_size[0],
         embed_dim=plain.embed_dim,
         depth=len(plain.blocks),
         num_heads=attention.num_heads,
-        pos_drop_rate=config.dropout or None,
-        proj_drop_rate=config.dropout or None,
-        drop_path_rate=config.drop_path or None,
     )
     student = timm.create_model(DISTILLED, num_classes=0, **arguments)
     set_attention(student, has_fused_attention(plain))
@@ -201,12 +198,3 @@ def with_token(plain: VisionTransformer, config: ModelConfig) -> VisionTransform
 def parts_of(encoder: VisionTransformer) -> dict[str, str]:
     """The encoder's modules in words: of what kind and size, with which rates."""
     return {name: repr(part) for name, part in encoder.named_children() if name != "head_dist"}
-
-
-def forward_flops(model: nn.Module, images: Tensor) -> int:
-    """Floating-point operations of a forward pass, counted without computing them, as `executed_flops` does."""
-    model = copy.deepcopy(model).to("meta")
-    set_attention(model, fused=False)
-    with FlopCounterMode(display=False) as counter:
-        model(images.to("meta"))
-    return counter.get_total_flops()

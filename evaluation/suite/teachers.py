@@ -101,7 +101,8 @@ def classifier_of_run(run: Path) -> Classifier:
 def outputs_of(weights: Path) -> int:
     """How many numbers the last layer of a network's `head` gives."""
     with safe_open(weights, framework="pt") as file:
-        last = max(name for name in file.keys() if name.startswith("head.") and name.endswith(".bias"))  # noqa: SIM118
+        names = file.keys()
+        last = max(name for name in names if name.startswith("head.") and name.endswith(".bias"))
         return file.get_slice(last).get_shape()[0]
 
 
