@@ -49,14 +49,23 @@ class Command:
         module: one of MODULES.
         arguments: its command line; after the word `then` that of another run, in the same processes.
         prepare: called in each process before the command, to break something. Must be picklable.
+        sharded: as the launcher starts them with `distributed_type: FSDP`.
     """
 
-    def __init__(self, module: str, *arguments: str, processes: int = 1, prepare: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        processes: int = 1,
+        prepare: Callable[[], None] | None = None,
+        sharded: bool = False,
+    ):
         self.log = Path(tempfile.mkstemp(suffix=".log")[1])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
         self.processes = []
         for rank in range(processes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port} | shared if processes > 1 else {}

@@ -120,7 +120,7 @@ def test_processes_wait_long_for_images_and_not_for_a_step(pretrain, tmp_path, m
 
 def test_other_parallelism_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "DATA_PARALLEL", ())
-    with pytest.raises(ValueError, match="asks for NO; here all is data parallel"):
+    with pytest.raises(ValueError, match="asks for NO; it must be MULTI_GPU, or FSDP with fsdp_version 2"):
         launch.start(RunConfig(trackers=()))
 
 

@@ -19,6 +19,8 @@ class RunConfig:
     """Seed of the weights, the data order and every sample's randomness."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type. auto: the launcher's choice, else bf16 where the hardware computes in it, else fp32."""
+    reduction: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are averaged over several processes. bf16 halves what they send."""
     compile: bool = False
     """Compile the model with torch.compile (pays on a GPU)."""
     log_every: int = plumbing(20)

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,14 +11,21 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker, get_available_trackers
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 
-from mpp.config import RunConfig
+from mpp.config import RunConfig, require
 from mpp.errors import UserError
-from mpp.runtime.hardware import bf16_is_native, cores, uses_gpu
+from mpp.runtime.hardware import TRUE, bf16_is_native, cores, uses_gpu
 from mpp.runtime.preemption import Preempted
 
 BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
+SHARDED = "ACCELERATE_USE_FSDP"
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 OUT_OF_MEMORY = (
     "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same), or "
@@ -69,31 +77,72 @@ def start(run: RunConfig) -> Accelerator:
             that there is not; a tracker is not installed.
     """
     check_promise()
+    check_sharding()
     check_trackers(run)
     precision, reason = choose_precision(run)
     AcceleratorState._reset_state()  # one process may do several runs, one after the other, each in its own precision
-    accelerator = Accelerator(
-        cpu=not uses_gpu(),
-        mixed_precision="bf16" if precision == "bf16" else "no",
-        log_with=trackers(run) or None,
-        project_dir=run.dir,
-        dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=BUILDING),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # else gradients were held twice
-        ],
-    )
+    sent = DDPCommunicationHookType.BF16 if run.reduction == "bf16" else DDPCommunicationHookType.NO
+    with unset(SHARDED):  # Accelerate is to start the processes, and mpp/training/parallel.py shards
+        accelerator = Accelerator(
+            cpu=not uses_gpu(),
+            mixed_precision="bf16" if precision == "bf16" else "no",
+            log_with=trackers(run) or None,
+            project_dir=run.dir,
+            dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=BUILDING),
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),  # else held twice
+            ],
+        )
     set_timeout(BUILDING)  # an earlier run in this process has left another
     if accelerator.distributed_type not in DATA_PARALLEL:
         asked = accelerator.distributed_type.value
-        raise UserError(f"the launcher's configuration asks for {asked}; here all is data parallel: use MULTI_GPU")
+        raise UserError(
+            f"the launcher's configuration asks for {asked}; it must be MULTI_GPU, or FSDP with fsdp_version 2"
+        )
     threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     accelerator.print(
         f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
-        f"{threads} CPU threads each, {precision} ({reason})"
+        f"{threads} CPU threads each, {precision} ({reason}){', sharded (FSDP2)' if sharding(accelerator) else ''}"
     )
     return accelerator
+
+
+@contextmanager
+def unset(variable: str) -> Iterator[None]:
+    """Meanwhile the environment is without a variable."""
+    value = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        os.environ.update({variable: value} if value is not None else {})
+
+
+def asks_for_sharding() -> bool:
+    """Whether the launcher's configuration is of `distributed_type: FSDP`."""
+    return os.environ.get(SHARDED, "").lower() in TRUE
+
+
+def sharding(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
+    """The launcher's settings for sharding; None: it did not ask for it, or there is one process alone."""
+    return FullyShardedDataParallelPlugin() if asks_for_sharding() and accelerator.num_processes > 1 else None
+
+
+def check_sharding() -> None:
+    """Refuse what the launcher can ask for, and what is not here: it would be dropped without a word."""
+    if not asks_for_sharding():
+        return
+    version = os.environ.get("FSDP_VERSION", "1")
+    require(version == "2", "the launcher's fsdp_version", version, "2 (--fsdp_version 2)")
+    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower()
+    require(offload not in TRUE, "the launcher's fsdp_offload_params", offload, "false; the GPUs hold all shards")
+    again = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower()
+    require(
+        again not in TRUE,
+        *("the launcher's fsdp_activation_checkpointing", again),
+        "false: --model.activation_checkpointing true does this",
+    )
 
 
 def set_timeout(timeout: timedelta) -> None:

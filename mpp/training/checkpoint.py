@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from mpp.config import OptimConfig
@@ -34,11 +34,14 @@ from mpp.runtime.hashing import digest
 from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
 from mpp.training.optim import averages, build_optimizer, swap
+from mpp.training.parallel import gathered, read_tensors
 
 IMAGES = "data.json"
 MODEL, OPTIMIZER, PLACES = "model.safetensors", "optimizer.safetensors", "places.json"
 Places = dict[int, list[int]]
 """Lane of a stream -> how far it has come: see mpp/data/shards.py."""
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""File of a checkpoint -> its tensors by name."""
 
 
 def open_run(config: Any) -> Path:
@@ -109,19 +112,22 @@ def images_of(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    keep: int,
-    places: Sequence[Places] = (),
-) -> Path:
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: bool = True) -> Tensors:
+    """What a checkpoint holds, whole. Where the model is sharded, all processes have to ask for it together.
+
+    Args:
+        model: without wrappers.
+        wanted: whether this process wants it; the others get no tensors.
+    """
+    return {MODEL: gathered(model.state_dict(), wanted), OPTIMIZER: gathered(flat_state(optimizer), wanted)}
+
+
+def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, places: Sequence[Places] = ()) -> Path:
     """Write checkpoints/step_XXXXXXXX and delete all but the newest `keep`.
 
     Args:
         step: updates done.
-        model: without wrappers.
+        tensors: of `snapshot`.
         places: how far each process is in a stream; indexed data have none.
     Raises:
         UserError: it cannot be written; earlier checkpoints are as they were.
@@ -130,7 +136,7 @@ def save_checkpoint(
     aside = checkpoints / f".step_{step:08d}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        write_checkpoint(aside, model, optimizer, places)
+        write_checkpoint(aside, tensors, places)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         earlier = [path.name for path in complete_checkpoints(folder)]
@@ -151,14 +157,11 @@ def save_checkpoint(
     return final
 
 
-def write_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, places: Sequence[Places]
-) -> None:
+def write_checkpoint(folder: Path, tensors: Tensors, places: Sequence[Places]) -> None:
     """Write a checkpoint's files, with their checksums, and make them durable."""
     folder.mkdir(parents=True)
-    contiguous = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(contiguous, folder / MODEL)
-    save_file(flat_state(optimizer), folder / OPTIMIZER)
+    for file, named in tensors.items():
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / file)
     (folder / PLACES).write_text(json.dumps(list(places)))
     digests = {file.name: digest(file) for file in sorted(folder.iterdir())}
     state = {"torch": torch.__version__, "sha256": digests}
@@ -170,15 +173,16 @@ def write_checkpoint(
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Places]]:
     """Load the newest checkpoint that is whole; the step it was taken at (0: there is none), each process's places.
 
-    A checkpoint whose files are damaged is named on stderr, and the one before it is used.
+    A checkpoint whose files are damaged is named on stderr, and the one before it is used. It does not matter how many
+    processes wrote it, or whether the model was sharded: where it is, each process reads its own rows.
     """
     for checkpoint in reversed(complete_checkpoints(folder)):
         damaged = damaged_files(checkpoint)
         if damaged:
             print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
             continue
-        model.load_state_dict(load_file(checkpoint / MODEL))
-        load_flat_state(optimizer, load_file(checkpoint / OPTIMIZER))
+        model.load_state_dict(read_tensors(checkpoint / MODEL, model.state_dict()))
+        load_flat_state(optimizer, checkpoint / OPTIMIZER)
         places = json.loads((checkpoint / PLACES).read_text())
         return step_of(checkpoint), [{int(lane): place for lane, place in each.items()} for each in places]
     return 0, []
@@ -236,10 +240,13 @@ def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {name: value for name, value in named if torch.is_tensor(value)}  # timm's Muon notes a bool, too
 
 
-def load_flat_state(optimizer: torch.optim.Optimizer, flat: dict[str, torch.Tensor]) -> None:
-    """Inverse of `flat_state`."""
+def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Load what `flat_state` gave and a file holds."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with safe_open(file, framework="pt") as stored:
+        of_parameter = {key: parameters[int(key.split(".", 1)[0])] for key in stored.keys()}  # noqa: SIM118
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in flat.items():
+    for key, tensor in read_tensors(file, of_parameter).items():
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

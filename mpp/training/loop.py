@@ -4,15 +4,14 @@ It knows a model, a loss, batches, an optimiser and a schedule, and nothing of w
 step, the weights and the optimiser's, so that a killed run goes on exactly.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
@@ -20,9 +19,10 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.errors import ReadFailed, UserError
 from mpp.metrics import Sums, total
 from mpp.runtime.preemption import Ending, Preemption
-from mpp.training.checkpoint import Places, restore, save_checkpoint
+from mpp.training.checkpoint import Places, restore, save_checkpoint, snapshot
 from mpp.training.feed import Feed
-from mpp.training.optim import averaged_weights, build_optimizer
+from mpp.training.optim import averaged_weights
+from mpp.training.parallel import prepare
 from mpp.training.tracking import Speed, Tracker, progress_bar
 from mpp.training.update import Update
 
@@ -107,16 +107,12 @@ class Loop:
     ):
         self.task, self.accelerator, self.run, self.optim, self.layout = task, accelerator, run, optim, layout
         self.folder, self.flops = folder, flops
-        if run.compile:
-            task.model.compile()
-        model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, optim))
-        if isinstance(model, DistributedDataParallel):
-            model.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
-        self.model, self.optimizer = accelerator.unwrap_model(model), optimizer.optimizer  # without wrappers
+        self.parallel = prepare(task.model, accelerator, optim, run)
+        self.model, self.optimizer = self.parallel.model, self.parallel.optimizer.optimizer  # without wrappers
         self.start, self.places = resume(accelerator, folder, self.model, self.optimizer)
         self.saved = self.start  # the step of the newest checkpoint
         self.tracker = Tracker(accelerator, folder, config, self.start)
-        self.update = Update(task, accelerator, model, optimizer, optim, layout, run)
+        self.update = Update(task, accelerator, self.parallel.trained, self.parallel.optimizer, optim, layout, run)
         self.speed, self.bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, self.start)
         self.feed = Feed(task.batches(self.start, self.places), layout.accumulation_steps)
 
@@ -143,16 +139,19 @@ class Loop:
         for buffer in self.model.buffers():
             broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
         try:
-            with self.speed.paused(), self.averaged():
-                self.tracker.log(done, self.task.evaluate(self.model, done, self.tracker))
+            with self.speed.paused(), self.trained() as model:
+                self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
         except ReadFailed as error:
             if self.accelerator.num_processes > 1:
                 raise  # the others are elsewhere in the evaluation: no checkpoint can be agreed upon
             self.fail(done, error)
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Meanwhile the weights are their Polyak average, where there is one."""
-        return averaged_weights(self.optimizer, average=self.optim.average is not None)
+    @contextmanager
+    def trained(self) -> Iterator[nn.Module]:
+        """The whole model as it is evaluated and exported: its weights are their Polyak average, where there is one."""
+        averaged = averaged_weights(self.optimizer, average=self.optim.average is not None)
+        with averaged, self.parallel.whole() as model:
+            yield model
 
     def save(self, step: int) -> None:
         """Write a checkpoint, of finite updates alone, unless it is there."""
@@ -179,9 +178,9 @@ class Loop:
 
     def export(self) -> None:
         """Write the trained encoder."""
-        with self.averaged():
+        with self.trained() as model:
             if self.accelerator.is_main_process:
-                self.task.export(self.model, self.folder)
+                self.task.export(model, self.folder)
 
 
 def resume(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer) -> tuple[int, Places]:
@@ -214,9 +213,10 @@ def checkpoint(
 ) -> None:
     """Save from the main process; UserError on every process where that fails."""
     problem, everywhere = None, gather_object([places])
+    tensors = snapshot(model, optimizer, wanted=accelerator.is_main_process)
     if accelerator.is_main_process:
         try:
-            save_checkpoint(folder, step, model, optimizer, keep, everywhere)
+            save_checkpoint(folder, step, tensors, keep, everywhere)
         except (ValueError, OSError) as error:
             problem = str(error)
     problems = [each for each in gather_object([problem]) if each]

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import timm.optim
+import timm.optim.muon
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mpp.config import OptimConfig
@@ -16,15 +18,24 @@ UNDECAYED = ("token", "pos_embed", "position_bias")  # [class], [mask], register
 
 
 class Muon(timm.optim.Muon):
-    """timm's Muon that, like torch's fused optimisers, changes no weight while `found_inf` is 1.
+    """timm's Muon, with two things more.
 
-    The verdict stays on the device: nothing waits for it. Muon's state does change then, so the verdict has to stand.
+    Like torch's fused optimisers it changes no weight while `found_inf` is 1. The verdict stays on the device: nothing
+    waits for it. Muon's state does change then, so the verdict has to stand.
+
+    Where the model is sharded, each matrix is gathered for its orthogonalisation, which every process does alike. (As
+    timm has it, each product of each iteration would be communicated, and rounded in another way.)
     """
 
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure=None):
+        with orthogonalizing_whole_matrices():
+            return self.step_unless_found(closure)
+
+    def step_unless_found(self, closure=None):
+        """timm's step; with `found_inf`, one at rate 0 and without gradients."""
         reads_nothing = self.defaults["capturable"]  # on a GPU, which the host does not wait for
         if self.found_inf is None or not (reads_nothing or self.found_inf):
             return super().step(closure)
@@ -41,8 +52,26 @@ class Muon(timm.optim.Muon):
                 group["lr"] = rate
 
 
+@contextmanager
+def orthogonalizing_whole_matrices() -> Iterator[None]:
+    """Meanwhile timm's Newton-Schulz iteration gets sharded matrices whole, and its result is sharded again."""
+    timms = timm.optim.muon.zeropower_via_newtonschulz
+
+    def orthogonalize(matrix: Tensor, *args, **options) -> Tensor:
+        if not isinstance(matrix, DTensor):
+            return timms(matrix, *args, **options)
+        whole = timms(matrix.full_tensor(), *args, **options)
+        return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+
+    timm.optim.muon.zeropower_via_newtonschulz = orthogonalize
+    try:
+        yield
+    finally:
+        timm.optim.muon.zeropower_via_newtonschulz = timms
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Muon, Adam with decoupled weight decay, or SGD with momentum; fused where torch has it.
+    """Muon, Adam with decoupled weight decay, or SGD with momentum; fused where torch has it (for shards: not SGD).
 
     Raises:
         UserError: Muon for a model without transformer blocks; layer decay for one without an encoder of timm's.
@@ -56,10 +85,16 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     elif config.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=not sharded)
     if config.average is not None:
         PolyakAverage(optimizer, config.average)
     return optimizer
+
+
+def skips_what_is_not_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes no weight while `found_inf`, on the device, is 1."""
+    return isinstance(optimizer, Muon) or bool(optimizer.defaults.get("fused"))
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:

@@ -13,7 +13,8 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.errors import Diverged
 from mpp.metrics import Sums, add
 from mpp.runtime.randomness import Stream, random_words
-from mpp.training.optim import learning_rate
+from mpp.training.optim import learning_rate, skips_what_is_not_finite
+from mpp.training.parallel import whole_tensor
 
 
 class Update:
@@ -25,7 +26,8 @@ class Update:
         # Once an update is not finite this is 1 for good: the fused optimiser then skips its step on the device, so
         # that the host need not wait for every step's verdict on a GPU.
         self.broken = torch.zeros((), device=accelerator.device)
-        self.at_once = accelerator.device.type == "cpu"  # where looking at the verdict costs nothing
+        on_cpu = accelerator.device.type == "cpu"  # where looking at the verdict costs nothing
+        self.at_once = on_cpu or not skips_what_is_not_finite(optimizer.optimizer)
         self.unchecked: list[tuple[int, Tensor, Tensor, list[Tensor]]] = []  # step, verdict; by pass: losses, images
         optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
 
@@ -44,7 +46,7 @@ class Update:
                 self.accelerator.backward(loss / self.layout.parts(number))
             losses.append(loss.detach())
             sums = add(sums, measured)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf)
+        norm = whole_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf))
         shared = sum(each / self.layout.parts(number) for number, each in enumerate(losses))
         loss = self.accelerator.reduce(shared, "mean")
         self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))

@@ -1,0 +1,312 @@
+"""Training that is sharded over processes (FSDP2): the same losses, the same checkpoints, less memory."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from conftest import TINY, Killed, kill_at, read_metrics, run_command, wait_until
+from safetensors.torch import load_file, save_file
+from server import Command
+from torch.distributed.fsdp import fully_shard
+
+from mpp.config import OptimConfig
+from mpp.errors import UserError
+from mpp.pretrain import main as pretrain_main
+from mpp.runtime.launch import check_sharding
+from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
+from mpp.training.optim import build_optimizer, skips_what_is_not_finite
+from mpp.training.parallel import units
+from mpp.training.update import Update
+
+TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
+ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
+
+
+def several(*runs):
+    """The words of several runs in the same processes."""
+    return [word for run in runs for word in ("then", *run)][1:]
+
+
+def same(one, other, tolerance=1e-5):
+    """Whether two runs logged the same losses, norms and evaluations."""
+    for key in ("loss", "optim/grad_norm", "heldout/loss", "compute/pflop"):
+        assert read_metrics(one, key) == pytest.approx(read_metrics(other, key), abs=tolerance)
+    assert len(read_metrics(one)) == 10
+
+
+def weights(folder):
+    return load_file(folder / "encoder" / "model.safetensors")
+
+
+def test_gradients_may_travel_in_bf16(tmp_path):
+    for kind, sharded in (("shards", True), ("copies", False)):
+        words = (*TEN, *ADAM, "--run.reduction=bf16", f"--run.dir={tmp_path / kind}")
+        run = Command("pretrain", *words, processes=2, sharded=sharded)
+        assert run.wait() == [0, 0], run.said
+    pretrain_main([*TEN, *ADAM, f"--run.dir={tmp_path / 'one'}"])
+    for kind in ("shards", "copies"):
+        found, expected = read_metrics(tmp_path / kind), read_metrics(tmp_path / "one")
+        assert found == pytest.approx(expected, abs=0.02) and found != pytest.approx(expected, abs=1e-5)
+
+
+def test_ten_losses_are_those_of_data_parallel_training(tmp_path):
+    """Adam with accumulation, dropout, an average and a probe; Muon; gradients that are clipped hard."""
+    runs = {
+        "adam": (*ADAM, "--data.batch_size=2", "--optim.average=0.9", "--probe.every=5", "--optim.clip=0.1"),
+        "muon": ("--optim.name=muon", "--optim.lr=1e-2", "--model.activation_checkpointing=true"),
+    }
+    for kind, sharded in (("shards", True), ("copies", False)):
+        words = [(*TEN, *options, f"--run.dir={tmp_path / kind / name}") for name, options in runs.items()]
+        run = Command("pretrain", *several(*words), processes=2, sharded=sharded)
+        assert run.wait() == [0, 0], run.said
+        assert ("sharded (FSDP2)" in run.said) == sharded
+    for name in runs:
+        ours, theirs = (tmp_path / kind / name for kind in ("shards", "copies"))
+        same(ours, theirs)
+        found, expected = weights(ours), weights(theirs)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, atol=2e-3, rtol=0)  # ten of Adam's steps are 3e-2 long
+    probed = [read_metrics(tmp_path / kind / "adam", "features/rank/depth_01") for kind in ("shards", "copies")]
+    assert len(probed[0]) == 2 and probed[0] == pytest.approx(probed[1], rel=1e-3)
+
+
+def die_at(step):
+    """In each process: SIGKILL before update `step` (from 0)."""
+    update = Update.__call__
+
+    def dies(self, number, *args, **options):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update(self, number, *args, **options)
+
+    Update.__call__ = dies
+
+
+@pytest.mark.parametrize("options", [ADAM, ("--optim.name=muon",)], ids=["adam", "muon"])
+def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, options):
+    """Ten rows on three processes are 4, 4 and 2; one row is nobody's but the first one's."""
+    words = (*TEN, *options, "--optim.average=0.9", "--model.dropout=0.1", "--model.width=10", "--model.heads=1")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run = Command("pretrain", *words, f"--run.dir={whole}", processes=3, sharded=True)
+    assert run.wait() == [0, 0, 0], run.said
+    run = Command("pretrain", *words, f"--run.dir={killed}", processes=3, sharded=True, prepare=partial(die_at, 7))
+    assert run.wait() == [-signal.SIGKILL] * 3 and newest_step(killed) == 5
+    run = Command("pretrain", *words, f"--run.dir={killed}", processes=3, sharded=True)
+    assert run.wait() == [0, 0, 0], run.said
+    files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert read_metrics(killed) == read_metrics(whole)
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path, monkeypatch):
+    """One process, then two with shards, then two with copies, then one: the losses of one process all the way."""
+    words = (*TINY, "--run.steps=10", "--run.checkpoint_every=1", "--optim.average=0.9")
+    pretrain_main([*words, f"--run.dir={tmp_path / 'one'}"])
+    moved = f"--run.dir={tmp_path / 'moved'}"
+    with monkeypatch.context() as patch:
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            pretrain_main([*words, moved])
+    for step, sharded in ((6, True), (8, False)):
+        run = Command("pretrain", *words, moved, processes=2, sharded=sharded, prepare=partial(die_at, step))
+        assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(tmp_path / "moved") == step, run.said
+    pretrain_main([*words, moved])
+    same(tmp_path / "moved", tmp_path / "one")
+
+
+KINDS = {
+    "relative": ("--model.position=relative",),
+    "shared": ("--model.position=learned_2d", "--model.position_at=every_shared"),
+    "axial": ("--model.mixing=axial", "--model.stride=4"),
+    "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2"),
+    "arguments": ('--model.arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": true}',),
+}
+
+
+def test_every_kind_of_encoder_can_be_sharded(tmp_path):
+    plain = [word for word in TINY if not word.startswith("--run.steps")]
+    runs = {name: (*plain, "--run.steps=2", *options) for name, options in KINDS.items()}
+    words = several(*((*run, f"--run.dir={tmp_path / 'shards' / name}") for name, run in runs.items()))
+    run = Command("pretrain", *words, processes=2, sharded=True)
+    assert run.wait() == [0, 0], run.said
+    for name, options in runs.items():
+        pretrain_main([*options, f"--run.dir={tmp_path / 'one' / name}"])
+        for key in ("loss", "optim/grad_norm", "heldout/loss"):
+            ours, theirs = (read_metrics(tmp_path / kind / name, key) for kind in ("shards", "one"))
+            assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=1e-4), name
+
+
+def test_supervised_and_contrastive_training_too(tmp_path):
+    """A ResNet has batch norms, whose means are each process's own until they are judged."""
+    plain = [word for word in TINY if not word.startswith(("--probe", "--model"))]
+    resnet = ("--model.name=test_resnet", "--model.img_size=64")
+    for module, options in (("supervised", resnet), ("contrastive", ("--model.width=16", "--model.img_size=32"))):
+        for kind, sharded in (("shards", True), ("copies", False)):
+            words = (*plain, *options, "--run.steps=2", f"--run.dir={tmp_path / kind / module}")
+            run = Command(module, *words, processes=2, sharded=sharded)
+            assert run.wait() == [0, 0], run.said
+        for key in ("loss", "heldout/loss", "heldout/accuracy"):
+            ours, theirs = (read_metrics(tmp_path / kind / module, key) for kind in ("shards", "copies"))
+            assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=1e-4)
+
+
+def note_memory(folder):
+    """In each process: write the bytes of weights, gradients and optimiser state that it holds in an update."""
+    step = torch.optim.AdamW.step
+
+    def noted(self, *args, **options):
+        result = step(self, *args, **options)
+        tensors = [t for group in self.param_groups for p in group["params"] for t in (p, p.grad)]
+        tensors += [tensor for state in self.state.values() for tensor in state.values()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tensors)}
+        rank = os.environ.get("RANK")
+        save_file({"held": torch.tensor(sum(storages.values()))}, folder / f"{rank}.safetensors")
+        return result
+
+    torch.optim.AdamW.step = noted
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_two_processes_hold_a_half_each(tmp_path):
+    """Weights, gradients and Adam of 50 M parameters, counted; and the memory that the run says it takes."""
+    words = [word for word in TINY if not word.startswith("--run.checkpoint_every")]
+    words += [*ADAM, "--run.steps=3", "--model.width=1024", "--model.depth=4"]
+    held, taken = {}, {}
+    for kind, sharded in (("shards", True), ("copies", False)):
+        (folder := tmp_path / kind).mkdir()
+        prepare = partial(note_memory, folder)
+        run = Command("pretrain", *words, f"--run.dir={folder / 'run'}", processes=2, sharded=sharded, prepare=prepare)
+        assert run.wait() == [0, 0], run.said
+        held[kind] = [int(load_file(folder / f"{rank}.safetensors")["held"]) for rank in range(2)]
+        taken[kind] = read_metrics(folder / "run", "speed/memory_gb")[3]
+    everything = 16 * sum(tensor.numel() for tensor in weights(tmp_path / "copies" / "run").values())
+    for ours, theirs in zip(held["shards"], held["copies"], strict=True):
+        assert theirs == pytest.approx(everything, rel=0.05)
+        assert ours == pytest.approx(theirs / 2, rel=0.05)
+    assert taken["copies"] - taken["shards"] > 0.3 * everything / 1e9  # 0.5, less the block that is gathered
+
+
+def test_a_signal_stops_a_sharded_run_with_a_checkpoint(tmp_path):
+    words = (*TINY, "--run.steps=100000", "--run.checkpoint_every=100000", f"--run.dir={tmp_path / 'run'}")
+    run = Command("pretrain", *words, processes=2, sharded=True)
+    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(read_metrics(tmp_path / "run")) > 1)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == [75, 75], run.said
+    assert newest_step(tmp_path / "run") >= 2 and (tmp_path / "run/preempted").exists()
+
+
+def test_the_config_of_two_cpu_processes_that_shard(tmp_path):
+    config = ["accelerate", "launch", "--config_file", "configs/accelerate/fsdp_cpu_2.yaml"]
+    words = ["--main_process_port", "29631", "mpp/pretrain.py", *TINY, f"--run.dir={tmp_path / 'run'}"]
+    ended = run_command(*config, *words, "--run.steps=1", "--run.precision=bf16", "--run.reduction=bf16")
+    assert ended.returncode == 0, ended.stderr
+    assert "2 processes on cpu, 1 CPU threads each, bf16 (run.precision), sharded (FSDP2)" in ended.stdout
+    assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("FSDP_VERSION", "1", r"fsdp_version is 1; it must be 2 \(--fsdp_version 2\)"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params is true; it must be false"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", r"it must be false: --model\.activation_checkpointing true does"),
+    ],
+)
+def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_sharding()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=message):
+        check_sharding()
+
+
+def test_one_process_has_nothing_to_share(pretrain, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    pretrain("--run.steps=1")
+    assert "1 process on cpu" in (said := capsys.readouterr().out) and "sharded" not in said
+
+
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Stack(torch.nn.Module):
+    """Blocks, and a layer beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
+def sharded_stack():
+    torch.manual_seed(0)
+    model = Stack()
+    for block in units(model):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("name", ["muon", "adam"])
+def test_no_share_changes_where_an_update_is_not_finite(group_of_one, name):
+    model = sharded_stack()
+    optimizer = build_optimizer(model, OptimConfig(name=name))
+    assert skips_what_is_not_finite(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros(())
+    for broken in (False, True):
+        model(torch.ones(1, 8)).sum().backward()
+        before = [parameter.full_tensor().clone() for parameter in model.parameters()]
+        optimizer.found_inf.fill_(broken)
+        if broken:
+            for parameter in model.parameters():
+                parameter.grad.fill_(torch.nan)
+        optimizer.step()
+        after = [parameter.full_tensor() for parameter in model.parameters()]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)) == broken
+
+
+def test_shares_have_no_fused_sgd(group_of_one):
+    """So the loop looks at each verdict before the step."""
+    assert not skips_what_is_not_finite(build_optimizer(sharded_stack(), OptimConfig(name="sgd")))
+    assert skips_what_is_not_finite(build_optimizer(Stack(), OptimConfig(name="sgd")))
+
+
+def test_the_last_block_of_a_stack_is_no_unit():
+    model = Stack()
+    assert list(units(model)) == list(model.blocks[:-1])
+
+
+def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
+    states = {}
+    for kind, build in (("shards", sharded_stack), ("copy", Stack)):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = build_optimizer(model, OptimConfig(name="adam"))
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        states[kind] = save_checkpoint(tmp_path / kind, 1, snapshot(model, optimizer), keep=1)
+        assert not any(snapshot(model, optimizer, wanted=False).values()) or kind == "copy"
+        other = build()
+        its = build_optimizer(other, OptimConfig(name="adam"))
+        assert restore(tmp_path / kind, other, its)[0] == 1
+        again = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its), keep=1)
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            assert (again / file).read_bytes() == (states[kind] / file).read_bytes()
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (states["shards"] / file).read_bytes() == (states["copy"] / file).read_bytes()
