@@ -1,0 +1,58 @@
+"""torch.compile by inductor, which computes on a CPU too: together with what a cluster trains with."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from conftest import TINY, read_metrics
+from server import Command
+from torch._dynamo.utils import counters
+
+from mpp.training.checkpoint import newest_step
+from mpp.training.update import Update
+
+CLUSTER = ("--model.attention=fused", "--model.activation_checkpointing=true", "--model.drop_path=0.1")
+
+
+def as_one_graph(folder, dies_at=None):
+    """In each process: refuse graph breaks; note how many graphs there are after each update."""
+    compiled, update = torch.nn.Module.compile, Update.__call__
+    torch.nn.Module.compile = lambda module: compiled(module, fullgraph=True)
+
+    def noted(self, step, *args, **options):
+        if step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = update(self, step, *args, **options)
+        with (folder / f"{self.layout.rank}.graphs").open("a") as file:
+            file.write(f"{counters['stats']['unique_graphs']}\n")
+        return result
+
+    Update.__call__ = noted
+
+
+@pytest.mark.parametrize(
+    ("precision", "processes", "tolerance"),
+    [pytest.param("bf16", 2, 1e-3, marks=pytest.mark.faults), ("fp32", 1, 1e-5)],
+)
+def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, processes, tolerance):
+    """Uncompiled, and compiled; then compiled again, killed on its way and resumed."""
+    words = [word for word in TINY if not word.startswith(("--run.precision", "--run.steps"))]
+    words += [*CLUSTER, f"--run.precision={precision}", "--run.steps=6"]
+    plain, compiled, killed = (f"--run.dir={tmp_path / name}" for name in ("plain", "compiled", "killed"))
+    runs = (*words, plain, "then", *words, "--run.compile=true", compiled)
+    run = Command("pretrain", *runs, processes=processes, prepare=partial(as_one_graph, tmp_path))
+    assert run.wait() == [0] * processes, run.said
+    losses = read_metrics(tmp_path / "compiled")
+    assert len(losses) == 6 and losses == pytest.approx(read_metrics(tmp_path / "plain"), abs=tolerance)
+    for rank in range(processes):
+        graphs = list(map(int, (tmp_path / f"{rank}.graphs").read_text().split()))
+        assert graphs == [0] * 6 + [graphs[6]] * 6 and graphs[6] >= 1  # compiled for the first update, and for no other
+    again = (*words, "--run.compile=true", killed)
+    run = Command("pretrain", *again, processes=processes, prepare=partial(as_one_graph, tmp_path, dies_at=5))
+    assert run.wait() == [-signal.SIGKILL] * processes and newest_step(tmp_path / "killed") == 4
+    run = Command("pretrain", *again, processes=processes)
+    assert run.wait() == [0] * processes, run.said
+    files = [tmp_path / name / "encoder" / "model.safetensors" for name in ("compiled", "killed")]
+    assert files[0].read_bytes() == files[1].read_bytes() and read_metrics(tmp_path / "killed") == losses
