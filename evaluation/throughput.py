@@ -52,7 +52,7 @@ class ThroughputConfig:
     rounds: int = 15
     """Rounds that count, after three that do not."""
     jpeg_side: int = 256
-    """Shorter side of the JPEG files that are loaded from; mpp.prepare makes them 256."""
+    """Shorter side of the files that are loaded from; mpp.prepare makes them 256."""
     workers: int = 2
     """Loader processes of the end-to-end update."""
     memory: bool = True
@@ -93,6 +93,7 @@ RATIOS = [
     Ratio("features", "timm forward", 1.05, at_most=True),
     Ratio("updates in memory", "updates from JPEG", 0.9),
     Ratio("ImageFolder with PIL", "mpp's loading", 1.4),
+    Ratio("ImageFolder with PIL", "mpp's loading of PPM", 2.0),
 ]
 
 
@@ -116,12 +117,14 @@ def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: in
 
 def time_loading(bench: Bench, config: ThroughputConfig) -> dict[str, list[float]]:
     """Updates from JPEG files beside updates from memory; loading alone, on one core, beside torchvision's."""
-    with contenders.jpegs(config.jpeg_side) as name:
+    side = config.jpeg_side
+    with contenders.files(side) as name, contenders.files(side, pixels=True) as of_pixels:
         folder, size = Path(name), contenders.build_encoder(bench.config.model).patch_embed.img_size[0]
         updates = contenders.end_to_end(bench, folder, config.workers)
         in_memory = contenders.mpp_update(bench).step
         alone = {
             "mpp's loading": take(contenders.our_images(folder, size), 32),
+            "mpp's loading of PPM": take(contenders.our_images(Path(of_pixels), size), 32),
             "ImageFolder with PIL": take(contenders.image_folder(folder, size), 32),
         }
         threads = torch.get_num_threads()
@@ -249,7 +252,7 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"mpp update reaches {share:.0%} of the ceiling; target: at least 60%{'' if share >= 0.6 else ': missed'}"
         )
-    for name in ("mpp's loading", "ImageFolder with PIL"):
+    for name in ("mpp's loading", "mpp's loading of PPM", "ImageFolder with PIL"):
         print(f"{name}: {32 / statistics.median(result['seconds'][name]):.0f} images/s a core")
     rows = [
         [name, f"{r['median']:.3f} ({r['min']:.3f} to {r['max']:.3f})", verdict(r)]

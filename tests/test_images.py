@@ -12,7 +12,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig
-from mpp.data.images import UnreadableImage, augment, centre_crop, crop_box, decode, random_crop
+from mpp.data.images import UnreadableImage, augment, centre_crop, crop_box, decode, random_crop, to_ppm
 from mpp.runtime.randomness import Stream, random_words
 
 LIMIT = 10_000_000
@@ -130,6 +130,18 @@ def test_a_bomb_is_refused_from_its_header():
         decode(JPEG, 100)
     with pytest.raises(UnreadableImage, match=r"^(?!.*Bomb)"):  # who allows more is not stopped by PIL's own limit
         decode(bytes(bomb), 10**10)
+
+
+def test_plain_pixels_are_read_as_they_are():
+    pixels = torch.from_numpy(RGB).permute(2, 0, 1)
+    data = to_ppm(pixels)
+    assert torch.equal(decode(data, LIMIT), pixels) and encoded(RGB, "PPM") == data
+    assert torch.equal(decode(data.replace(b"P6\n", b"P6\n# a comment\n"), LIMIT), pixels)  # by PIL
+    for broken in (data[:-1], b"P6\n0 0\n255\n", b"P6\n" + b"9" * 5000 + b" 1\n255\n"):
+        with pytest.raises(UnreadableImage):
+            decode(broken, LIMIT)
+    with pytest.raises(UnreadableImage, match=r"60000 x 60000 pixels are more than data\.max_pixels"):
+        decode(b"P6\n60000 60000\n255\n", LIMIT)
 
 
 def test_crop_areas_and_ratios_are_torchvisions():

@@ -1,5 +1,6 @@
 """Data sets made ready for training: what becomes of each image, in parallel, resumed, reported."""
 
+import io
 import json
 import os
 import tarfile
@@ -9,8 +10,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
 from conftest import encoded, picture, run_command
 from PIL import Image
+from torchvision.transforms.v2 import functional
 
 from mpp import prepare
 from mpp.config import DataConfig, SourceConfig
@@ -70,6 +73,19 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
         "train/cat/empty.png: no image file of a known sort",
         "train/dog/text.jpg: no image file of a known sort",
     ]
+
+
+def test_plain_pixels_lose_nothing(folder, tmp_path):
+    main(options(folder, tmp_path / "out", "--format=ppm"))
+    rows = datasets.load_dataset(str(tmp_path / "out"))["train"].cast_column("image", datasets.Image(decode=False))
+    assert len(rows) == 28
+    for row in rows:
+        number = int(Path(row["image"]["path"]).stem)
+        original = torch.from_numpy(picture(number, (40, 48) if number % 2 else (90, 120))).permute(2, 0, 1)
+        expected = original if number % 2 else functional.resize(original, [60], antialias=True)
+        data = row["image"]["bytes"]
+        assert data.startswith(b"P6\n") and torch.equal(decode(data, 10**6), expected)
+        assert np.array_equal(np.array(Image.open(io.BytesIO(data))), expected.permute(1, 2, 0).numpy())
 
 
 def test_what_is_prepared_is_trained_on_either_way(folder, tmp_path, pretrain):

@@ -24,6 +24,7 @@ from torchvision import datasets, transforms
 
 from evaluation.suite.encoders import load_frozen
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, OptimConfig, RunConfig
+from mpp.data.images import decode, to_ppm
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
 from mpp.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
@@ -32,7 +33,7 @@ from mpp.training.update import Update
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
 LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then
-JPEGS = 256  # files that are loaded from
+FILES = 256  # that are loaded from
 
 
 class Bench(NamedTuple):
@@ -255,16 +256,17 @@ CEILINGS: dict[str, Callable[[Bench], Contender]] = {
 }
 
 
-def write_jpegs(folder: Path, side: int) -> None:
-    """Photograph-like JPEGs, 4/3 as wide as high, in two classes."""
+def write_files(folder: Path, side: int, pixels: bool) -> None:
+    """Photograph-like JPEGs, or PPMs of their pixels, 4/3 as wide as high, in two classes."""
     rng = np.random.default_rng(0)
-    for number in range(JPEGS):
+    for number in range(FILES):
         small = Image.fromarray(rng.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8))
         buffer = io.BytesIO()
         small.resize((side * 4 // 3, side), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
-        file = folder / "ab"[number % 2] / f"{number}.jpg"
+        file = folder / "ab"[number % 2] / f"{number}.{'ppm' if pixels else 'jpg'}"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(buffer.getvalue())
+        jpeg = buffer.getvalue()
+        file.write_bytes(to_ppm(decode(jpeg, 10**9)) if pixels else jpeg)
 
 
 def end_to_end(bench: Bench, folder: Path, workers: int) -> Iterator[None]:
@@ -300,8 +302,8 @@ def image_folder(folder: Path, size: int) -> Iterator[Tensor]:
         yield dataset[number % len(dataset)][0]
 
 
-def jpegs(side: int) -> tempfile.TemporaryDirectory:
-    """A folder of JPEGs that goes when it is closed."""
+def files(side: int, pixels: bool = False) -> tempfile.TemporaryDirectory:
+    """A folder of image files that goes when it is closed."""
     folder = tempfile.TemporaryDirectory()
-    write_jpegs(Path(folder.name), side)
+    write_files(Path(folder.name), side, pixels)
     return folder

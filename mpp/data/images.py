@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -23,6 +24,7 @@ except ImportError:  # torchvision 0.29 announces their removal: PIL then decode
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
 LONGEST = 16  # times the shorter side: what of an image is resized for its centre crop
+PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 
@@ -46,10 +48,10 @@ def decode(data: bytes, max_pixels: int) -> Tensor:
         UnreadableImage: with the reason.
     """
     try:
+        if header := PIXELS.match(data):
+            return decode_ppm(data, header, max_pixels)
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > max_pixels:
-                raise UnreadableImage(f"{width} x {height} pixels are more than data.max_pixels ({max_pixels})")
+            check_size(*image.size, max_pixels)
             if decode_jpeg and image.format == "JPEG" and image.mode in ("L", "RGB"):
                 encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 return decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
@@ -60,6 +62,26 @@ def decode(data: bytes, max_pixels: int) -> Tensor:
         raise UnreadableImage("no image file of a known sort") from None
     except Exception as error:  # decoders raise whatever they like on broken files: no sort of it may end a run
         raise UnreadableImage(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuse an image by its header."""
+    if width * height > max_pixels:
+        raise UnreadableImage(f"{width} x {height} pixels are more than data.max_pixels ({max_pixels})")
+
+
+def decode_ppm(data: bytes, header: re.Match[bytes], max_pixels: int) -> Tensor:
+    """Pixels that are in a file as they are, (3, H, W) uint8: nothing to decode."""
+    width, height = map(int, header.groups())
+    check_size(width, height, max_pixels)
+    pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header.end(), count=3 * width * height)
+    return pixels.view(height, width, 3).permute(2, 0, 1)
+
+
+def to_ppm(pixels: Tensor) -> bytes:
+    """(3, H, W) uint8 as a PPM file."""
+    height, width = pixels.shape[1:]
+    return b"P6\n%d %d\n255\n" % (width, height) + pixels.permute(1, 2, 0).numpy().tobytes()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

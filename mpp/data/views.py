@@ -184,7 +184,7 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
 
 @dataclass(frozen=True)
 class Whole(Dataset):
-    """Whole images by index, flat: pixels (3 * H * W,) uint8, H, W; nothing, 0, 0 where one cannot be decoded."""
+    """Whole images by index, flat: pixels (H * W * 3,) uint8, H, W; nothing, 0, 0 where one cannot be decoded."""
 
     dataset: ImageDataset
     data: DataConfig
@@ -196,7 +196,7 @@ class Whole(Dataset):
         except images.UnreadableImage:
             pixels = torch.empty(3, 0, 0, dtype=torch.uint8)  # it is named when its turn comes
         note_reading(NOTHING)
-        return pixels.flatten(), *pixels.shape[1:]
+        return pixels.permute(1, 2, 0).flatten(), *pixels.shape[1:]
 
 
 def hold(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
