@@ -44,7 +44,9 @@ class Muon(timm.optim.Muon):
             group["lr"] = group["lr"] * (1 - self.found_inf)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.masked_fill_(self.found_inf.bool(), 0)  # 0 times NaN is NaN
+                    gradient = parameter.grad
+                    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                    own.masked_fill_(self.found_inf.bool(), 0)  # 0 times NaN is NaN
         try:
             return super().step(closure)
         finally:
