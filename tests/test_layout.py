@@ -21,6 +21,13 @@ def test_a_module_run_as_a_script_shadows_no_other(module):
     assert module.stem not in taken
 
 
+def test_the_lowest_versions_are_those_that_are_promised():
+    promised = dict(re.findall(r'"([a-z]+)(?:\[\w+\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    lowest = dict(re.findall(r"^([a-z]+)==([\d.]+)$", (ROOT / "tests" / "lowest.txt").read_text(), re.MULTILINE))
+    promised.pop("setuptools")
+    assert {name: version.removesuffix(".0") for name, version in lowest.items()} == promised
+
+
 def test_top_level_is_what_the_readme_says():
     allowed = {"mpp", "configs", "evaluation", "tests", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)

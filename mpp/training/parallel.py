@@ -87,6 +87,9 @@ class Sharded:
                 block.forward = torch.compile(block.forward)  # within the unit's hooks, which cannot be compiled
             fully_shard(block, mesh=mesh, mp_policy=reduced, reshard_after_forward=again)
         fully_shard(model, mesh=mesh, mp_policy=reduced)
+        if self.device.type == "cpu":  # gloo takes a mean for a sum in some releases of torch
+            for unit in (*units(model), model):
+                unit.set_force_sum_reduction_for_comms(True)
         self.optimizer = accelerator.prepare(build_optimizer(model, optim))
 
     @contextmanager
