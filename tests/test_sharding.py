@@ -5,6 +5,7 @@ import signal
 from functools import partial
 
 import pytest
+import timm
 import torch
 from conftest import TINY, Killed, kill_at, read_metrics, run_command, wait_until
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from mpp.pretrain import main as pretrain_main
 from mpp.runtime.launch import check_sharding
 from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_what_is_not_finite
-from mpp.training.parallel import units
+from mpp.training.parallel import units, without_weights
 from mpp.training.update import Update
 
 TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
@@ -119,9 +120,11 @@ def test_a_run_goes_on_in_another_layout(tmp_path, monkeypatch):
 
 KINDS = {
     "relative": ("--model.position=relative",),
-    "shared": ("--model.position=learned_2d", "--model.position_at=every_shared"),
+    "shared": ("--model.position=learned_2d", "--model.position_at=every_shared", "--model.depth=3"),
+    "shared, again": ("--model.position_at=every_shared", "--model.depth=3", "--model.activation_checkpointing=true"),
     "axial": ("--model.mixing=axial", "--model.stride=4"),
     "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2"),
+    "sgd": ("--optim.name=sgd", "--optim.lr=0.1", "--model.depth=3"),
     "arguments": ('--model.arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": true}',),
 }
 
@@ -215,6 +218,7 @@ def test_the_config_of_two_cpu_processes_that_shard(tmp_path):
     [
         ("FSDP_VERSION", "1", r"fsdp_version is 1; it must be 2 \(--fsdp_version 2\)"),
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params is true; it must be false"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "use_parallelism_config is true; it must be false"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", r"it must be false: --model\.activation_checkpointing true does"),
     ],
 )
@@ -289,7 +293,28 @@ def test_shares_have_no_fused_sgd(group_of_one):
 
 def test_the_last_block_of_a_stack_is_no_unit():
     model = Stack()
-    assert list(units(model)) == list(model.blocks[:-1])
+    assert units(model) == list(model.blocks[:-1])
+    assert len(units(timm.create_model("test_resnet", num_classes=0))) == 0
+
+
+@pytest.mark.parametrize("name", ["crossvit_tiny_240", "twins_svt_small"])
+def test_units_are_called_and_not_in_each_other(name):
+    """CrossViT has blocks in its blocks, and the stacks of Twins hold lists."""
+    found = units(timm.create_model(name, num_classes=0))
+    assert all(type(block).forward is not torch.nn.Module.forward for block in found)
+    inner = [module for block in found for module in block.modules() if module is not block]
+    assert not set(inner) & set(found)
+
+
+def test_a_copy_without_weights_shares_nothing():
+    model = Stack()
+    model.register_buffer("mean", torch.ones(2), persistent=False)
+    copied = without_weights(model)
+    ours, theirs = (dict((*m.named_parameters(), *m.named_buffers())) for m in (copied, model))
+    assert {k: (t.shape, t.dtype, t.requires_grad) for k, t in ours.items()} == {
+        k: (t.shape, t.dtype, t.requires_grad) for k, t in theirs.items()
+    }
+    assert all(tensor.is_meta for tensor in ours.values()) and not any(t.is_meta for t in theirs.values())
 
 
 def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):

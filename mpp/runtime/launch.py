@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker, get_available_trackers
 from accelerate.utils import (
+    AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
@@ -92,6 +93,7 @@ def start(run: RunConfig) -> Accelerator:
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=BUILDING),
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),  # else held twice
+                AutocastKwargs(cache_enabled=not asks_for_sharding()),  # it holds a bf16 copy of all that was gathered
             ],
         )
     set_timeout(BUILDING)  # an earlier run in this process has left another
@@ -137,6 +139,8 @@ def check_sharding() -> None:
     require(version == "2", "the launcher's fsdp_version", version, "2 (--fsdp_version 2)")
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower()
     require(offload not in TRUE, "the launcher's fsdp_offload_params", offload, "false; the GPUs hold all shards")
+    mesh = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower()
+    require(mesh not in TRUE, "the launcher's use_parallelism_config", mesh, "false: there are shards of all processes")
     again = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower()
     require(
         again not in TRUE,

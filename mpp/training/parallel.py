@@ -50,6 +50,7 @@ class Replicated:
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         if run.compile:
             model.compile()
+        model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.trained, self.optimizer = accelerator.prepare(model, build_optimizer(model, optim))
         if isinstance(self.trained, DistributedDataParallel):
             self.trained.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
@@ -74,7 +75,7 @@ class Sharded:
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         self.device = accelerator.device
         unprepared = dict(device_placement=False, evaluation_mode=True)  # autocast alone; fully_shard moves the shards
-        self.aside = accelerator.prepare_model(copy.deepcopy(model).to("meta"), **unprepared)  # takes no memory
+        self.aside = accelerator.prepare_model(without_weights(model), **unprepared)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):  # as DDP does: the main process's are everybody's
                 tensor.copy_(broadcast(tensor.detach().to(self.device)))
@@ -82,13 +83,16 @@ class Sharded:
         reduced = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if run.reduction == "bf16" else None)
         mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         again = sharding(accelerator).reshard_after_forward
-        for block in units(model):
+        blocks = units(model)
+        if run.compile:  # a graph for each rate of drop path
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
+        for block in blocks:
             if run.compile:
                 block.forward = torch.compile(block.forward)  # within the unit's hooks, which cannot be compiled
             fully_shard(block, mesh=mesh, mp_policy=reduced, reshard_after_forward=again)
         fully_shard(model, mesh=mesh, mp_policy=reduced)
         if self.device.type == "cpu":  # gloo takes a mean for a sum in some releases of torch
-            for unit in (*units(model), model):
+            for unit in (*blocks, model):
                 unit.set_force_sum_reduction_for_comms(True)
         self.optimizer = accelerator.prepare(build_optimizer(model, optim))
 
@@ -104,11 +108,20 @@ class Sharded:
             self.aside.to("meta")
 
 
-def units(model: nn.Module) -> Iterator[nn.Module]:
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model that takes no memory."""
+    memo = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
+    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def units(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered alone: of each stack all but the last."""
-    for module in model.modules():
-        if isinstance(stack := getattr(module, "blocks", None), nn.ModuleList | nn.Sequential):
-            yield from stack[:-1]
+    stacks = [getattr(module, "blocks", None) for module in model.modules()]
+    stacks = [stack for stack in stacks if isinstance(stack, nn.ModuleList | nn.Sequential)]
+    blocks = [block for stack in stacks for block in stack[:-1] if not isinstance(block, nn.ModuleList)]
+    within = {inner for block in blocks for inner in block.modules() if inner is not block}
+    return [block for block in blocks if block not in within]
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:

@@ -26,10 +26,11 @@ class Update:
         # Once an update is not finite this is 1 for good: the fused optimiser then skips its step on the device, so
         # that the host need not wait for every step's verdict on a GPU.
         self.broken = torch.zeros((), device=accelerator.device)
-        on_cpu = accelerator.device.type == "cpu"  # where looking at the verdict costs nothing
-        self.at_once = on_cpu or not skips_what_is_not_finite(optimizer.optimizer)
+        skips = skips_what_is_not_finite(optimizer.optimizer)
+        self.at_once = accelerator.device.type == "cpu" or not skips  # on a CPU, looking at the verdict costs nothing
         self.unchecked: list[tuple[int, Tensor, Tensor, list[Tensor]]] = []  # step, verdict; by pass: losses, images
-        optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
+        if skips:
+            optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
 
     def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
         """Do update `step` (from 0); its loss, gradient norm and rate, and the task's sums if `measure`."""
