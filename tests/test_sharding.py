@@ -86,6 +86,7 @@ def die_at(step):
     Update.__call__ = dies
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("options", [ADAM, ("--optim.name=muon",)], ids=["adam", "muon"])
 def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, options):
     """Ten rows on three processes are 4, 4 and 2; one row is nobody's but the first one's."""

@@ -96,7 +96,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 def skips_what_is_not_finite(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step changes no weight while `found_inf`, on the device, is 1."""
-    return isinstance(optimizer, Muon) or bool(optimizer.defaults.get("fused"))
+    return isinstance(optimizer, timm.optim.Muon) or bool(optimizer.defaults.get("fused"))
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
