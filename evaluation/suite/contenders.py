@@ -29,6 +29,7 @@ from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_lo
 from mpp.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
 from mpp.training.optim import build_optimizer
+from mpp.training.parallel import prepare
 from mpp.training.update import Update
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
@@ -91,9 +92,9 @@ def set_up(bench: Bench) -> Framework:
     layout = BatchLayout.of(bench.batch_size, None, 1, 0)
     task = Pretraining(config, accelerator, layout)
     batch = collate([task.views(task.train)[0, index % len(task.train)] for index in range(layout.batch_size)])
-    model, optimizer = accelerator.prepare(task.model, build_optimizer(task.model, config.optim))
-    update = Update(task, accelerator, model, optimizer, config.optim, layout, config.run)
-    return Framework(task, update, model, optimizer, batch)
+    parallel = prepare(task.model, accelerator, config.optim, config.run)
+    update = Update(task, accelerator, parallel.trained, parallel.optimizer, config.optim, layout, config.run)
+    return Framework(task, update, parallel.trained, parallel.optimizer, batch)
 
 
 def mpp_update(bench: Bench) -> Contender:

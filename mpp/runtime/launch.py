@@ -92,8 +92,9 @@ def start(run: RunConfig) -> Accelerator:
             dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=BUILDING),
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),  # else held twice
-                AutocastKwargs(cache_enabled=not asks_for_sharding()),  # it holds a bf16 copy of all that was gathered
+                # Else gradients were held twice, and autocast would hold a bf16 copy of all shards that were gathered.
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),
+                AutocastKwargs(cache_enabled=not asks_for_sharding()),
             ],
         )
     set_timeout(BUILDING)  # an earlier run in this process has left another
