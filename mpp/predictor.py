@@ -102,10 +102,17 @@ def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: boo
 
     What the last block skips does not count. Matrix products count two operations a multiply-add, the rest nothing.
     """
-    model = copy.deepcopy(model).to("meta")
+    model = without_weights(model)
     set_attention(model, fused=False)  # the same products; not every torch counts those of fused kernels
     with FlopCounterMode(display=False) as counter:
         outputs = model(*(part.to("meta") for part in inputs))
         if backward:
             outputs.sum().backward()
     return counter.get_total_flops()
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model on torch's `meta` device, which takes no memory."""
+    memo = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo)

@@ -22,7 +22,7 @@ class RunConfig:
     reduction: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are averaged over several processes. bf16 halves what they send."""
     compile: bool = False
-    """Compile the model with torch.compile (pays on a GPU)."""
+    """Compile the model with torch.compile (meant for GPUs)."""
     log_every: int = plumbing(20)
     """Updates between two lines of metrics."""
     eval_every: int = plumbing(400)

@@ -181,7 +181,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         if damaged:
             print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
             continue
-        model.load_state_dict(read_tensors(checkpoint / MODEL, model.state_dict()))
+        model.load_state_dict(read_tensors(checkpoint / MODEL, model.state_dict().get))
         load_flat_state(optimizer, checkpoint / OPTIMIZER)
         places = json.loads((checkpoint / PLACES).read_text())
         return step_of(checkpoint), [{int(lane): place for lane, place in each.items()} for each in places]
@@ -243,10 +243,8 @@ def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
     """Load what `flat_state` gave and a file holds."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with safe_open(file, framework="pt") as stored:
-        of_parameter = {key: parameters[int(key.split(".", 1)[0])] for key in stored.keys()}  # noqa: SIM118
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in read_tensors(file, of_parameter).items():
+    for key, tensor in read_tensors(file, lambda key: parameters[int(key.split(".", 1)[0])]).items():
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

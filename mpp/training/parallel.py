@@ -4,8 +4,7 @@ Either trains the same weights to the same checkpoints. The loop asks for three 
 optimiser, and the whole model where somebody looks at it.
 """
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import OptimConfig, RunConfig
+from mpp.predictor import without_weights
 from mpp.runtime.launch import sharding
 from mpp.training.optim import build_optimizer
 
@@ -108,13 +108,6 @@ class Sharded:
             self.aside.to("meta")
 
 
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model that takes no memory."""
-    memo = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
-    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
-
-
 def units(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered alone: of each stack all but the last."""
     stacks = [getattr(module, "blocks", None) for module in model.modules()]
@@ -149,14 +142,15 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     return result
 
 
-def read_tensors(file: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; of those that are sharded in `like`, the rows of this process alone."""
+def read_tensors(file: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; where `like` says for a name a sharded one, the rows of this process alone."""
     with safe_open(file, framework="pt") as stored:
-        return {name: read_tensor(stored, name, like.get(name)) for name in stored.keys()}  # noqa: SIM118
+        names: list[str] = stored.keys()
+        return {name: read_tensor(stored, name, like(name)) for name in names}
 
 
 def read_tensor(stored: safe_open, name: str, like: Tensor | None) -> Tensor:
-    """A tensor of an open file, sharded where `like` is."""
+    """A tensor of an open file; sharded where `like` is, and of its shape (an optimiser counts steps, too)."""
     part = stored.get_slice(name)
     if not isinstance(like, DTensor) or tuple(part.get_shape()) != tuple(like.shape):
         return stored.get_tensor(name)
