@@ -16,7 +16,7 @@ from evaluation.finetune import FinetuneConfig
 from evaluation.suite import plan
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
-from evaluation.suite.findings import Question, Results, draw, numbers_of, table_of
+from evaluation.suite.findings import Question, Results, draw, numbers_of, table_of, write_findings
 from evaluation.suite.provenance import completed, images_of_source, result_settings
 from evaluation.supervised import SupervisedConfig
 from mpp.errors import UserError
@@ -441,7 +441,7 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
     assert jobs["narrow"].training.run.steps > 2 * jobs["wide"].training.run.steps
 
 
-def test_lines_go_through_encoders_against_all_compute():
+def test_lines_go_through_encoders_against_all_compute(tmp_path):
     rows = [
         {"encoder": name, "encoder_seed": 0, "seed": 0, "evaluation": "tuned", "dataset": "birds", "group": None}
         | {"case": "", "accuracy": accuracy, "pflop": 2.0}
@@ -455,3 +455,10 @@ def test_lines_go_through_encoders_against_all_compute():
     assert drawn["pre-trained"] == [[3.0, pytest.approx(10)], [6.0, pytest.approx(30)]]
     assert drawn["both"] == [[2.0, pytest.approx(20)], [3.0, pytest.approx(10)]]
     assert drawn["from scratch"] == [[2.0, pytest.approx(20)]] and axes.get_xticks().tolist() == [2, 3, 6]
+
+    write_findings(tmp_path, [dataclasses.replace(question, encoders=["long", "scratch"])], results, {})
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "table.md").read_text().split("\n")
+    ]
+    assert cells[0] == ["accuracy (%)", "tuned", "tuned, PFLOP"]
+    assert ["long", "30.0", "6"] in cells and ["scratch", "20.0", "2"] in cells

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from mpp.config import require
 
 Row = dict[str, Any]
 Numbers = dict[str, dict[str, dict[str, float]]]
-"""Encoder -> column -> mean, standard deviation, count; and how many seeds diverged, where any did."""
+"""Encoder -> column -> mean, standard deviation, count; how many seeds diverged, where any did; PFLOP, where asked."""
 
 COMPUTE = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and their axis."""
@@ -79,6 +80,13 @@ class Results:
 
         return Results(chosen(self.rows), chosen(self.curves), chosen(self.diverged), self.compute)
 
+    def place(self, question: Question, row: Row) -> float | None:
+        """Where an accuracy lies on the question's x-axis; None: that is not known."""
+        places = self.compute if question.x in COMPUTE else dict(question.encoders or {})
+        of_encoder = places.get(row["encoder"])
+        more = row.get("pflop", 0) if question.x == "total compute" else 0
+        return None if of_encoder is None else of_encoder + more
+
 
 def unique(rows: list[Row], key: str) -> list[Any]:
     """The different values of a key, in order."""
@@ -108,8 +116,13 @@ def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
     return columns
 
 
-def numbers_of(rows: list[Row], diverged: Sequence[Row] = ()) -> Numbers:
-    """The numbers of a table, and in how many of an encoder's seeds a training `diverged` that they need."""
+def numbers_of(
+    rows: list[Row], diverged: Sequence[Row] = (), pflop: Callable[[Row], float | None] = lambda row: None
+) -> Numbers:
+    """The numbers of a table, and in how many of an encoder's seeds a training `diverged` that they need.
+
+    `pflop` says what an accuracy took, where the table says it: the mean.
+    """
     lost = without_a_result(rows, diverged)
     numbers: Numbers = {encoder: {} for encoder in unique([*rows, *lost], "encoder")}
     for name, belongs in columns_of([*rows, *lost]).items():
@@ -120,6 +133,9 @@ def numbers_of(rows: list[Row], diverged: Sequence[Row] = ()) -> Numbers:
             seeds = {row["encoder_seed"] for row in lost if belongs(row) and row["encoder"] == encoder}
             if own or seeds:
                 cells[name] = (spread(own) if own else {}) | ({"diverged": len(seeds)} if seeds else {})
+            taken = [found for found in map(pflop, own) if found is not None]
+            if taken:
+                cells[name]["pflop"] = float(np.mean(taken))
     return numbers
 
 
@@ -140,10 +156,15 @@ def complete(rows: list[Row], datasets: set[str]) -> list[Row]:
 
 
 def table_of(numbers: Numbers) -> str:
-    """The numbers as a Markdown table."""
+    """The numbers as a Markdown table; beside accuracies, the compute that they took, where that is known."""
     columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
-    body = [[name, *(cell(of.get(column)) for column in columns)] for name, of in numbers.items()]
-    return table(["accuracy (%)", *columns], body)
+    shown: dict[str, Callable[[dict[str, dict[str, float]]], str]] = {}  # heading -> what stands below it
+    for column in columns:
+        shown[column] = lambda of, column=column: cell(of.get(column))
+        if any("pflop" in of.get(column, {}) for of in numbers.values()):
+            shown[f"{column}, PFLOP"] = lambda of, column=column: compute_cell(of.get(column))
+    body = [[name, *(text(of) for text in shown.values())] for name, of in numbers.items()]
+    return table(["accuracy (%)", *shown], body)
 
 
 def cell(numbers: dict[str, float] | None) -> str:
@@ -154,6 +175,11 @@ def cell(numbers: dict[str, float] | None) -> str:
         return "diverged"
     text = percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
     return f"{text} ({numbers['diverged']} diverged)" if "diverged" in numbers else text
+
+
+def compute_cell(numbers: dict[str, float] | None) -> str:
+    """The compute of a number as the table has it."""
+    return f"{numbers['pflop']:.3g}" if numbers and "pflop" in numbers else "-"
 
 
 def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
@@ -175,13 +201,11 @@ def draw(question: Question, results: Results, numbers: Numbers) -> Figure | Non
         curves = curves_of(results.curves, "encoder", lambda row: row["depth"])
         return plot_depths(curves) if curves else None
     if question.plot == "lines":
-        places = results.compute if question.x in COMPUTE else dict(question.encoders or {})
-        more = "pflop" if question.x == "total compute" else ""
-        rows = [row for row in results.rows if row["encoder"] in places]
+        rows = [row for row in results.rows if results.place(question, row) is not None]
         if question.lines is not None:
             named = question.lines.items()  # one encoder may begin several lines
             rows = [row | {"case": line} for line, encoders in named for row in rows if row["encoder"] in encoders]
-        curves = curves_of(rows, "case", lambda row: places[row["encoder"]] + row.get(more, 0))
+        curves = curves_of(rows, "case", partial(results.place, question))
         return plot_lines(curves, COMPUTE.get(question.x, question.x)) if rows else None
     return plot_bars(numbers) if numbers else None
 
@@ -192,7 +216,8 @@ def write_findings(folder: Path, questions: Sequence[Question], results: Results
     summary, texts, drawn = {}, [], []
     for question in questions:
         asked = results.of(question)
-        numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged)
+        taken = partial(asked.place, question) if question.x in COMPUTE else lambda row: None
+        numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged, taken)
         heading = f"### {question.title}\n\n" if question.title else ""
         texts.append(heading + table_of(numbers))
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
