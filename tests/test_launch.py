@@ -1,6 +1,9 @@
 """How a process starts: threads, precision, promises."""
 
 import os
+import platform
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -34,6 +37,29 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
     if environment:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     assert choose_threads(RunConfig(threads=threads), processes) == expected
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no such setting")
+def test_memory_that_an_update_frees_serves_the_next_one():
+    """Page faults of the third and later rounds of the same allocations, in a fresh process."""
+    rounds = (
+        "import resource, torch; from mpp.runtime.hardware import reuse_memory; {}\n"
+        "for number in range(6):\n"
+        "    if number == 3: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    tensors = [torch.ones(2**22) for _ in range(8)]\n"
+        "    del tensors\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+    )
+
+    def faults(first: str, **environment: str) -> int:
+        of_others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        process = [sys.executable, "-c", rounds.format(first)]
+        return int(subprocess.run(process, env=of_others | environment, capture_output=True, check=True).stdout)
+
+    as_it_comes = faults("")
+    assert as_it_comes > 3 * 8 * 2**22 // 4096  # a quarter of all pages and more
+    assert faults("reuse_memory()") < as_it_comes / 100
+    assert faults("reuse_memory()", MALLOC_ARENA_MAX="2") > as_it_comes / 2  # who says something of it is heard
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """What this process computes with."""
 
+import ctypes
 import os
+import sys
 
 import torch
 
 TRUE = ("1", "true", "t", "yes", "y", "on")  # as Accelerate reads its variables
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def uses_gpu() -> bool:
@@ -18,6 +21,18 @@ def bf16_is_native() -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not in every torch
     return any(getattr(torch.cpu, ask, bool)() for ask in asks)
+
+
+def reuse_memory() -> None:
+    """Keep the memory that an update on the CPU frees for the next one, up to 1 GB, in place of handing it back.
+
+    Else each update asks the kernel for its pages again, which is a fifth of its time. glibc's allocator alone knows
+    this. What the environment says of it (`MALLOC_...`) comes first.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # its largest; larger tensors are still handed back
+        mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 def cores() -> int:

@@ -22,7 +22,7 @@ from accelerate.utils import (
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
-from mpp.runtime.hardware import TRUE, bf16_is_native, cores, uses_gpu
+from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
 from mpp.runtime.preemption import Preempted
 
 BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
@@ -105,6 +105,8 @@ def start(run: RunConfig) -> Accelerator:
         )
     threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
+    if accelerator.device.type == "cpu":
+        reuse_memory()
     accelerator.print(
         f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
         f"{threads} CPU threads each, {precision} ({reason}){', sharded (FSDP2)' if sharding(accelerator) else ''}"
