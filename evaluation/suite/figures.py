@@ -3,6 +3,7 @@
 Colours are cividis's, which those who confuse red and green see as others do. Nothing here computes a result.
 """
 
+import math
 import textwrap
 from collections.abc import Sequence
 
@@ -225,16 +226,23 @@ def plot_lines(curves: Curves, label: str) -> Figure:
             color = PALETTE(0.8 * number / max(1, len(cases) - 1))
             draw_line(panel, of_place, name, color, MARKERS[number % len(MARKERS)])
         panel.set_xscale("log")
-        places = sorted({place for of_place in cases.values() for place in of_place})
-        ticks = {
-            f"{place:,.0f}" if place >= 100 else f"{place:.3g}": place for place in places
-        }  # of equal ones the last
-        panel.set_xticks(list(ticks.values()), list(ticks), fontsize=7)
+        ticks = apart(sorted({place for of_place in cases.values() for place in of_place if place > 0}))
+        names = [f"{place:,.0f}" if place >= 100 else f"{place:.3g}" for place in ticks]
+        panel.set_xticks(ticks, names, fontsize=7)
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # not over the bars
     panels[0].set_ylabel("accuracy (%)")
     return figure
+
+
+def apart(places: list[float], share: float = 0.06) -> list[float]:
+    """Of ascending places those that are, as logarithms, at least this share of the whole range from the one before."""
+    kept = places[:1]
+    for place in places[1:]:
+        if math.log(place / kept[-1]) >= share * math.log(places[-1] / places[0]):
+            kept.append(place)
+    return kept
 
 
 def side_by_side(curves: Curves, label: str) -> tuple[Figure, list]:
