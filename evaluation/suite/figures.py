@@ -248,7 +248,8 @@ def apart(places: list[float], share: float = 0.06) -> list[float]:
 def side_by_side(curves: Curves, label: str) -> tuple[Figure, list]:
     """A figure with a panel for each key, four in a row."""
     rows = -(-len(curves) // 4)
-    figure = Figure(figsize=(WIDTH * 1.2, 0.8 + 2.6 * rows), layout="constrained")
+    size = (WIDTH, 4.4) if len(curves) == 1 else (WIDTH * 1.2, 0.8 + 2.6 * rows)
+    figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)  # a panel's tick labels keep clear of the one before
     panels = list(figure.subplots(rows, min(4, len(curves)), squeeze=False).flat)
     for panel in panels[len(curves) :]:
