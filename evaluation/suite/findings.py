@@ -219,7 +219,7 @@ def write_findings(folder: Path, questions: Sequence[Question], results: Results
         taken = partial(asked.place, question) if question.x in COMPUTE else lambda row: None
         numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged, taken)
         heading = f"### {question.title}\n\n" if question.title else ""
-        texts.append(heading + table_of(numbers))
+        texts += [heading + table_of(numbers)] if numbers else []
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     found = {"results": results.rows, "dev_by_depth": results.curves}
     found |= {"diverged": results.diverged, "training_pflop": results.compute}
