@@ -105,7 +105,7 @@ def start(run: RunConfig) -> Accelerator:
         )
     threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
-    if accelerator.device.type == "cpu":
+    if accelerator.device.type == "cpu" and not sharding(accelerator):  # who shares a model is short of memory
         reuse_memory()
     accelerator.print(
         f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
