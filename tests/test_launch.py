@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import subprocess
 import sys
 from datetime import timedelta
@@ -56,10 +57,9 @@ def test_memory_that_an_update_frees_serves_the_next_one():
         process = [sys.executable, "-c", rounds.format(first)]
         return int(subprocess.run(process, env=of_others | environment, capture_output=True, check=True).stdout)
 
-    as_it_comes = faults("")
-    assert as_it_comes > 3 * 8 * 2**22 // 4096  # a quarter of all pages and more
-    assert faults("reuse_memory()") < as_it_comes / 100
-    assert faults("reuse_memory()", MALLOC_ARENA_MAX="2") > as_it_comes / 2  # who says something of it is heard
+    pages = 3 * 8 * 2**24 // resource.getpagesize()
+    assert faults("reuse_memory()") < pages / 100
+    assert faults("reuse_memory()", MALLOC_MMAP_THRESHOLD_="65536") > pages / 2  # who says something of it is heard
 
 
 @pytest.mark.parametrize(
