@@ -43,23 +43,28 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no such setting")
 def test_memory_that_an_update_frees_serves_the_next_one():
     """Page faults of the third and later rounds of the same allocations, in a fresh process."""
-    rounds = (
-        "import resource, torch; from mpp.runtime.hardware import reuse_memory; {}\n"
-        "for number in range(6):\n"
-        "    if number == 3: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "    tensors = [torch.ones(2**22) for _ in range(8)]\n"
-        "    del tensors\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
-    )
+    rounds = """
+import resource, torch
+from mpp.runtime.hardware import reuse_memory
+reuse_memory()
+for number in range(6):
+    if number == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**22) for _ in range(8)]
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
-    def faults(first: str, **environment: str) -> int:
+    def faults(**environment: str) -> int:
         of_others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        process = [sys.executable, "-c", rounds.format(first)]
-        return int(subprocess.run(process, env=of_others | environment, capture_output=True, check=True).stdout)
+        process = subprocess.run(
+            [sys.executable, "-c", rounds], env=of_others | environment, stdout=subprocess.PIPE, check=True
+        )
+        return int(process.stdout)
 
     pages = 3 * 8 * 2**24 // resource.getpagesize()
-    assert faults("reuse_memory()") < pages / 100
-    assert faults("reuse_memory()", MALLOC_MMAP_THRESHOLD_="65536") > pages / 2  # who says something of it is heard
+    assert faults() < pages / 100
+    assert faults(MALLOC_MMAP_THRESHOLD_="65536") > pages / 2  # who says something of it is heard
 
 
 @pytest.mark.parametrize(
