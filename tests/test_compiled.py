@@ -36,12 +36,15 @@ def as_one_graph(folder, dies_at=None):
 def test_blocks_that_are_shared_are_compiled_one_by_one(tmp_path):
     """More of them than dynamo compiles of a function by itself, each with a rate of its own."""
     words = [*TINY, "--model.depth=11", "--model.drop_path=0.2", "--run.steps=3", "--run.precision=fp32"]
-    runs = (*words, f"--run.dir={tmp_path / 'plain'}", "then", *words, "--run.compile=true")
-    run = Command("pretrain", *runs, f"--run.dir={tmp_path / 'compiled'}", processes=2, sharded=True)
+    dirs = {name: f"--run.dir={tmp_path / name}" for name in ("plain", "compiled", "again")}
+    runs = (*words, dirs["plain"], "then", *words, "--run.compile=true", dirs["compiled"])
+    runs += ("then", *words, "--run.compile=true", dirs["again"])  # what the first one left in caches on the disk
+    run = Command("pretrain", *runs, processes=2, sharded=True)
     assert run.wait(400) == [0, 0], run.said
     assert "recompile_limit" not in run.said
     losses = read_metrics(tmp_path / "compiled")
     assert len(losses) == 3 and losses == pytest.approx(read_metrics(tmp_path / "plain"), abs=1e-5)
+    assert read_metrics(tmp_path / "again") == losses
 
 
 @pytest.mark.faults

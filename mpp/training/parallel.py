@@ -86,6 +86,8 @@ class Sharded:
         blocks = units(model)
         if run.compile:  # a graph for each rate of drop path
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
+            # From its cache on disk, torch 2.15 gives a block the rate of another one, without a word.
+            torch._functorch.config.enable_autograd_cache = False
         for block in blocks:
             if run.compile:
                 block.forward = torch.compile(block.forward)  # within the unit's hooks, which cannot be compiled
