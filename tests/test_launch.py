@@ -40,7 +40,7 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
     assert choose_threads(RunConfig(threads=threads), processes) == expected
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no such setting")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_memory_that_an_update_frees_serves_the_next_one():
     """Page faults of the third and later rounds of the same allocations, in a fresh process."""
     rounds = """
@@ -56,7 +56,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
     def faults(**environment: str) -> int:
-        of_others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        of_others = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
         process = subprocess.run(
             [sys.executable, "-c", rounds], env=of_others | environment, stdout=subprocess.PIPE, check=True
         )
@@ -65,6 +65,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     pages = 3 * 8 * 2**24 // resource.getpagesize()
     assert faults() < pages / 100
     assert faults(MALLOC_MMAP_THRESHOLD_="65536") > pages / 2  # who says something of it is heard
+    assert faults(GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536") > pages / 2
 
 
 @pytest.mark.parametrize(

@@ -236,11 +236,11 @@ def plot_lines(curves: Curves, label: str) -> Figure:
     return figure
 
 
-def apart(places: list[float], share: float = 0.06) -> list[float]:
-    """Of ascending places those that are, as logarithms, at least this share of the whole range from the one before."""
+def apart(places: list[float]) -> list[float]:
+    """Of ascending places those that a logarithmic axis has room to name: 6 % of its length from the one before."""
     kept = places[:1]
     for place in places[1:]:
-        if math.log(place / kept[-1]) >= share * math.log(places[-1] / places[0]):
+        if math.log(place / kept[-1]) >= 0.06 * math.log(places[-1] / places[0]):
             kept.append(place)
     return kept
 

@@ -87,6 +87,10 @@ class Results:
         more = row.get("pflop", 0) if question.x == "total compute" else 0
         return None if of_encoder is None else of_encoder + more
 
+    def pflop(self, question: Question, row: Row) -> float | None:
+        """What an accuracy took, where the question is about that."""
+        return self.place(question, row) if question.x in COMPUTE else None
+
 
 def unique(rows: list[Row], key: str) -> list[Any]:
     """The different values of a key, in order."""
@@ -216,10 +220,10 @@ def write_findings(folder: Path, questions: Sequence[Question], results: Results
     summary, texts, drawn = {}, [], []
     for question in questions:
         asked = results.of(question)
-        taken = partial(asked.place, question) if question.x in COMPUTE else lambda row: None
-        numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged, taken)
+        numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged, partial(asked.pflop, question))
         heading = f"### {question.title}\n\n" if question.title else ""
-        texts += [heading + table_of(numbers)] if numbers else []
+        if numbers:
+            texts.append(heading + table_of(numbers))
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     found = {"results": results.rows, "dev_by_depth": results.curves}
     found |= {"diverged": results.diverged, "training_pflop": results.compute}

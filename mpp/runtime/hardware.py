@@ -27,10 +27,11 @@ def reuse_memory() -> None:
     """Keep the memory that an update on the CPU frees for the next one, up to 1 GB, in place of handing it back.
 
     Else each update asks the kernel for its pages again, which is a fifth of its time. glibc's allocator alone knows
-    this. What the environment says of it (`MALLOC_...`) comes first.
+    this. What the environment says of it (`MALLOC_...` or `GLIBC_TUNABLES`) comes first.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
+    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt and not chosen:
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # its largest; larger tensors are still handed back
         mallopt(M_TRIM_THRESHOLD, 2**30)
 

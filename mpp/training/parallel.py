@@ -15,6 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -86,8 +87,8 @@ class Sharded:
         blocks = units(model)
         if run.compile:  # a graph for each rate of drop path
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
-            # From its cache on disk, torch 2.15 gives a block the rate of another one, without a word.
-            torch._functorch.config.enable_autograd_cache = False
+            # From this cache torch 2.15 takes the graph of a block with another rate, without a word.
+            functorch_config.enable_autograd_cache = False
         for block in blocks:
             if run.compile:
                 block.forward = torch.compile(block.forward)  # within the unit's hooks, which cannot be compiled
