@@ -222,7 +222,7 @@ def write_findings(folder: Path, questions: Sequence[Question], results: Results
         asked = results.of(question)
         numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged, partial(asked.pflop, question))
         heading = f"### {question.title}\n\n" if question.title else ""
-        if numbers:
+        if numbers and question.plot != "depth":  # what that draws are no test accuracies
             texts.append(heading + table_of(numbers))
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     found = {"results": results.rows, "dev_by_depth": results.curves}
