@@ -8,7 +8,7 @@ training set; the classifier is then fitted to all of it, and tested once.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,8 +25,10 @@ from mpp.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command
+from mpp.training.tracking import progress_bar
 
 LOGITS = 2**24  # computed at a time: what bounds the memory
+QUICK = 2**27  # numbers in the features: up to here fitting takes seconds, and shows no progress bar
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,16 @@ class LinearConfig(ProbeConfig):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
-def fit_lbfgs(features: Tensor, labels: Tensor, classes: int, l2: float, iterations: int) -> nn.Linear:
-    """The minimum of mean cross-entropy + l2 / 2 * |W|^2; the bias is free. features (N, D), labels (N,)."""
+def fit_lbfgs(
+    features: Tensor, labels: Tensor, classes: int, l2: float, iterations: int, passed: Callable[[], Any] = lambda: None
+) -> nn.Linear:
+    """The minimum of mean cross-entropy + l2 / 2 * |W|^2; the bias is free.
+
+    Args:
+        features: (N, D).
+        labels: (N,).
+        passed: called after each pass over the features.
+    """
     classifier = zero_classifier(features, classes)
     optimizer = torch.optim.LBFGS(
         classifier.parameters(),
@@ -80,6 +90,7 @@ def fit_lbfgs(features: Tensor, labels: Tensor, classes: int, l2: float, iterati
             loss = F.cross_entropy(classifier(block), truth) * (len(truth) / len(labels))
             loss.backward()
             total = total.detach() + loss.detach()
+        passed()
         return total
 
     optimizer.step(closure)
@@ -87,9 +98,16 @@ def fit_lbfgs(features: Tensor, labels: Tensor, classes: int, l2: float, iterati
 
 
 def fit_sgd(
-    features: Tensor, labels: Tensor, classes: int, lr: float, epochs: int, batch_size: int, seed: int
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    lr: float,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    passed: Callable[[], Any] = lambda: None,
 ) -> nn.Linear:
-    """A classifier by SGD: features (N, D), labels (N,)."""
+    """A classifier by SGD: features (N, D), labels (N,). `passed` is called after each epoch."""
     classifier = zero_classifier(features, classes)
     optimizer = torch.optim.SGD(classifier.parameters(), lr=lr, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
@@ -101,6 +119,7 @@ def fit_sgd(
             F.cross_entropy(classifier(features[chosen]), labels[chosen]).backward()
             optimizer.step()
             schedule.step()
+        passed()
     return classifier
 
 
@@ -134,10 +153,12 @@ def fitted_accuracies(
     labels, truth = (torch.from_numpy(part).to(device) for part in (features.train_labels, features.test_labels))
     accuracies = []
     for choice, seed in cases:
-        if config.solver == "lbfgs":
-            classifier = fit_lbfgs(train, labels, classes, choice, config.iterations)
-        else:
-            classifier = fit_sgd(train, labels, classes, choice, config.epochs, config.sgd_batch_size, seed)
+        with progress_bar(desc=f"{config.solver} {choice:g}", unit="pass", disable=train.numel() <= QUICK) as bar:
+            if config.solver == "lbfgs":
+                classifier = fit_lbfgs(train, labels, classes, choice, config.iterations, bar.update)
+            else:
+                settings = config.epochs, config.sgd_batch_size, seed
+                classifier = fit_sgd(train, labels, classes, choice, *settings, bar.update)
         with torch.no_grad():
             test = ((block - mean) / std for block in floats(features.test, device, max(1, LOGITS // classes)))
             predicted = torch.cat([classifier(block).argmax(1) for block in test])

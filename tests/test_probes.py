@@ -1,6 +1,7 @@
 """Encoders seen through the contract, their features, and the probes on them."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -319,6 +320,15 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     blocks = fit_lbfgs(x, y, 7, 0.01, 5)
     torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("solver", ["lbfgs", "sgd"])
+def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, capsys):
+    monkeypatch.setattr(linear, "QUICK", 0)
+    linear.evaluate(features(), LinearConfig(solver=solver, l2=(1e-2,), lr=(0.1,), seeds=(0,), iterations=3, epochs=3))
+    bars = re.findall(rf"{solver} (\S+): (\d+)pass", capsys.readouterr().err)
+    assert {rate for rate, _ in bars} == {"0.01" if solver == "lbfgs" else "0.1"}
+    assert max(int(passes) for _, passes in bars) >= 3
 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():
