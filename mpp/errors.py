@@ -12,5 +12,17 @@ class ReadFailed(UserError):
     """A file cannot be read, though it was tried again: a disk or a server has gone away."""
 
 
+class Undecodable(UserError):
+    """None of many images in a row can be decoded.
+
+    Args:
+        first: the first of them, and why.
+    """
+
+    def __init__(self, message: str, first: str = ""):
+        super().__init__(message)
+        self.first = first
+
+
 class Diverged(UserError, FloatingPointError):
     """A loss or gradient is not finite."""

@@ -123,7 +123,18 @@ def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkey
     with pytest.raises(UserError, match=r"a run on other images: train: the files .* changed"):
         pretrain(*options)
     new.unlink()
+    first = image_folder / "cat" / "01.png"
+    assert first.is_file()
+    renamed = first.rename(first.with_name("99.png"))  # all others shift
+    with pytest.raises(UserError, match=r"a run on other images: train: the files .* changed"):
+        pretrain(*options)
+    renamed.rename(first)
+    noted = tmp_path / "run" / "data.json"
+    images = json.loads(noted.read_text())
+    images["train"]["files"] = images["train"].pop("names")  # as a run of an earlier release has it
+    noted.write_text(json.dumps(images))
     assert max(read_metrics(pretrain(*options))) == 4
+    assert "names" in json.loads(noted.read_text())["train"]
 
 
 def test_a_revision_of_the_hub_is_asked_for_and_noted(monkeypatch):

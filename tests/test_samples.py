@@ -16,6 +16,7 @@ from mpp.config import DataConfig
 from mpp.data import samples
 from mpp.data.samples import FOLDER, NOTES, ROWS
 from mpp.data.shards import Shards, load_streamed
+from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
 
 SIZES = (3, 9, 1, 7, 5)  # rows of the shards
@@ -115,6 +116,35 @@ def test_other_data_are_other_samples(shards, cache, monkeypatch):
         load(shards)
     (shards / "train-00004-of-00005.parquet").unlink()
     assert load(shards)[1].labels.tolist() != known.labels.tolist()
+
+
+def names_of(rows) -> set[str]:
+    """What image files are called."""
+    return {row["image"]["path"] for row in rows}
+
+
+@pytest.mark.parametrize("settings", [{}, {"cut_seed": 1}])
+def test_a_folders_replicates_hold_out_the_same_and_never_train_on_it(tmp_path, cache, settings):
+    folder, rng = tmp_path / "images", np.random.default_rng(1)
+    folder.mkdir()
+    for number in range(64):
+        (folder / f"{number:02d}.png").write_bytes(encoded(rng.integers(0, 256, (8, 8, 3), np.uint8)))
+    held_out = []
+    for seed in (0, 1):
+        shards, _, others = load(folder, eval_split=None, eval_seed=seed, evaluated=64, **settings)
+        blocks = (block for shard in range(shards.count) for block in shards.blocks(shard, 9))
+        trained, judged = names_of(row for block in blocks for row in block), names_of(others.rows)
+        assert len(trained) + len(judged) == 64 and not trained & judged
+        held_out.append(judged)
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 8
+    assert names_of(load(folder, eval_split=None, evaluated=64, cut_seed=2)[2].rows) != held_out[0]
+
+
+def test_a_damaged_shard_is_an_error_in_a_line(shards, cache):
+    file = shards / "test-00000-of-00001.parquet"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=r"data.path .*cannot be (loaded|read as a stream): "):
+        load(shards)
 
 
 def tear(folder, how: str) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 from collections import Counter
@@ -16,13 +17,14 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, encoded, kill_at, picture, read_metrics
+from conftest import TINY, Killed, encoded, kill_at, picture, read_metrics
 from server import Command
 
 import mpp.training.task
 from mpp.config import CorruptionConfig, DataConfig
 from mpp.data.shards import ROW_BITS, Lanes, Place, Shards, load_streamed, streaming_loader
 from mpp.data.views import BatchLayout, ViewDataset
+from mpp.errors import UserError
 
 SHARDS, ROWS = 6, 11
 START = Place()
@@ -199,6 +201,54 @@ def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path
         datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"train-{shard}.parquet")
     folder = pretrain(f"--data.path={tmp_path}", "--data.streaming=true", dir=tmp_path / "run")
     assert "train shard 0 row 3: no image file of a known sort" in (folder / "unreadable.txt").read_text()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_alone_in_its_block_ends_nothing(pretrain, tmp_path, workers):
+    """With blocks of 4, the broken ninth image of a shard has nobody beside it."""
+    features = datasets.Features({"image": datasets.Image()})
+    for shard in range(2):
+        cells = [{"bytes": b"nothing" if row == 8 else encoded(picture(row)), "path": None} for row in range(9)]
+        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"train-{shard}.parquet")
+    options = (f"--data.path={tmp_path}", "--data.streaming=true", "--data.shuffle_block=4", "--run.steps=8")
+    folder = pretrain(*options, f"--data.workers={workers}", dir=tmp_path / "run")
+    assert max(read_metrics(folder)) == 8
+    assert re.fullmatch(
+        r"train shard 0 row 8: no image file of a known sort.*\n", (folder / "unreadable.txt").read_text()
+    )
+
+
+def test_images_that_are_all_unreadable_end_a_stream(pretrain, tmp_path):
+    features = datasets.Features({"image": datasets.Image()})
+    for name, cell in (("train", b"nothing"), ("test", encoded(picture(1)))):
+        cells = [{"bytes": cell, "path": None}] * 9
+        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        UserError, match=r"65 images in a row cannot be decoded, such as train shard 0 row \d: no image"
+    ):
+        pretrain(f"--data.path={tmp_path}", "--data.streaming=true", "--data.shuffle_block=4", dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, parquet, tmp_path, monkeypatch, workers):
+    data, options = tmp_path / "data", ["--data.streaming=true", f"--data.workers={workers}", "--run.steps=20"]
+    options += [f"--data.path={shutil.copytree(parquet, data)}", "--run.checkpoint_every=20", "--run.eval_every=20"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 1)
+        pretrain(*options)  # what is evaluated on is read now
+    file = data / "train-00003-of-00006.parquet"
+    whole, date = file.read_bytes(), file.stat()
+    file.write_bytes(whole[: len(whole) // 2])
+    file.open("ab").truncate(len(whole))  # as a file that was not downloaded to its end
+    os.utime(file, ns=(date.st_atime_ns, date.st_mtime_ns))
+    words = (
+        r"train shard 3 is damaged after row 0: .*; replace it; (a checkpoint after step \d+ is written, )?and the same"
+    )
+    with pytest.raises(UserError, match=words):
+        pretrain(*options)
+    file.write_bytes(whole)
+    os.utime(file, ns=(date.st_atime_ns, date.st_mtime_ns))
+    assert max(read_metrics(pretrain(*options))) == 20
 
 
 def begin_on(machines: int, cache: Path) -> None:

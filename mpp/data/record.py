@@ -19,11 +19,13 @@ from mpp.data.sources import ImageDataset, encoded_bytes
 SAMPLED = 64  # image files of a split whose bytes enter the record
 NAMES = 100_000  # names that are held at a time
 COMMIT = re.compile(r"@([0-9a-f]{40})/")
+THE_FILES = "the files (their names, or the bytes of one of those that are looked at)"
 MEANING = {
     "split": "split",
     "images": "number of images",
     "shards": "number of shards",
-    "files": "the files (their names, or the bytes of one of those that are looked at)",
+    "files": THE_FILES,
+    "names": THE_FILES,
     "chosen": "which of them are chosen",
     "labels": "labels",
     "revision": "revision on the hub",
@@ -46,7 +48,7 @@ def record(dataset: ImageDataset, labels: bool, retries: int = 0) -> dict[str, A
     return {
         "split": split,
         "images": len(dataset),
-        "files": digest(files(whole, dataset.image_column, retries)),
+        "files": digest(image_files(whole, dataset.image_column, retries)),
         "chosen": None if chosen is None else digest([chosen.astype(np.int64).tobytes()]),
         "labels": digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
         "revision": revision(whole),
@@ -61,7 +63,7 @@ def digest(parts: Iterator[bytes] | list[bytes]) -> str:
     return found.hexdigest()[:16]
 
 
-def files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:
+def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:
     """What the image files of a split are known by: number, names from their common folder on, bytes of some."""
     yield f"{len(rows)}\n".encode()
     paths = pc.struct_field(rows.data.column(column), "path")
@@ -93,8 +95,9 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed, in words, part by part: "train: number of images was 633, is 634"."""
     changed = []
     for part in now:
+        known = before.get(part, {}).keys() & now[part].keys()  # a run of an earlier release may have noted others
         for key, meaning in MEANING.items():
-            was, is_now = (each.get(part, {}).get(key) for each in (before, now))
+            was, is_now = (each[part][key] if key in known else None for each in (before, now))
             if was != is_now:
                 plain = key in ("split", "images", "shards", "revision")
                 changed.append(f"{part}: {meaning}" + (f" was {was}, is {is_now}" if plain else " changed"))

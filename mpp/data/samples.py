@@ -17,7 +17,7 @@ import fsspec
 import pyarrow as pa
 
 from mpp.config import ImagesConfig
-from mpp.data.sources import BIRDS, describe
+from mpp.data.sources import BIRDS, LOADING_ERRORS, describe
 from mpp.errors import UserError
 from mpp.runtime.disk import sync
 from mpp.runtime.lock import hold
@@ -88,8 +88,8 @@ def blocks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     try:
         while block := list(islice(left, BLOCK)):
             yield block
-    except OSError as error:
-        raise UserError(f"data.path cannot be read as a stream: {error}") from error
+    except LOADING_ERRORS as error:
+        raise UserError(f"data.path cannot be read as a stream: {' '.join(str(error).split())}") from error
 
 
 def list_files(config: ImagesConfig) -> Files | None:

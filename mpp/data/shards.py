@@ -21,10 +21,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mpp.config import SourceConfig
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import retried
-from mpp.data.record import digest
+from mpp.data.record import digest, image_files
 from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
     ARCHIVES,
+    LOADING_ERRORS,
     SHARD_FILES,
     ImageDataset,
     decode_cell,
@@ -33,9 +34,9 @@ from mpp.data.sources import (
     held_out_name,
     load_splits,
 )
-from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
+from mpp.data.views import REPLACEMENTS, Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
-from mpp.errors import UserError
+from mpp.errors import Undecodable, UserError
 from mpp.runtime.randomness import Stream, permutation
 
 FOLDER_SHARDS, FEWEST_ROWS = 256, 8  # a folder of image files is read as so many shards, of at least so many rows
@@ -65,6 +66,7 @@ class Shards:
         self.numbers = list(range(stream.num_shards)) if numbers is None else [int(number) for number in numbers]
         self.count = len(self.numbers)
         self.files: Files = []  # what they are read from: name, size and stamp of each
+        self.rows: datasets.Dataset | None = None  # what was cut into shards, where nothing came in any
 
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
         """The rows of a shard in lists of `size`, from row `skip` on."""
@@ -74,7 +76,7 @@ class Shards:
             yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def sample(self, limit: int, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """At least `limit` rows, where there are as many, each with its place in their order.
+        """At least `limit` rows, each with its place in their order; fewer where the last shards are shorter.
 
         They are the beginnings of shards in a seeded order, so many shards at a time in turn. They are read shard by
         shard: the places say the turns.
@@ -94,11 +96,14 @@ class Shards:
         """What a person finds the image by."""
         return f"{self.split} shard {index >> ROW_BITS} row {index & (1 << ROW_BITS) - 1}"
 
-    def record(self) -> dict[str, Any]:
-        """Which images these are: see mpp/data/record.py. Of a stream that is its files' names and sizes."""
+    def record(self, retries: int) -> dict[str, Any]:
+        """Which images these are: see mpp/data/record.py. Of shards, that is their names and sizes."""
         named = [f"{name}\t{size}\n".encode() for name, size, *_ in self.files]
         numbers = digest([f"{number}\n".encode() for number in self.numbers])
-        return {"split": self.split, "shards": self.count, "files": digest(named), "chosen": numbers}
+        known = {"split": self.split, "shards": self.count, "chosen": numbers}
+        if self.rows is None:
+            return known | {"files": digest(named)}
+        return known | {"names": digest(image_files(self.rows, self.image_column, retries))}
 
     def describe(self) -> str:
         return f"a stream of {self.count} shards"
@@ -169,6 +174,7 @@ class Lanes(IterableDataset):
 
     def samples(self, lane: int, place: Place) -> Iterator[tuple[Batch, Place]]:
         """Samples without end from `place` on, each with the place after it."""
+        skipped: list[str] = []  # images in a row that nothing can take the place of
         for epoch in count(place.epoch):
             order = permutation(Stream.ORDER, self.views.seed, epoch, self.shards.count)
             own_shards = order[self.layout.rank * self.lanes + lane :: self.layout.world_size * self.lanes]
@@ -178,7 +184,16 @@ class Lanes(IterableDataset):
                     views = replace(self.views, dataset=Block(self.shards, first, rows))
                     shuffled = permutation(Stream.BLOCK, self.views.seed, epoch, len(rows), index=first)
                     for row in range(place.row, len(rows)):
-                        yield views[epoch, first + int(shuffled[row])], Place(epoch, turn, block, row + 1)
+                        try:
+                            sample = views[epoch, first + int(shuffled[row])]
+                        except Undecodable as error:  # others of its block would take its place, and are broken too
+                            skipped.append(error.first)
+                            if len(skipped) > REPLACEMENTS:
+                                raise
+                            continue
+                        unreadable = [*skipped, *sample.unreadable]
+                        yield sample._replace(unreadable=unreadable), Place(epoch, turn, block, row + 1)
+                        skipped = []
                     place, empty = place._replace(row=0), False
                 place = place._replace(block=0, row=0)
             if empty:
@@ -188,6 +203,7 @@ class Lanes(IterableDataset):
     def blocks(self, shard: int, block: int) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
         """From `block` on: its number, the number of its first image, its rows. A read that fails is tried again."""
         rows: Iterator[list[dict[str, Any]]] | None = None
+        name = f"{self.shards.split} shard {shard}"
 
         def read() -> list[dict[str, Any]] | None:
             nonlocal rows
@@ -197,8 +213,11 @@ class Lanes(IterableDataset):
             except OSError:
                 rows = None  # it is at its end now
                 raise
+            except LOADING_ERRORS as error:
+                reason = " ".join(str(error).split())
+                raise UserError(f"{name} is damaged after row {block * self.size}: {reason}; replace it") from error
 
-        while found := retried(read, f"{self.shards.split} shard {shard}", self.views.data.read_retries):
+        while found := retried(read, name, self.views.data.read_retries):
             yield block, (shard << ROW_BITS) + block * self.size, found
             block += 1
 
@@ -244,7 +263,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     """
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
-    splits, files = open_streams(config)
+    splits, files, indexed = open_streams(config)
     if config.split not in splits:
         raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
     train, held_out = splits[config.split], held_out_name(config, list(splits))
@@ -252,6 +271,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         raise UserError(f"{describe(config)} says nothing of the types of its columns; it cannot be streamed")
     column = find_image_column(config, train.features)
     train = undecoded(train, column)
+    rows = indexed[config.split].cast_column(column, datasets.Image(decode=False)) if indexed else None
     if held_out is not None:
         shards = Shards(train, column, config.split)
         others = Shards(undecoded(splits[held_out], column), column, held_out)
@@ -275,7 +295,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
     ]
     shards.stream = shards.stream.select_columns([column])  # no more is read from now on
-    shards.files = files or []
+    shards.files, shards.rows = files or [], rows
     return shards, known[0], known[1]
 
 
@@ -307,25 +327,27 @@ def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.Iterabl
     return stream
 
 
-def open_streams(config: SourceConfig) -> tuple[dict[str, datasets.IterableDataset], Files | None]:
-    """All splits as streams, and the files that they are read from: see `files_of`.
+def open_streams(
+    config: SourceConfig,
+) -> tuple[dict[str, datasets.IterableDataset], Files | None, dict[str, datasets.Dataset]]:
+    """All splits as streams, and what they are read from: the files (see `files_of`), and the rows.
 
-    What has no shards of its own, as a folder of image files, is cut into some.
+    What has no shards of its own, as a folder of image files, is indexed and cut into some: those are the rows.
     """
     path = Path(config.path or "").expanduser()
     elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
     sharded = elsewhere or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
     if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
-        return load_splits(config, streaming=True), list_files(config)
+        return load_splits(config, streaming=True), list_files(config), {}
     splits = load_splits(config)
     files = [file for rows in splits.values() for cached in rows.cache_files for file in files_of(cached["filename"])]
     streams = {
-        name: shuffled(rows, config.eval_seed).to_iterable_dataset(
+        name: shuffled(rows, config.cut_seed).to_iterable_dataset(
             num_shards=min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS))
         )
         for name, rows in splits.items()
     }
-    return streams, files
+    return streams, [*files, ["shuffled by", str(config.cut_seed)]], splits
 
 
 def shuffled(rows: datasets.Dataset, seed: int) -> datasets.Dataset:

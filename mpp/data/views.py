@@ -21,7 +21,7 @@ from mpp.corruption import Corruption, Grid
 from mpp.data import images
 from mpp.data.sources import Decoded, ImageDataset
 from mpp.data.workers import NOTHING, WatchedLoader, note_reading
-from mpp.errors import UserError
+from mpp.errors import Undecodable, UserError
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
 
 REPLACEMENTS = 64  # so many undecodable images in a row do not happen where fewer than half are
@@ -82,7 +82,7 @@ class ViewDataset(Dataset):
 
         Raises:
             ReadFailed: it cannot be read.
-            UserError: nor can any of so many others be decoded.
+            Undecodable: nor can any of so many others be decoded.
         """
         failures: list[str] = []
         candidate = index
@@ -96,7 +96,7 @@ class ViewDataset(Dataset):
                 seed = self.data.cut_seed if epoch == FIXED else self.seed
                 others = random_words(Stream.REPLACEMENT, seed, epoch, index, len(failures))
                 candidate = self.dataset.other(int(others[-1]))
-        raise UserError(f"{len(failures)} images in a row cannot be decoded, such as {failures[0]}")
+        raise Undecodable(f"{len(failures)} images in a row cannot be decoded, such as {failures[0]}", failures[0])
 
 
 def collate(samples: list[Batch]) -> Batch:

@@ -86,7 +86,7 @@ class ImageTask:
         """Which images these are: see mpp/data/record.py."""
         retries = self.data.read_retries
         return {
-            "train": self.train.record()
+            "train": self.train.record(retries)
             if isinstance(self.train, Shards)
             else record(self.train, self.learns_labels, retries),
             "held_out": record(self.held_out, self.learns_labels, retries),
