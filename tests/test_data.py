@@ -2,6 +2,8 @@
 
 import collections
 import itertools
+import os
+import resource
 
 import datasets
 import numpy as np
@@ -12,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
 from mpp.data.images import UnreadableImage
-from mpp.data.sources import decode_cell, load_image_datasets
+from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets
 from mpp.data.views import BatchLayout, TrainingBatchSampler, ViewDataset, held_out_loader, hold, training_loader
+from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED
 
 
@@ -270,3 +273,26 @@ def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
     assert not hold(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
     dataset.rows = None  # nothing is read for nothing
     assert hold(dataset, DataConfig(workers=workers, cache_gb=0)) is dataset
+
+
+def test_holding_many_images_opens_few_files():
+    """What a loader process hands over is a file: 64 images each."""
+    cell = {"bytes": encoded(picture(1, (4, 4))), "path": None}
+    dataset = ImageDataset([{"image": cell}] * 64 * 60, "image", None, "train")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    try:
+        held = hold(dataset, DataConfig(workers=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert held.decode(3839, 100).shape == (3, 4, 4)
+
+
+@pytest.mark.parametrize("empty", ["train", "test"])
+def test_a_split_without_images_is_named(tmp_path, empty):
+    features = datasets.Features({"image": datasets.Image()})
+    for name in ("train", "test"):
+        cells = [] if name == empty else [{"bytes": encoded(picture(1)), "path": None}]
+        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match=rf"{tmp_path}.*{empty}"):
+        load_image_datasets(DataConfig(path=str(tmp_path)))

@@ -80,11 +80,12 @@ def test_what_are_no_classes_are_no_labels_unless_asked_for(kind, value):
         read_labels(found, "label", "here")
 
 
-def test_a_label_that_is_an_identifier_is_named():
+def test_identifiers_are_no_labels_unless_asked_for():
     for number in (10**6, 2**63 + 1):
         table = pa.table({"label": pa.array([1, number, None], pa.uint64())})
         with pytest.raises(ValueError, match=f"a label is {number}; labels are numbers of classes, below 1000000"):
-            number_labels([read_labels(datasets.Dataset(table), None, "here")])
+            number_labels([read_labels(datasets.Dataset(table), "label", "here")])
+        assert read_labels(datasets.Dataset(table), None, "here") is None
 
 
 @pytest.mark.parametrize("several", [False, True])

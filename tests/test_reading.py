@@ -97,6 +97,27 @@ def test_a_folder_that_goes_away(pretrain, tmp_path, image_folder, monkeypatch, 
     ).read_bytes()
 
 
+@pytest.mark.parametrize("step", [2, 5])
+def test_an_evaluation_that_failed_is_done_when_the_run_goes_on(
+    pretrain, tmp_path, image_folder, monkeypatch, pauses, step
+):
+    """One in the middle, and the last one, whose scalars are the run's."""
+    options = [f"--data.path={image_folder}", "--data.eval_split=null", "--data.read_retries=0", "--run.steps=6"]
+    options += ["--run.eval_every=3", "--run.checkpoint_every=99"]
+    whole, run, elsewhere = pretrain(*options, dir=tmp_path / "whole"), tmp_path / "run", image_folder.with_name("gone")
+    with monkeypatch.context() as patch:
+        at_update(patch, step, lambda: image_folder.rename(elsewhere))  # when the update's own images are read
+        with pytest.raises(ReadFailed, match=rf"cannot be read, .*a checkpoint after step {step + 1} is written"):
+            pretrain(*options)
+    elsewhere.rename(image_folder)
+    pretrain(*options)
+    for name in ("heldout/loss", "heldout/accuracy", "loss"):
+        assert read_metrics(run, name) == read_metrics(whole, name)
+    assert (run / "encoder" / "model.safetensors").read_bytes() == (
+        whole / "encoder" / "model.safetensors"
+    ).read_bytes()
+
+
 def batch(good: int, bad: int) -> SimpleNamespace:
     """What a Feed looks at of a batch."""
     return SimpleNamespace(images=torch.zeros(good), unreadable=[f"{number}.png: broken" for number in range(bad)])

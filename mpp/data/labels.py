@@ -38,7 +38,7 @@ def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> pa.C
     if name is None:
         return None
     labels = rows.select_columns([name]).with_format("arrow")[:].column(0)
-    if holds_classes(labels):
+    if holds_classes(labels) and (column is not None or not holds_identifiers(labels)):
         return labels
     if column is None:
         return None  # something else is called `label`, and nobody asked for it
@@ -68,6 +68,12 @@ def holds_classes(labels: pa.ChunkedArray) -> bool:
         return False
     numbers = pa.types.is_integer(each.type) or pa.types.is_boolean(each.type)
     return numbers or holds_text(each) or each.null_count == len(each)
+
+
+def holds_identifiers(labels: pa.ChunkedArray) -> bool:
+    """Whether labels are numbers that no classes have."""
+    each = one_by_one(labels)
+    return pa.types.is_integer(each.type) and (pc.max(each).as_py() or 0) >= MOST_CLASSES
 
 
 def number_labels(parts: list[pa.ChunkedArray | None]) -> list[NDArray[np.int64] | None]:

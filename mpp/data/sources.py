@@ -183,6 +183,9 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
     parts = {config.split: (train, config.label_column)}
     if held_out is not None:
         parts[held_out] = (splits[held_out], config.eval_label_column or config.label_column)
+    for name, (rows, _) in parts.items():
+        if len(rows) == 0:
+            raise UserError(f"{describe(config)}: its split {name} has no images")
     labels = number_labels([read_labels(rows, name, describe(config)) for rows, name in parts.values()])
     undecoded = datasets.Image(decode=False)
     loaded = [

@@ -8,7 +8,7 @@ function of (seed, epoch, index): see mpp/runtime/randomness.py.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -208,8 +208,9 @@ def hold(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     parts: list[Tensor] = []
     shapes: list[tuple[int, int]] = []
     taken = 0
-    for pixels, heights, widths in loader(Whole(dataset, data), [batch.tolist() for batch in batches], flatten):
-        parts.append(pixels)
+    keys = [batch.tolist() for batch in batches]
+    for pixels, heights, widths in loader(Whole(dataset, data), keys, flatten, pin_memory=False):
+        parts.append(pixels.clone())  # what a loader process hands over keeps a file open, and fills /dev/shm
         shapes.extend(zip(heights, widths, strict=True))
         taken += len(pixels)
         if taken > most or taken * len(dataset) > 2 * most * len(shapes):  # it is, or by all appearance will be
@@ -235,12 +236,15 @@ def held_out_loader(views: ViewDataset, batch_size: int, world_size: int = 1, ra
     return loader(views, [keys[i : i + batch_size] for i in range(0, len(keys), batch_size)])
 
 
-def loader(dataset: ViewDataset | Whole, batches: Sampler | list, together: Callable = collate) -> WatchedLoader:
-    """torch's loader over batches of keys, each put together by `together`."""
+def loader(
+    dataset: ViewDataset | Whole, batches: Sampler | list, together: Callable = collate, **options: Any
+) -> WatchedLoader:
+    """torch's loader over batches of keys, each put together by `together`. `options` are DataLoader's."""
     return WatchedLoader(
         dataset,
         dataset.dataset.name,
         batch_sampler=batches,
         num_workers=dataset.data.workers,
         collate_fn=together,
+        **options,
     )

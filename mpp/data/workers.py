@@ -111,7 +111,8 @@ class WatchedLoader:
         self.watch = torch.zeros(max(1, options["num_workers"]), 2, dtype=torch.int64).share_memory_()
         told = torch.zeros(1, dtype=torch.int64).share_memory_()
         own = torch.Generator().manual_seed(0)  # the loader would draw from the global one
-        shared = dict(pin_memory=uses_gpu(), generator=own, worker_init_fn=partial(start_worker, self.watch, told))
+        options = dict(pin_memory=uses_gpu()) | options
+        shared = dict(generator=own, worker_init_fn=partial(start_worker, self.watch, told))
         self.loader = DataLoader(dataset, **shared, **options)
         alive.add(self)
         if cleared_by != os.getpid():

@@ -23,7 +23,7 @@ from mpp.training.checkpoint import Places, restore, save_checkpoint, snapshot
 from mpp.training.feed import Feed
 from mpp.training.optim import averaged_weights
 from mpp.training.parallel import prepare
-from mpp.training.tracking import Speed, Tracker, progress_bar
+from mpp.training.tracking import HELD_OUT_LOSS, Speed, Tracker, last_step, progress_bar
 from mpp.training.update import Update
 
 
@@ -68,6 +68,8 @@ def fit(loop: "Loop", preemption: Preemption) -> None:
         Preempted: a signal asked for a stop; the checkpoint is written.
     """
     run = loop.run
+    if loop.start and due(loop.start, run.eval_every, run.steps) and not loop.evaluated(loop.start):
+        loop.evaluate(loop.start)  # it failed when this step was done
     for step in range(loop.start, run.steps):
         done = step + 1
         micro, failure = loop.feed.attempt()
@@ -145,6 +147,11 @@ class Loop:
             if self.accelerator.num_processes > 1:
                 raise  # the others are elsewhere in the evaluation: no checkpoint can be agreed upon
             self.fail(done, error)
+
+    def evaluated(self, done: int) -> bool:
+        """Whether an evaluation after update `done` is logged; the main process knows."""
+        logged = self.accelerator.is_main_process and last_step(self.folder, HELD_OUT_LOSS) == done
+        return any(gather_object([logged]))
 
     @contextmanager
     def trained(self) -> Iterator[nn.Module]:

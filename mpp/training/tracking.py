@@ -20,6 +20,7 @@ from mpp.errors import UserError
 from mpp.runtime.parsing import flatten, to_yaml
 from mpp.training.feed import Feed
 
+HELD_OUT_LOSS = "heldout/loss"  # what every evaluation logs
 SHOWN = ("accuracy", "two_nearest", "nearest", "most_frequent")
 CHARTS = {  # drawn together; the tags are patterns
     "masked patches": {
@@ -124,7 +125,15 @@ def keep_until(metrics: Path, step: int) -> None:
 
 def last_evaluation(folder: Path) -> dict[str, float]:
     """The scalars of the last evaluation of a run."""
-    return last_scalars(folder, "heldout/loss")
+    return last_scalars(folder, HELD_OUT_LOSS)
+
+
+def last_step(folder: Path, name: str) -> int:
+    """The step at which a run logged that scalar last; 0 where it has not."""
+    try:
+        return last_scalars(folder, name)["step"]
+    except UserError:
+        return 0
 
 
 def last_scalars(folder: Path, name: str) -> dict[str, float]:
