@@ -96,7 +96,8 @@ class Finetuning(Classification):
     method = "Fine-tuned with labels; the classification head is left out"
 
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
-        train, test = load_labelled(config.data, accelerator, config.encoder if config.init == "encoder" else "")
+        weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
+        train, test = load_labelled(config.data, accelerator, weights)
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")

@@ -56,7 +56,7 @@ class Supervised(Classification):
     method = "Trained with labels, from random weights; the classification head is left out"
 
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
-        splits = load_labelled(config.data, accelerator)
+        splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         encoder, self.img_size = build_backbone(config.model)
         head = build_head(config.head.kind, encoder.num_features, self.classes)
@@ -67,7 +67,7 @@ class Distilled(Classification):
     """The task: classify, and say what a teacher says of the same crop."""
 
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
-        splits = load_labelled(config.data, accelerator)
+        splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         refuse_seen("distill.teacher", config.distill.teacher, config.data, splits[1])
         self.config, encoder = config, build_student(config.model)

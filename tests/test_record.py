@@ -97,7 +97,7 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, 
     assert of_nothing.data == fewshot.FewshotConfig().data
 
 
-def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_path, capsys):
+def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_path, capsys, pretrain):
     options = ["--run.steps=1", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=4"]
     options += ["--optim.warmup_steps=0", "--model.width=16", "--model.depth=1", "--model.img_size=16"]
     folder = tmp_path / "supervised"
@@ -109,7 +109,16 @@ def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_pat
     with pytest.raises(UserError, match=rf"trained with the labels of [123] of these 3 test images; .*{image_folder}"):
         fewshot.main(moved)
     fewshot.main([*moved, "--random=true"])
-    other = SourceConfig(path=str(image_folder), eval_split=None, cut_seed=1)
+    weights = folder / "encoder" / "model.safetensors"
+    refused = rf"was trained with the labels of [123] of these 3 test images; .*{image_folder}"
+    other = SourceConfig(path=str(image_folder), eval_split=None, eval_fraction=0.25, cut_seed=1)
+    with pytest.raises(UserError, match=refused):  # as --checkpoint has it
+        check_unseen(str(weights), other, *load_image_datasets(other))
+    with pytest.raises(UserError, match=rf"encoder is {folder}.*{refused}"):  # to begin from it is to know them, too
+        supervised.main([*options, *moved[1:5], f"--run.dir={tmp_path / 'second'}", f"--model.init_from={folder}"])
+    began = pretrain(*options, *moved[1:5], f"--model.init_from={weights}", dir=tmp_path / "began")
+    with pytest.raises(UserError, match=rf"encoder is {began}, which began from {weights}, which {refused}"):
+        fewshot.main([f"--encoder={began}", *FAST])
     assert check_unseen("floor:pixels", other, None, None) is None
 
 

@@ -188,7 +188,7 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
         depths = [config.depth]
     else:
         depths = [deepest] if config.depth == "last" else list(range(1, deepest + 1))
-    splits = load_labelled(config.data, accelerator, "" if config.random else config.encoder)
+    splits = load_labelled(config.data, accelerator, "" if config.random else config.checkpoint or config.encoder)
     encoder.to(accelerator.device)
     found = []
     with deaths_explained():

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,8 +48,10 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
 
 
 def run_folder(encoder: str) -> Path | None:
-    """The run folder that an encoder is of, named by it or by its encoder/; None: it is of none."""
+    """The run folder that an encoder is of, named by it, by its encoder/ or by weights; None: it is of none."""
     folder = Path(encoder)
+    folder = folder.parent if folder.suffix == ".safetensors" else folder
+    folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     folder = folder.parent if folder.name == "encoder" else folder
     return folder if "data" in saved_settings(folder) else None
 
@@ -66,6 +68,21 @@ def learned_labels(encoder: str) -> SourceConfig | None:
     if run is None or not WITH_LABELS & saved_settings(run).keys() or "contrast" in saved_settings(run):
         return None
     return SourceConfig(**dict(images_of_run(run)))
+
+
+def lineage(encoder: str) -> Iterator[str]:
+    """The encoder, what its run began from, what that began from, and so on: those that may have passed on labels."""
+    begun: set[Path] = set()
+    name: str | None = encoder
+    while name:
+        yield name
+        run = run_folder(name)
+        if run is None or run.resolve() in begun:
+            return
+        begun.add(run.resolve())
+        saved = saved_settings(run)
+        fine_tuned = (saved.get("checkpoint") or saved.get("encoder")) if saved.get("init") == "encoder" else None
+        name = fine_tuned or (saved.get("model") or {}).get("init_from")
 
 
 def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> int:
@@ -85,9 +102,10 @@ def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> in
 
 
 def same_place(one: SourceConfig, other: SourceConfig) -> bool:
-    """Whether two settings name the same data set."""
-    names = {(each.name, each.revision, str(Path(each.path or "").expanduser().resolve())) for each in (one, other)}
-    return len(names) == 1
+    """Whether two settings name the same data set; a revision that is not named may be any."""
+    names = {(each.name, str(Path(each.path or "").expanduser().resolve())) for each in (one, other)}
+    revisions = {each.revision for each in (one, other)} - {None}
+    return len(names) == 1 and len(revisions) < 2
 
 
 def positions(dataset: ImageDataset) -> np.ndarray:
@@ -96,14 +114,17 @@ def positions(dataset: ImageDataset) -> np.ndarray:
 
 
 def refuse_seen(setting: str, encoder: str, data: SourceConfig, test: ImageDataset) -> None:
-    """Raise UserError where what `setting` names was trained with labels of these test images."""
-    learned = learned_labels(encoder)
-    known = seen(test, data, learned) if learned else 0
-    if known:
-        raise UserError(
-            f"{setting} is {encoder}, which was trained with the labels of {known} of these {len(test)} test images; "
-            f"test on those that it held out:{as_arguments(learned) or ' leave out all --data settings'}"
-        )
+    """Raise UserError where what `setting` names, or it began from, was trained with labels of these test images."""
+    for each in lineage(encoder):
+        learned = learned_labels(each)
+        known = seen(test, data, learned) if learned else 0
+        if known:
+            began = "" if each == encoder else f"began from {each}, which "
+            raise UserError(
+                f"{setting} is {encoder}, which {began}was trained with the labels of {known} of these {len(test)} "
+                f"test images; test on those that it held out:"
+                f"{as_arguments(learned) or ' leave out all --data settings'}"
+            )
 
 
 def check_unseen(encoder: str, data: SourceConfig, train: ImageDataset, test: ImageDataset) -> None:
@@ -113,8 +134,8 @@ def check_unseen(encoder: str, data: SourceConfig, train: ImageDataset, test: Im
         UserError: there are such test images.
     """
     refuse_seen("encoder", encoder, data, test)
-    learned = learned_labels(encoder)
-    if learned and seen(train, data, learned) and os.environ.get("RANK", "0") == "0":
+    learned = filter(None, map(learned_labels, lineage(encoder)))
+    if any(seen(train, data, each) for each in learned) and os.environ.get("RANK", "0") == "0":
         print(
             f"note: {encoder} was trained with labels of these training images: what is chosen on a part of them, "
             "such as a depth, a rate or a penalty, is chosen for images that it knows"
