@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,7 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse, to_yaml
-from mpp.training.checkpoint import images_of
+from mpp.training.checkpoint import images_of, is_finished
 from mpp.training.task import ImageTask, train
 from mpp.training.tracking import last_scalars
 
@@ -173,13 +174,13 @@ class Job:
         """The report, if there is one of these settings and weights."""
         try:
             done = self.note.is_file() and self.today(json.loads(self.note.read_text())) == self.provenance()
-        except (UserError, json.JSONDecodeError):  # no encoder there yet; a note that is torn
+            return json.loads(self.report.read_text()) if done else None
+        except (UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder or report there; a torn one
             return None
-        return json.loads(self.report.read_text()) if done else None
 
     def diverged(self) -> bool:
-        """Whether the encoder's training or its fine-tuning is known to diverge."""
-        if self.training:
+        """Whether the encoder's training or its fine-tuning is known to diverge; random weights were not trained."""
+        if self.training and not self.case.encoder.random:
             note = Path(self.training.run.dir) / DIVERGED
             if told(note, result_settings(self.training), self.training_today):
                 return True
@@ -192,15 +193,21 @@ class Job:
         with hold(self.weights, "encoder"):
             pass  # another process may be at it: to know that, nothing need be loaded
         self.check_images()
-        forget_features()
-        task = TRAININGS[self.case.encoder.train][1]
-        note = Path(self.training.run.dir) / DIVERGED
-        once(note, result_settings(self.training), self.training_today, lambda: train(self.training, task))
+        folder, task = Path(self.training.run.dir), TRAININGS[self.case.encoder.train][1]
+        if not is_finished(folder, self.training.run.steps):
+            forget_features()
+        settings = result_settings(self.training)
+        try:
+            once(folder / DIVERGED, settings, self.training_today, lambda: train(self.training, task))
+        except Diverged as error:
+            if self.case.encoder.random:  # it takes no weights from there, but the architecture
+                raise UserError(f"{folder} has no encoder to take the architecture of: {error}") from error
+            raise
 
     def check_images(self) -> None:
         """UserError where the encoder is there and was trained on other images than there are now."""
         before, now = images_of(self.weights) or {}, images_at(self.training.data) or {}
-        changed = [part for part in now if part in before and before[part]["files"] != now[part]["files"]]
+        changed = [part for part in now if before.get(part, {}).get("files", now[part]["files"]) != now[part]["files"]]
         if changed:
             raise UserError(
                 f"{self.weights} was trained on other images than there are now ({', '.join(changed)}); "
@@ -236,11 +243,11 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
                 left.append(job)
             except Diverged as error:  # a finding
                 print(f"warning: {job.case.slug} diverged: {error}", file=sys.stderr)
-            except (ValueError, ArithmeticError, RuntimeError) as error:  # bugs too: they leave the others
+            except Exception as error:  # a full disk, a bug: the others go on
                 message = user_message(error)
                 if message is None:
                     traceback.print_exc()
-                failures.append(f"{job.case.slug}: {message or error}")
+                failures.append(f"{job.case.slug}: {message or f'{type(error).__name__}: {error}'}")
                 print(f"warning: {failures[-1]}", file=sys.stderr)
         if len(left) == len(jobs):
             if not announced:
@@ -259,7 +266,8 @@ def collect(jobs: Sequence[Job]) -> Results:
         about = {"encoder": job.case.encoder.name, "encoder_seed": job.case.seed}
         about |= {"evaluation": job.case.evaluation.name, "dataset": job.case.dataset.name}
         if report is None:
-            results.diverged += [about | {"group": job.case.dataset.group}] if job.diverged() else []
+            with suppress(UserError):  # how it would be trained cannot be said: its images are not there
+                results.diverged += [about | {"group": job.case.dataset.group}] if job.diverged() else []
             continue
         results.rows += [about | {"group": job.case.dataset.group} | row for row in rows_of(job.case, report)]
         by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
@@ -282,7 +290,7 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]:
-    """PFLOP that training these encoders executed, of those that are there; random weights cost none."""
+    """PFLOP that training these encoders executed, of those that say it; random weights cost none."""
     found: dict[str, float] = {}
     for job in jobs:
         entry = job.case.encoder
@@ -291,7 +299,8 @@ def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]
         if entry.random:
             found[entry.name] = 0.0
         elif (job.weights / "encoder").is_dir():
-            found[entry.name] = last_scalars(job.weights, "compute/pflop")["compute/pflop"]
+            with suppress(UserError):  # a folder from elsewhere
+                found[entry.name] = last_scalars(job.weights, "compute/pflop")["compute/pflop"]
     return found
 
 

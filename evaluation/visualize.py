@@ -36,6 +36,7 @@ from evaluation.suite.inspection import (
     model_of,
     patch_features,
     position_similarity,
+    spacing,
 )
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
@@ -167,7 +168,7 @@ def attention_distances(subject: Subject) -> tuple[Figure, Numbers]:
     model, encoder = model_of(subject.encoder), subject.encoder
     count = min(subject.config.attention_images, len(subject.held_out))
     grid = grid_of(model)
-    uniform = float(distances(grid, encoder.img_size / grid[0]).mean())
+    uniform = float(distances(grid, spacing(encoder)).mean())
     batches = progress_bar(subject.images(count), desc="attention", unit="batch")
     with subject.accelerator.autocast():
         found = attention_distance(encoder, batches)

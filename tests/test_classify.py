@@ -96,6 +96,15 @@ def test_resnets_and_hybrids_train(tmp_path, name):
     assert mpp.load_encoder(tmp_path / "run").num_features > 0
 
 
+def test_a_batch_norm_over_one_place_trains_and_is_not_averaged(tmp_path):
+    """At 32 pixels a ResNet's last map is 1 x 1: of one image, as FLOPs may be counted of, it has no deviation."""
+    arguments = [*BASE, "--model.name=resnet10t", "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
+    with pytest.raises(ValueError, match=r"optim\.average is 0\.9; for this model it must be null: the batch norms'"):
+        supervised.main([*arguments, "--optim.average=0.9", f"--run.dir={tmp_path / 'averaged'}"])
+    supervised.main([*arguments, f"--run.dir={tmp_path / 'run'}"])
+    assert read_metrics(tmp_path / "run", "compute/pflop")[1] > 0
+
+
 def test_a_resnet_has_no_depth_to_set(tmp_path):
     with pytest.raises(ValueError, match=r"model\.depth is 3; it must be null with resnetv2_50x1_bit"):
         supervised.main([*BASE, "--model.name=resnetv2_50x1_bit", "--model.depth=3", f"--run.dir={tmp_path / 'run'}"])

@@ -13,13 +13,13 @@ from server import Command
 from evaluation import compare, masked
 from evaluation.contrastive import ContrastiveConfig
 from evaluation.finetune import FinetuneConfig
-from evaluation.suite import plan
+from evaluation.suite import plan, probing
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, Results, draw, numbers_of, table_of, write_findings
 from evaluation.suite.provenance import completed, images_of_source, result_settings
 from evaluation.supervised import SupervisedConfig
-from mpp.errors import UserError
+from mpp.errors import Diverged, UserError
 from mpp.runtime.parsing import parse
 
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -170,12 +170,16 @@ def floors(small, tmp_path):
     return run
 
 
-def test_a_report_of_other_settings_never_passes_for_these(floors, monkeypatch):
+def test_a_report_of_other_settings_never_passes_for_these(floors, monkeypatch, tmp_path):
     floors(shots=[1])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(compare, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         floors(shots=[5])  # killed between its report and the note of what that is
     assert [row["shots"] for row in floors(shots=[1])["results"]] == [1, 1, 1]
+    for report in (tmp_path / "out" / "reports").glob("floor*.json"):
+        if ".done" not in report.name:
+            report.unlink()
+    assert [row["shots"] for row in floors(shots=[1])["results"]] == [1, 1, 1]  # the note alone is no report
 
 
 def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, monkeypatch, capsys):
@@ -214,6 +218,33 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     assert run()["summary"]["comparison"]["wild"] == second
 
 
+def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small, tmp_path, monkeypatch):
+    def diverge(*_):
+        raise Diverged("the loss is nan")
+
+    monkeypatch.setattr(compare, "train", diverge)
+    cases = plan.plan(parse(plan.CompareConfig, ["--config", str(small)])).cases
+    jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in reversed(cases)}
+    trained, random = jobs["pre-trained"], jobs["random"]
+    with pytest.raises(Diverged, match="the loss is nan"):
+        trained.prepare()
+    with pytest.raises(UserError, match=r"encoders/0 has no encoder to take the architecture of: .*nan"):
+        random.prepare()
+    assert trained.diverged() and not random.diverged()
+
+
+def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypatch):
+    config = yaml.safe_load(small.read_text())
+    fewshot = config["evaluations"][0]
+    config["evaluations"] = [fewshot, {"name": "kNN", "command": "knn", "options": FAST | {"depth": "dev"}}]
+    config["encoders"], config["datasets"] = config["encoders"][:1], config["datasets"][:1]
+    small.write_text(yaml.safe_dump(config))
+    extracted, extract = [], probing.extract_features
+    monkeypatch.setattr(probing, "extract_features", lambda c, a: (extracted.append(c.encoder), extract(c, a))[1])
+    compare.main(["--config", str(small)])
+    assert len(extracted) == len(set(extracted)) == 2  # of two seeds
+
+
 def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
     about = {"encoder": "a", "dataset": "birds", "group": None, "evaluation": "kNN"}
     rows = [about | {"encoder_seed": seed, "seed": 0, "case": "20", "accuracy": 0.5} for seed in (0, 1)]
@@ -224,13 +255,16 @@ def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
 
 def test_a_failed_evaluation_leaves_the_others(floors, tmp_path):
     broken = [{"name": "broken", "encoder": str(tmp_path / "nowhere")}]
-    with pytest.raises(ValueError, match="1 of 2 evaluations failed, such as broken-0-few-shot-one: encoder is"):
+    gone = {"data.path": str(tmp_path / "gone")}  # how many steps this compute is, these images would say
+    broken += [{"name": "lost", "encoder": str(tmp_path / "lost"), "train": "pretrain"}]
+    broken[1] |= {"train_options": gone, "compute": 1e-6}
+    with pytest.raises(ValueError, match="2 of 3 evaluations failed, such as broken-0-few-shot-one: encoder is"):
         floors(broken)
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(report["summary"]["comparison"]) == ["floor"]
 
 
-@pytest.mark.parametrize("sort", [RuntimeError, ValueError, FloatingPointError])
+@pytest.mark.parametrize("sort", [RuntimeError, ValueError, FloatingPointError, KeyError])
 def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, monkeypatch, capsys, sort):
     def fail(config):
         raise sort("CUDA error: of some sort")
@@ -241,7 +275,7 @@ def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, mo
     config = {key: config[key][-1:] for key in ("encoders", "datasets")} | {"dir": config["dir"]}
     config["evaluations"] = [failing, {"name": "few-shot", "command": "fewshot", "options": FAST | {"shots": [1]}}]
     (tmp_path / "compare.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(ValueError, match="1 of 2 evaluations failed, such as floor-0-kNN-two: CUDA error"):
+    with pytest.raises(ValueError, match=r"1 of 2 evaluations failed, such as floor-0-kNN-two: \w+Error: '?CUDA error"):
         compare.main(["--config", str(tmp_path / "compare.yaml")])
     assert list(json.loads((tmp_path / "out" / "results.json").read_text())["summary"]["comparison"]) == ["floor"]
     assert "Traceback" in capsys.readouterr().err  # what nobody foresaw can be looked into

@@ -117,7 +117,7 @@ def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_pat
     with pytest.raises(UserError, match=rf"encoder is {folder}.*{refused}"):  # to begin from it is to know them, too
         supervised.main([*options, *moved[1:5], f"--run.dir={tmp_path / 'second'}", f"--model.init_from={folder}"])
     began = pretrain(*options, *moved[1:5], f"--model.init_from={weights}", dir=tmp_path / "began")
-    with pytest.raises(UserError, match=rf"encoder is {began}, which began from {weights}, which {refused}"):
+    with pytest.raises(UserError, match=rf"encoder is {began}, which builds on {weights}, which {refused}"):
         fewshot.main([f"--encoder={began}", *FAST])
     assert check_unseen("floor:pixels", other, None, None) is None
 

@@ -28,8 +28,11 @@ from evaluation.suite.inspection import (
     position_similarity,
     roll_out,
     see_attention,
+    spacing,
 )
 from evaluation.visualize import main, on_grid
+from mpp.config import ModelConfig
+from mpp.encoder import build_encoder
 from mpp.pretrain import Pretraining
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--attention_images=5", "--images=3")
@@ -71,6 +74,12 @@ def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
     found = attention_distance(encoder, [noise(3), noise(2)])
     assert found.shape == (3, 2)
     np.testing.assert_allclose(found, mean_distance_on_a_grid(4, 4, 8), rtol=1e-5)
+
+
+def test_overlapping_patches_are_a_stride_apart():
+    options = dict(img_size=32, width=16, depth=1, heads=2, patch_size=8)
+    assert spacing(FrozenEncoder(build_encoder(ModelConfig(**options, stride=4)))) == 4  # 7 x 7 patches
+    assert spacing(FrozenEncoder(build_encoder(ModelConfig(**options)))) == 8
 
 
 def test_distance_does_not_depend_on_how_images_are_batched():

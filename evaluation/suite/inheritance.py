@@ -71,18 +71,19 @@ def learned_labels(encoder: str) -> SourceConfig | None:
 
 
 def lineage(encoder: str) -> Iterator[str]:
-    """The encoder, what its run began from, what that began from, and so on: those that may have passed on labels."""
-    begun: set[Path] = set()
-    name: str | None = encoder
-    while name:
-        yield name
+    """The encoder, what its run began from or was taught by, and so on: those that may have passed on labels."""
+    names, begun = [encoder], set()
+    while names:
+        name = names.pop(0)
         run = run_folder(name)
+        yield name
         if run is None or run.resolve() in begun:
-            return
+            continue
         begun.add(run.resolve())
         saved = saved_settings(run)
         fine_tuned = (saved.get("checkpoint") or saved.get("encoder")) if saved.get("init") == "encoder" else None
-        name = fine_tuned or (saved.get("model") or {}).get("init_from")
+        parts = [saved.get(part) or {} for part in ("model", "distill")]
+        names += filter(None, [fine_tuned, parts[0].get("init_from"), parts[1].get("teacher")])
 
 
 def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> int:
@@ -119,7 +120,7 @@ def refuse_seen(setting: str, encoder: str, data: SourceConfig, test: ImageDatas
         learned = learned_labels(each)
         known = seen(test, data, learned) if learned else 0
         if known:
-            began = "" if each == encoder else f"began from {each}, which "
+            began = "" if each == encoder else f"builds on {each}, which "
             raise UserError(
                 f"{setting} is {encoder}, which {began}was trained with the labels of {known} of these {len(test)} "
                 f"test images; test on those that it held out:"

@@ -144,6 +144,12 @@ def mean_distance(weights: Tensor, apart: Tensor) -> Tensor:
     return (weighted / whole.where(looks, 1)).sum(-1) / looks.sum(-1).clamp(min=1)
 
 
+def spacing(encoder: FrozenEncoder) -> float:
+    """Pixels of the input from one patch to the next: fewer than a patch has, where patches overlap."""
+    ratio = getattr(encoder.model.patch_embed, "feat_ratio", None)
+    return float(ratio()) if ratio else encoder.img_size / grid_of(encoder.model)[0]
+
+
 def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Tensor:
     """Mean attention distance of each head (paper, Figure 7), over images in batches (B, 3, S, S) uint8.
 
@@ -151,7 +157,7 @@ def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Ten
         (depth, heads), in pixels of the input.
     """
     grid, prefix = grid_of(encoder.model), getattr(encoder.model, "num_prefix_tokens", 0)
-    apart = distances(grid, encoder.img_size / grid[0])
+    apart = distances(grid, spacing(encoder))
     totals: dict[int, Tensor] = {}
     count = 0
 

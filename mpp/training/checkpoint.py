@@ -233,6 +233,11 @@ def newest_step(folder: Path) -> int:
     return max(map(step_of, complete_checkpoints(folder)), default=0)
 
 
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether a run of so many steps is at its end, and its encoder written."""
+    return newest_step(folder) == steps and (folder / "encoder").is_dir()
+
+
 def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. All else, such as rates, comes from the config."""
     state = optimizer.state_dict()["state"]

@@ -76,9 +76,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """Muon, Adam with decoupled weight decay, or SGD with momentum; fused where torch has it (for shards: not SGD).
 
     Raises:
-        UserError: Muon for a model without transformer blocks; layer decay for one without an encoder of timm's.
+        UserError: Muon for a model without transformer blocks; layer decay for one without an encoder of timm's; Polyak
+            averages for one with running statistics.
     """
     groups = parameter_groups(model, config)
+    if config.average is not None and any(name.endswith("running_mean") for name, _ in model.named_buffers()):
+        least = "null: the batch norms' running statistics would be those of other weights"
+        raise UserError(f"optim.average is {config.average}; for this model it must be {least}")
     if config.name == "muon":
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         options = dict(capturable=True) if on_gpu else {}  # no number is read from the device

@@ -27,7 +27,7 @@ from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import to_yaml
 from mpp.runtime.preemption import MARKER, TRAINING, Preemption
 from mpp.training.card import model_card
-from mpp.training.checkpoint import Places, is_ours, newest_step, note_images, open_run, write_config
+from mpp.training.checkpoint import Places, is_finished, is_ours, note_images, open_run, write_config
 from mpp.training.loop import Loop, fit
 
 FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
@@ -125,7 +125,7 @@ def train(config: Any, build: Callable[[Any, Accelerator, BatchLayout], ImageTas
     if accelerator.is_main_process and folder.is_dir() and is_ours(folder):
         (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat what has the marker
     open_run(config)
-    if newest_step(folder) == config.run.steps and (folder / "encoder").is_dir():
+    if is_finished(folder, config.run.steps):
         accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
     with Preemption(accelerator, folder) as preemption:
