@@ -10,7 +10,7 @@ every probe takes it; the projection head is left out.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +116,10 @@ class Contrastive(ImageTask):
             "Pre-trained without labels by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature is the "
             f"{trained}; the projection head is left out"
         )
+
+    def record(self) -> dict[str, Any]:
+        """Which images these are, and how many are told apart: `data.batch_size` may change where a run goes on."""
+        return super().record() | {"forward pass": {"images": self.together}}
 
     def views(self, dataset: ImageDataset) -> TwoViews:
         return TwoViews(dataset, self.data, self.img_size, self.run.seed, distorted=self.config.views)

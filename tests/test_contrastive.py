@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, encoded, kill_at, picture, read_metrics
+from conftest import TINY, Killed, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
 from server import Command
 from torchvision.transforms import v2
@@ -18,6 +18,7 @@ from mpp.config import DataConfig
 from mpp.data.images import random_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout, held_out_loader, training_loader
+from mpp.errors import UserError
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
 
@@ -174,6 +175,16 @@ def test_two_processes_are_one_run_gradients_included(tmp_path):
     ours, theirs = (load_file(folder / "encoder" / "model.safetensors") for folder in (tmp_path / "two", one))
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_goes_on_with_as_many_negatives_as_it_began_with(tmp_path, monkeypatch):
+    options = ["--run.steps=3", "--run.checkpoint_every=1"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 2)
+        run(tmp_path / "run", *options)
+    with pytest.raises(UserError, match="forward pass: number of images was 8, is 4; "):
+        run(tmp_path / "run", *options, "--data.batch_size=4")
+    assert max(read_metrics(run(tmp_path / "run", *options))) == 3
 
 
 @pytest.mark.parametrize(("together", "groups"), [(8, [7]), (3, [4, 3])])
