@@ -1,6 +1,7 @@
 """Every figure: numbers in, matplotlib out. Readable at the width of a README, by the colour-blind too.
 
-Colours are cividis's, which those who confuse red and green see as others do. Nothing here computes a result.
+Colours are cividis's, and for lines that have no order those of tableau-colorblind10: who confuses red and green sees
+them as others do. Nothing here computes a result.
 """
 
 import math
@@ -8,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 import matplotlib
+import matplotlib.style
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -17,6 +19,7 @@ from mpp.panels import COLUMNS
 
 matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
 PALETTE = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
+LINES = [style["color"] for style in matplotlib.style.library["tableau-colorblind10"]["axes.prop_cycle"]]
 WIDTH = 7.5  # inches
 DPI = 110
 MARKERS = "osD^vPX"  # lines differ in these too
@@ -207,7 +210,7 @@ def plot_depths(curves: Curves) -> Figure:
     names = list(dict.fromkeys(name for encoders in curves.values() for name in encoders))
     for panel, encoders in zip(panels, curves.values(), strict=True):
         for name, of_depth in encoders.items():
-            color = PALETTE(0.9 * names.index(name) / max(1, len(names) - 1))
+            color = LINES[names.index(name) % len(LINES)]
             if len(of_depth) == 1:
                 panel.axhline(100 * next(iter(of_depth.values()))["mean"], linestyle="--", color=color, label=name)
             else:
@@ -223,7 +226,7 @@ def plot_lines(curves: Curves, label: str) -> Figure:
     figure, panels = side_by_side(curves, label)
     for panel, cases in zip(panels, curves.values(), strict=True):
         for number, (name, of_place) in enumerate(cases.items()):
-            color = PALETTE(0.8 * number / max(1, len(cases) - 1))
+            color = LINES[number % len(LINES)]
             draw_line(panel, of_place, name, color, MARKERS[number % len(MARKERS)])
         panel.set_xscale("log")
         ticks = apart(sorted({place for of_place in cases.values() for place in of_place if place > 0}))
