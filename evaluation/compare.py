@@ -30,6 +30,7 @@ from evaluation.suite.probing import forget_features
 from evaluation.suite.provenance import completed, images_at, result_settings
 from evaluation.suite.reports import write_json
 from mpp.config import Config
+from mpp.data.record import differences
 from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
 from mpp.errors import Diverged, UserError
@@ -39,7 +40,7 @@ from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse, to_yaml
 from mpp.training.checkpoint import images_of, is_finished
-from mpp.training.task import ImageTask, train
+from mpp.training.task import ImageTask, first_weights, train
 from mpp.training.tracking import last_scalars
 
 KNOWN_FLOPS: dict[str, int] = {}  # of an image, by command and settings
@@ -205,13 +206,14 @@ class Job:
             raise
 
     def check_images(self) -> None:
-        """UserError where the encoder is there and was trained on other images than there are now."""
+        """UserError where the encoder is there, and was trained on other images or from other weights than today's."""
         before, now = images_of(self.weights) or {}, images_at(self.training.data) or {}
-        changed = [part for part in now if before.get(part, {}).get("files", now[part]["files"]) != now[part]["files"]]
+        parts = {part: {"files": of_part["files"]} for part, of_part in now.items()} | first_weights(self.training)
+        changed = differences(before, parts)
         if changed:
             raise UserError(
-                f"{self.weights} was trained on other images than there are now ({', '.join(changed)}); "
-                "remove this folder to train anew, or put those images back"
+                f"{self.weights} was trained with others than there are now ({'; '.join(changed)}); "
+                "remove this folder to train anew, or put those back"
             )
 
     def carry_out(self) -> None:

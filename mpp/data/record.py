@@ -29,6 +29,7 @@ MEANING = {
     "chosen": "which of them are chosen",
     "labels": "labels",
     "revision": "revision on the hub",
+    "weights": "weights",
 }
 
 

@@ -20,7 +20,7 @@ from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hold, training_loader
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.encoder import export_encoder
+from mpp.encoder import export_encoder, fingerprint
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime.launch import set_timeout, start
 from mpp.runtime.lock import exclusive
@@ -144,12 +144,18 @@ def train(config: Any, build: Callable[[Any, Accelerator, BatchLayout], ImageTas
     return folder
 
 
-def check_images(task: ImageTask, folder: Path, accelerator: Accelerator) -> None:
-    """Note which images the run is of; UserError on every process where it began with others."""
+def first_weights(config: Any) -> dict[str, Any]:
+    """Which weights a run begins from, for its record; nothing where they are random."""
+    path = getattr(getattr(config, "model", None), "init_from", None)
+    return {"model.init_from": {"weights": fingerprint(Path(path))}} if path else {}
+
+
+def check_beginning(config: Any, task: ImageTask, folder: Path, accelerator: Accelerator) -> None:
+    """Note which images and weights the run is of; UserError on every process where it began with others."""
     problem = None
     if accelerator.is_main_process:
         try:
-            problem = note_images(folder, task.record())
+            problem = note_images(folder, task.record() | first_weights(config))
         except ReadFailed as error:
             problem = str(error)
     problems = [each for each in gather_object([problem]) if each]
@@ -173,7 +179,7 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
         if accelerator.is_main_process:
             open_run(config)  # once more: building may have taken long
             write_config(config, folder)
-        check_images(task, folder, accelerator)
+        check_beginning(config, task, folder, accelerator)
         flops, preemption.finish_step = task.flops(), True
         set_timeout(TRAINING)
         loop = Loop(task, accelerator, config.run, config.optim, layout, folder, config, flops)
