@@ -193,7 +193,7 @@ class Job:
             return
         with hold(self.weights, "encoder"):
             pass  # another process may be at it: to know that, nothing need be loaded
-        self.check_images()
+        self.check_beginning()
         folder, task = Path(self.training.run.dir), TRAININGS[self.case.encoder.train][1]
         if not is_finished(folder, self.training.run.steps):
             forget_features()
@@ -205,14 +205,14 @@ class Job:
                 raise UserError(f"{folder} has no encoder to take the architecture of: {error}") from error
             raise
 
-    def check_images(self) -> None:
+    def check_beginning(self) -> None:
         """UserError where the encoder is there, and was trained on other images or from other weights than today's."""
         before, now = images_of(self.weights) or {}, images_at(self.training.data) or {}
         parts = {part: {"files": of_part["files"]} for part, of_part in now.items()} | first_weights(self.training)
         changed = differences(before, parts)
         if changed:
             raise UserError(
-                f"{self.weights} was trained with others than there are now ({'; '.join(changed)}); "
+                f"{self.weights} began otherwise than it would now ({'; '.join(changed)}); "
                 "remove this folder to train anew, or put those back"
             )
 

@@ -22,7 +22,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from mpp.config import ModelConfig, check_grid, require
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.positions import Grid, sincos_2d
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.hashing import digest
@@ -55,7 +55,7 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
         raise
     except refusals as error:
         key, value = ("model.name", name) if not config.arguments else ("model.arguments", config.arguments)
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise UserError(f"{key} is {value}, which timm cannot build to these numbers: {reason}") from error
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a VisionTransformer of timm's")
@@ -183,7 +183,7 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
     except RuntimeError as error:
-        raise UserError(f"model.init_from: {file} does not fit the model: {' '.join(str(error).split())}") from error
+        raise UserError(f"model.init_from: {file} does not fit the model: {one_line(error)}") from error
 
 
 def export_encoder(

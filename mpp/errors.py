@@ -12,6 +12,11 @@ class ReadFailed(UserError):
     """A file cannot be read, though it was tried again: a disk or a server has gone away."""
 
 
+def one_line(error: BaseException) -> str:
+    """What an error of a library says, in one line; its sort, where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class Undecodable(UserError):
     """None of many images in a row can be decoded.
 

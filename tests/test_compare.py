@@ -453,7 +453,7 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     (tmp_path / "encoder").mkdir()
     (tmp_path / "encoder" / "data.json").write_text('{"train": {"files": "others"}}')
     small.write_text(yaml.safe_dump(config | {"encoders": [encoder]}))
-    with pytest.raises(UserError, match=r"encoder was trained with others than there are now \(train: the files .*\)"):
+    with pytest.raises(UserError, match=r"encoder began otherwise than it would now \(train: the files .*\)"):
         judge()
     tiny |= {"model.init_from": str(tmp_path / "start")}
     (tmp_path / "start").mkdir()
@@ -461,7 +461,7 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
         (tmp_path / "start" / name).write_text("weights")
     (tmp_path / "encoder" / "data.json").write_text('{"model.init_from": {"weights": "others"}}')
     small.write_text(yaml.safe_dump(config | {"encoders": [encoder | {"train_options": tiny}]}))
-    with pytest.raises(UserError, match=r"than there are now \(model\.init_from: weights changed\)"):
+    with pytest.raises(UserError, match=r"than it would now \(model\.init_from: weights changed\)"):
         judge()
 
 

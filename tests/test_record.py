@@ -51,7 +51,7 @@ def test_a_run_does_not_go_on_with_other_images(pretrain, tmp_path, image_folder
         pretrain(*options)
     new = image_folder / "cat" / "00.png"
     new.write_bytes(encoded(picture(99)))
-    with pytest.raises(UserError, match=r"a run that began with others: train: number of images was 9, is 10; .*files"):
+    with pytest.raises(UserError, match=r"a run that began otherwise: train: number of images was 9, is 10; .*files"):
         pretrain(*options)
     assert max(read_metrics(tmp_path / "run")) == 3
     new.unlink()
@@ -69,7 +69,7 @@ def test_a_run_does_not_go_on_from_other_weights(pretrain, tmp_path, monkeypatch
     weights = (first / "encoder" / "model.safetensors").read_bytes()
     other = pretrain("--run.seed=1", dir=tmp_path / "other")
     shutil.copy(other / "encoder" / "model.safetensors", first / "encoder")
-    with pytest.raises(UserError, match=r"a run that began with others: model\.init_from: weights changed; "):
+    with pytest.raises(UserError, match=r"a run that began otherwise: model\.init_from: weights changed; "):
         pretrain(*options)
     (first / "encoder" / "model.safetensors").write_bytes(weights)
     assert max(read_metrics(pretrain(*options))) == 4
@@ -144,13 +144,13 @@ def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkey
         pretrain(*options)
     new = image_folder / "cat" / "00.png"
     new.write_bytes(encoded(picture(99)))
-    with pytest.raises(UserError, match=r"a run that began with others: train: the files .* changed"):
+    with pytest.raises(UserError, match=r"a run that began otherwise: train: the files .* changed"):
         pretrain(*options)
     new.unlink()
     first = image_folder / "cat" / "01.png"
     assert first.is_file()
     renamed = first.rename(first.with_name("99.png"))  # all others shift
-    with pytest.raises(UserError, match=r"a run that began with others: train: the files .* changed"):
+    with pytest.raises(UserError, match=r"a run that began otherwise: train: the files .* changed"):
         pretrain(*options)
     renamed.rename(first)
     noted = tmp_path / "run" / "data.json"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mpp.config import check_grid, require
 from mpp.encoder import Normalize, encoder_folder, set_attention
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.features import Representation, features_at, stages
 from mpp.objectives import patchify, quantize
 from mpp.runtime.hardware import uses_gpu
@@ -134,4 +134,4 @@ def create(name: str, img_size: int | None, num_classes: int | None = 0, **optio
         except (AssertionError, RuntimeError, OSError, KeyError, ValueError, SafetensorError) as error:
             reason = error
             break
-    raise UserError(f"encoder is {name}, which cannot be loaded: {' '.join(str(reason).split())}") from reason
+    raise UserError(f"encoder is {name}, which cannot be loaded: {one_line(reason)}") from reason

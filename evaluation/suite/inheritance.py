@@ -82,8 +82,8 @@ def lineage(encoder: str) -> Iterator[str]:
         begun.add(run.resolve())
         saved = saved_settings(run)
         fine_tuned = (saved.get("checkpoint") or saved.get("encoder")) if saved.get("init") == "encoder" else None
-        parts = [saved.get(part) or {} for part in ("model", "distill")]
-        names += filter(None, [fine_tuned, parts[0].get("init_from"), parts[1].get("teacher")])
+        began, taught = (saved.get("model") or {}).get("init_from"), (saved.get("distill") or {}).get("teacher")
+        names += filter(None, (fine_tuned, began, taught))
 
 
 def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> int:

@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from mpp.config import DataConfig
+from mpp.errors import one_line
 from mpp.runtime.randomness import Stream, random_words, uniform
 
 try:
@@ -61,7 +62,7 @@ def decode(data: bytes, max_pixels: int) -> Tensor:
     except UnidentifiedImageError:
         raise UnreadableImage("no image file of a known sort") from None
     except Exception as error:  # decoders raise whatever they like on broken files: no sort of it may end a run
-        raise UnreadableImage(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise UnreadableImage(f"{type(error).__name__}: {one_line(error)}") from error
 
 
 def check_size(width: int, height: int, max_pixels: int) -> None:

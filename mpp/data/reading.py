@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpp.data.workers import forget_said, say_once
-from mpp.errors import ReadFailed
+from mpp.errors import ReadFailed, one_line
 
 T = TypeVar("T")
 LONGEST_PAUSE = 60  # seconds
@@ -34,7 +34,7 @@ def retried(read: Callable[[], T], name: str, retries: int, errors: type[Excepti
         try:
             result = read()
         except errors as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error)
             if attempt == retries:
                 raise ReadFailed(f"{name} cannot be read, tried for {patience} s: {reason}") from error
             say_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {patience} s")

@@ -96,10 +96,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed, in words, part by part: "train: number of images was 633, is 634"."""
     changed = []
     for part in now:
-        known = before.get(part, {}).keys() & now[part].keys()  # a run of an earlier release may have noted others
-        for key, meaning in MEANING.items():
-            was, is_now = (each[part][key] if key in known else None for each in (before, now))
-            if was != is_now:
+        known = before.get(part, {})
+        noted = [key for key in MEANING if key in known and key in now[part]]  # an earlier release noted others
+        for key in noted:
+            if known[key] != now[part][key]:
                 plain = key in ("split", "images", "shards", "revision")
-                changed.append(f"{part}: {meaning}" + (f" was {was}, is {is_now}" if plain else " changed"))
+                how = f"was {known[key]}, is {now[part][key]}" if plain else "changed"
+                changed.append(f"{part}: {MEANING[key]} {how}")
     return changed

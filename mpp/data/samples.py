@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from mpp.config import ImagesConfig
 from mpp.data.sources import BIRDS, LOADING_ERRORS, describe
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.disk import sync
 from mpp.runtime.lock import hold
 
@@ -89,7 +89,7 @@ def blocks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         while block := list(islice(left, BLOCK)):
             yield block
     except LOADING_ERRORS as error:
-        raise UserError(f"data.path cannot be read as a stream: {' '.join(str(error).split())}") from error
+        raise UserError(f"data.path cannot be read as a stream: {one_line(error)}") from error
 
 
 def list_files(config: ImagesConfig) -> Files | None:
@@ -100,7 +100,7 @@ def list_files(config: ImagesConfig) -> Files | None:
     try:
         return files_of(str(BIRDS) if config.path is None else config.path, config.revision)
     except Exception as error:  # clients of file systems raise whatever they like
-        reason = f"{describe(config)} cannot be listed ({' '.join(str(error).split())})"
+        reason = f"{describe(config)} cannot be listed ({one_line(error)})"
         print(f"warning: {reason}; the images to evaluate on are read at every start", file=sys.stderr)
         return None
 

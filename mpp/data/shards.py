@@ -36,7 +36,7 @@ from mpp.data.sources import (
 )
 from mpp.data.views import REPLACEMENTS, Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
-from mpp.errors import Undecodable, UserError
+from mpp.errors import Undecodable, UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
 
 FOLDER_SHARDS, FEWEST_ROWS = 256, 8  # a folder of image files is read as so many shards, of at least so many rows
@@ -175,6 +175,19 @@ class Lanes(IterableDataset):
     def samples(self, lane: int, place: Place) -> Iterator[tuple[Batch, Place]]:
         """Samples without end from `place` on, each with the place after it."""
         skipped: list[str] = []  # images in a row that nothing can take the place of
+        for views, key, after in self.rows(lane, place):
+            try:
+                sample = views[key]
+            except Undecodable as error:  # others of its block would take its place, and are broken too
+                skipped.append(error.first)
+                if len(skipped) > REPLACEMENTS:
+                    raise
+                continue
+            yield sample._replace(unreadable=[*skipped, *sample.unreadable]), after
+            skipped = []
+
+    def rows(self, lane: int, place: Place) -> Iterator[tuple[ViewDataset, tuple[int, int], Place]]:
+        """Rows without end from `place` on: the views of its block, which of them, the place after it."""
         for epoch in count(place.epoch):
             order = permutation(Stream.ORDER, self.views.seed, epoch, self.shards.count)
             own_shards = order[self.layout.rank * self.lanes + lane :: self.layout.world_size * self.lanes]
@@ -184,16 +197,7 @@ class Lanes(IterableDataset):
                     views = replace(self.views, dataset=Block(self.shards, first, rows))
                     shuffled = permutation(Stream.BLOCK, self.views.seed, epoch, len(rows), index=first)
                     for row in range(place.row, len(rows)):
-                        try:
-                            sample = views[epoch, first + int(shuffled[row])]
-                        except Undecodable as error:  # others of its block would take its place, and are broken too
-                            skipped.append(error.first)
-                            if len(skipped) > REPLACEMENTS:
-                                raise
-                            continue
-                        unreadable = [*skipped, *sample.unreadable]
-                        yield sample._replace(unreadable=unreadable), Place(epoch, turn, block, row + 1)
-                        skipped = []
+                        yield views, (epoch, first + int(shuffled[row])), Place(epoch, turn, block, row + 1)
                     place, empty = place._replace(row=0), False
                 place = place._replace(block=0, row=0)
             if empty:
@@ -214,8 +218,8 @@ class Lanes(IterableDataset):
                 rows = None  # it is at its end now
                 raise
             except LOADING_ERRORS as error:
-                reason = " ".join(str(error).split())
-                raise UserError(f"{name} is damaged after row {block * self.size}: {reason}; replace it") from error
+                where = f"{name} is damaged after row {block * self.size}"
+                raise UserError(f"{where}: {one_line(error)}; replace it") from error
 
         while found := retried(read, name, self.views.data.read_retries):
             yield block, (shard << ROW_BITS) + block * self.size, found

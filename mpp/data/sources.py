@@ -22,7 +22,7 @@ from mpp.config import ImagesConfig, SourceConfig
 from mpp.data import images
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import retried
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
 
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
@@ -235,7 +235,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         found = str(path) if path.is_dir() else config.path
         return datasets.load_dataset(found, config.name, revision=config.revision, streaming=streaming)
     except LOADING_ERRORS as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
 
 

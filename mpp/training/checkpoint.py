@@ -97,7 +97,7 @@ def note_images(folder: Path, images: dict[str, Any]) -> str | None:
     changed = differences(images_of(folder) or images, images)
     if changed:
         return (
-            f"run.dir is {folder}, a run that began with others: {'; '.join(changed)}; "
+            f"run.dir is {folder}, a run that began otherwise: {'; '.join(changed)}; "
             "choose another run.dir, or put back what it began with"
         )
     write_whole(folder / IMAGES, json.dumps(images, indent=1))

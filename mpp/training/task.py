@@ -21,7 +21,7 @@ from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hold, training_loader
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.encoder import export_encoder, fingerprint
-from mpp.errors import ReadFailed, UserError
+from mpp.errors import UserError
 from mpp.runtime.launch import set_timeout, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import to_yaml
@@ -145,9 +145,10 @@ def train(config: Any, build: Callable[[Any, Accelerator, BatchLayout], ImageTas
 
 
 def first_weights(config: Any) -> dict[str, Any]:
-    """Which weights a run begins from, for its record; nothing where they are random."""
+    """Which weights a run begins from, for its record; nothing where they are random, or not there any more."""
     path = getattr(getattr(config, "model", None), "init_from", None)
-    return {"model.init_from": {"weights": fingerprint(Path(path))}} if path else {}
+    weights = fingerprint(Path(path)) if path else None
+    return {"model.init_from": {"weights": weights}} if weights else {}
 
 
 def check_beginning(config: Any, task: ImageTask, folder: Path, accelerator: Accelerator) -> None:
@@ -156,7 +157,7 @@ def check_beginning(config: Any, task: ImageTask, folder: Path, accelerator: Acc
     if accelerator.is_main_process:
         try:
             problem = note_images(folder, task.record() | first_weights(config))
-        except ReadFailed as error:
+        except UserError as error:
             problem = str(error)
     problems = [each for each in gather_object([problem]) if each]
     if problems:
