@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -48,14 +48,16 @@ from mpp.errors import UserError
 from mpp.features import Representation
 from mpp.panels import prediction_columns
 from mpp.pretrain import is_pretraining, reopen
+from mpp.probe import RANKED, effective_rank
 from mpp.runtime.launch import command, start
 from mpp.training.checkpoint import saved_settings
 from mpp.training.tracking import progress_bar
 
 Picture = Literal[
-    "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth"
+    "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "rank", "accuracy_by_depth"
 ]
 Numbers = dict[str, Any]
+EVERY: tuple[Picture, ...] = get_args(Picture)
 FILTERS = 28  # as in the paper's figure
 DEPTHS = 6  # of pca, at most: more would be too small to see
 BATCH = 4  # a block's weights are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
@@ -67,9 +69,7 @@ class VisualizeConfig(EncoderConfig):
 
     out: str | None = None
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
-    pictures: Picture | tuple[Picture, ...] = (
-        *("predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth"),
-    )
+    pictures: Picture | tuple[Picture, ...] = EVERY
     """Which pictures."""
     images: int = 6
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
@@ -80,7 +80,7 @@ class VisualizeConfig(EncoderConfig):
     rollout_from: Literal["auto", "class", "patches"] = "auto"
     """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
     representation: Representation = "mean"
-    """What accuracy_by_depth is of."""
+    """What rank and accuracy_by_depth are of."""
     threads: int = plumbing(0)
     """CPU threads. 0: all cores."""
 
@@ -220,6 +220,18 @@ def pca(subject: Subject) -> tuple[Figure, Numbers]:
     return figure, numbers | {"images": pixels, "depths": depths}
 
 
+def rank(subject: Subject) -> tuple[Figure, Numbers]:
+    """In how many directions the features of images spread, by depth: as `features/rank` while training."""
+    depths = range(1, 1 + len(subject.encoder.stages))
+    count, found = min(RANKED, len(subject.held_out)), []
+    for images in progress_bar(subject.images(count), desc="features", unit="batch"):
+        with torch.no_grad(), subject.accelerator.autocast():
+            found.append(subject.encoder(images, subject.config.representation, depths))
+    by_depth = [torch.cat(parts).float() for parts in zip(*found, strict=True)]
+    ranks = {depth: effective_rank(features) for depth, features in zip(depths, by_depth, strict=True)}
+    return figures.plot_ranks(ranks, count), {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks}
+
+
 def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     """The few-shot curve."""
     if subject.held_out.labelled() is None:
@@ -240,6 +252,7 @@ PICTURES: dict[str, Callable[[Subject], tuple[Figure, Numbers]]] = {
     "attention_distance": attention_distances,
     "attention_rollout": rollout,
     "pca": pca,
+    "rank": rank,
     "accuracy_by_depth": accuracy_by_depth,
 }
 

@@ -34,9 +34,13 @@ from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig
 from mpp.encoder import build_encoder
 from mpp.pretrain import Pretraining
+from mpp.training.tracking import HELD_OUT_LOSS, last_scalars
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--attention_images=5", "--images=3")
-ALL = ("predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "accuracy_by_depth")
+ALL = (
+    *("predictions", "filters", "positions", "attention_distance", "attention_rollout"),
+    *("pca", "rank", "accuracy_by_depth"),
+)
 
 
 def vit(**changes) -> FrozenEncoder:
@@ -207,6 +211,14 @@ def test_all_pictures_of_a_run(pretrain, tmp_path, capsys):
     assert found["colors"].shape == (2, 3, 4, 4, 3) and found["depths"].tolist() == [1, 2]
 
 
+def test_the_rank_is_that_of_training(pretrain, tmp_path):
+    run = pretrain("--probe.every=4", "--data.eval_images=300")  # all of the held-out ones
+    main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=rank", *FAST])
+    drawn, logged = json.loads((tmp_path / "p" / "rank.json").read_text()), last_scalars(run, HELD_OUT_LOSS)
+    ranks = {str(depth): pytest.approx(logged[f"features/rank/depth_{depth:02d}"], rel=1e-3) for depth in (1, 2)}
+    assert drawn == {"images": 286, "width": 16, "rank_by_depth": ranks}
+
+
 @pytest.mark.parametrize(
     ("settings", "cells", "heading"),
     [
@@ -251,7 +263,7 @@ def test_what_an_encoder_lacks_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
         assert f"no {name}: " in said
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"filters", "accuracy_by_depth"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"filters", "rank", "accuracy_by_depth"}
     with pytest.raises(ValueError, match="pictures is filters; it must be something that this encoder has"):
         main(["--encoder=floor:pixels", f"--out={tmp_path}", "--pictures=filters", *FAST])
 

@@ -200,6 +200,17 @@ def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) ->
     return figure
 
 
+def plot_ranks(ranks: dict[int, float], images: int) -> Figure:
+    """Effective rank of features against depth."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(list(ranks), list(ranks.values()), marker="o", color=PALETTE(0.1))
+    axes.set(xlabel="depth (blocks; stages of a ResNet)", ylabel="effective rank", xticks=list(ranks), ylim=(0, None))
+    axes.set_title(f"in how many directions the features of {images} images spread", fontsize=11)
+    axes.grid(alpha=0.3)
+    return figure
+
+
 Curves = dict[str, dict[str, dict[float, dict[str, float]]]]
 """Panel -> line -> x -> mean and standard deviation of an accuracy."""
 
