@@ -354,6 +354,7 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
     small.write_text(yaml.safe_dump(config))
     compare.main(["--config", str(small), "--tabulate", "true"])
     assert json.loads((tmp_path / "out" / "results.json").read_text())["results"] == []  # nothing is there
+    assert "no results yet" in capsys.readouterr().out
     compare.main(["--config", str(small)])
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(report["summary"]["hidden"]) == ["pre-trained"]  # random weights have predicted nothing

@@ -228,7 +228,7 @@ def write_findings(folder: Path, questions: Sequence[Question], results: Results
     found = {"results": results.rows, "dev_by_depth": results.curves}
     found |= {"diverged": results.diverged, "training_pflop": results.compute}
     write_json(folder / "results.json", {"summary": summary, **found, "versions": about, "settings": settings})
-    text = "\n\n".join(texts)
+    text = "\n\n".join(texts) or "no results yet"
     (folder / "table.md").write_text(text + "\n")
     for question in questions:
         figure = draw(question, results.of(question), summary[question.name])
