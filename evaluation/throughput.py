@@ -28,6 +28,7 @@ from evaluation.suite.contenders import CEILINGS, FORWARD, TRAINING, Bench, Cont
 from evaluation.suite.reports import table, write_json
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
+from mpp.runtime.hardware import bf16_is_native
 from mpp.runtime.launch import command, start
 from mpp.runtime.parsing import parse
 
@@ -207,13 +208,14 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     """All figures: seconds and FLOPs of each contender, ratios, memory."""
     memory = measure_memory(config) if config.memory else {}
     bench = open_bench(config)
-    built: dict[str, Contender] = {name: build(bench) for name, build in (TRAINING | FORWARD | CEILINGS).items()}
+    ceiling = CEILING_OF[bench.accelerator.mixed_precision]
+    ceilings = {name: build for name, build in CEILINGS.items() if name == ceiling or bf16_is_native()}
+    built: dict[str, Contender] = {name: build(bench) for name, build in (TRAINING | FORWARD | ceilings).items()}
     seconds = time_in_turn({name: contender.step for name, contender in built.items()}, config.rounds)
     flops = {name: contender.flops for name, contender in built.items()}
     del built
     bench.accelerator.free_memory()
     seconds |= time_loading(bench, config)
-    ceiling = CEILING_OF[bench.accelerator.mixed_precision]
     best = flops[ceiling] / statistics.median(seconds[ceiling])
     device = bench.accelerator.device.type
     compared = [r for r in RATIOS if r.device in (None, device) and r.slower in seconds]
@@ -244,7 +246,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"\n{result['config']['model']}, batch {batch}, {result['precision']}, {result['machine']}")
     heads = ["step", "ms", "images/s", "executed GFLOP an image", "executed GFLOP/s", "of the ceiling", "MB"]
     print(table(heads, rows))
-    for name in CEILINGS:
+    for name in (name for name in CEILINGS if name in result["seconds"]):
         rate = result["flops"][name] / statistics.median(result["seconds"][name])
         print(f"{name}: {rate / 1e9:.0f} GFLOP/s")
     if result["machine"]["device"] == "cuda":
