@@ -107,7 +107,7 @@ def orthogonalized(matrix):
 
 @pytest.mark.parametrize(("native", "error"), [(True, 0.02), (False, 1e-5)], ids=["bf16", "fp32"])
 def test_muons_update_by_hand(native, error, monkeypatch):
-    """Momentum (Nesterov's), Newton-Schulz, Adam's scale; the middle part in bf16 only where the hardware computes it."""
+    """Momentum (Nesterov's), Newton-Schulz, Adam's scale; the middle part in bf16 where the hardware has it."""
     monkeypatch.setattr("mpp.training.optim.bf16_is_native", lambda: native)
     torch.manual_seed(0)
     model = predictor(width=16, heads=2)
