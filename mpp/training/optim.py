@@ -24,8 +24,8 @@ class Muon(timm.optim.Muon):
     Like torch's fused optimisers it changes no weight while `found_inf` is 1. The verdict stays on the device: nothing
     waits for it. Muon's state does change then, so the verdict has to stand.
 
-    Its Newton-Schulz iteration computes in bf16, as timm has it, where the hardware does, and in fp32 elsewhere: a product
-    in emulated bf16 takes a CPU some 30 times as long.
+    Its Newton-Schulz iteration computes in bf16, as timm has it, where the hardware does. Elsewhere it is fp32, because
+    emulated bf16 takes a CPU some 30 times as long.
 
     Where the model is sharded, each matrix is gathered for its orthogonalisation, which every process does alike. (As
     timm has it, each product of each iteration would be communicated, and rounded in another way.)
