@@ -47,8 +47,9 @@ def test_config_files_parse_and_say_command_time_and_result(path, kind):
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_every_case_of_a_comparison_file_parses(path):
     config = parse(plan.CompareConfig, ["--config", str(path)])
-    assert any(entry.get("random") for entry in config.encoders)  # always beside random weights and a floor
-    assert any(entry["encoder"].startswith("floor:") for entry in config.encoders)
+    assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
+    frozen = {entry["command"] for entry in config.evaluations} - set(plan.OF_LEARNED_WEIGHTS)
+    assert not frozen or any(entry["encoder"].startswith("floor:") for entry in config.encoders)  # and a floor
     asked = plan.plan(config)
     assert {case.encoder.name for case in asked.cases} == {entry["name"] for entry in config.encoders}
     for case in asked.cases:
