@@ -65,9 +65,10 @@ def our_newton_schulz() -> Iterator[None]:
     dtype = torch.bfloat16 if bf16_is_native() else torch.float32
 
     def orthogonalize(matrix: Tensor, *args, **options) -> Tensor:
-        if not isinstance(matrix, DTensor):
-            return timms(matrix, *args, dtype=dtype, **options)
-        whole = timms(matrix.full_tensor(), *args, dtype=dtype, **options)
+        sharded = isinstance(matrix, DTensor)
+        whole = timms(matrix.full_tensor() if sharded else matrix, *args, dtype=dtype, **options)
+        if not sharded:
+            return whole
         return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
 
     timm.optim.muon.zeropower_via_newtonschulz = orthogonalize
