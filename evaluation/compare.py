@@ -40,10 +40,11 @@ from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse, to_yaml
 from mpp.training.checkpoint import images_of, is_finished
+from mpp.training.flops import update_flops
 from mpp.training.task import ImageTask, first_weights, train
 from mpp.training.tracking import last_scalars
 
-KNOWN_FLOPS: dict[str, int] = {}  # of an image, by command and settings
+KNOWN_FLOPS: dict[str, int] = {}  # of an update, by command and settings
 PAUSE = 10  # seconds before looking again whether others are done
 TRAININGS: dict[str, tuple[type, Callable[..., ImageTask]]] = {
     "pretrain": (Config, Pretraining),
@@ -72,19 +73,20 @@ def command_line(options: Options, seed: int) -> list[str]:
 
 
 def flops_of(command: str, config: Any) -> int:
-    """Executed per image by this training, forward and backward. Its task is built to know, once."""
+    """Executed by an update of this training. Its task is built to know, once."""
     key = f"{command}\n{to_yaml(config)}"
     if key not in KNOWN_FLOPS:
         AcceleratorState._reset_state()
         layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
-        KNOWN_FLOPS[key] = TRAININGS[command][1](config, Accelerator(cpu=not uses_gpu()), layout).flops()
+        task = TRAININGS[command][1](config, Accelerator(cpu=not uses_gpu()), layout)
+        KNOWN_FLOPS[key] = update_flops(task, layout.images, config.optim)
     return KNOWN_FLOPS[key]
 
 
 def with_compute(command: str, config: Any, pflop: float) -> Any:
     """The training with as many steps as execute so much."""
-    an_image = flops_of(command, replace(config, run=replace(config.run, dir="", seed=0)))
-    steps = round(1e15 * pflop / (an_image * config.optim.global_batch_size))
+    an_update = flops_of(command, replace(config, run=replace(config.run, dir="", seed=0)))
+    steps = round(1e15 * pflop / an_update)
     return replace(config, run=replace(config.run, steps=steps))
 
 

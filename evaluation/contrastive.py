@@ -26,11 +26,11 @@ from mpp.errors import UserError
 from mpp.features import extract
 from mpp.metrics import Sums
 from mpp.panels import prediction_panel
-from mpp.predictor import executed_flops
 from mpp.probe import probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation
+from mpp.training.flops import executed_flops
 from mpp.training.loop import due
 from mpp.training.task import ImageTask, train
 from mpp.training.tracking import Tracker, last_evaluation

@@ -29,10 +29,10 @@ from evaluation.suite.reports import table, write_json
 from evaluation.suite.teachers import load_teacher
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.views import BatchLayout, collate
-from mpp.predictor import executed_flops
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED
+from mpp.training.flops import executed_flops
 from mpp.training.task import train
 from mpp.training.tracking import last_evaluation
 

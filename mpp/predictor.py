@@ -7,7 +7,6 @@ Where windows overlap, of patches or of a hybrid's convolutions, to hide an embe
 beside it. There the corruption is of pixels: see mpp/windows.py.
 """
 
-import copy
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,11 +14,10 @@ from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.attention import attention_at, is_known, take
 from mpp.corruption import Corruption, corrupt
-from mpp.encoder import Normalize, set_attention
+from mpp.encoder import Normalize
 from mpp.variants import PositionedBlock
 from mpp.windows import Windows
 
@@ -95,24 +93,3 @@ def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:
     attended = attention_at(block.attn, normed, index) if known else take(block.attn(normed), index)
     looked_at = take(tokens, index) + block.drop_path1(block.ls1(attended))
     return looked_at + block.drop_path2(block.ls2(block.mlp(block.norm2(looked_at))))
-
-
-def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: bool = True) -> int:
-    """Floating-point operations of a forward (and backward) pass over these inputs, counted without computing them.
-
-    What the last block skips does not count. Matrix products count two operations a multiply-add, the rest nothing.
-    """
-    model = without_weights(model)
-    set_attention(model, fused=False)  # the same products; not every torch counts those of fused kernels
-    with FlopCounterMode(display=False) as counter:
-        outputs = model(*(part.to("meta") for part in inputs))
-        if backward:
-            outputs.sum().backward()
-    return counter.get_total_flops()
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model on torch's `meta` device, which takes no memory."""
-    memo = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, memo)

@@ -24,12 +24,12 @@ from mpp.metrics import Sums, add, measure, summarize, total
 from mpp.networks import build_network
 from mpp.objectives import build_objective
 from mpp.panels import COLUMNS, prediction_columns, prediction_panel
-from mpp.predictor import executed_flops
 from mpp.probe import probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained, saved_settings
+from mpp.training.flops import executed_flops
 from mpp.training.loop import due
 from mpp.training.task import ImageTask, train
 from mpp.training.tracking import Tracker, last_evaluation

@@ -10,7 +10,7 @@ from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
 from mpp.corruption import Corruption, draw
 from mpp.encoder import build_encoder, has_fused_attention, set_attention
 from mpp.networks import build_network
-from mpp.predictor import executed_flops
+from mpp.training.flops import executed_flops
 
 HALVES = ((0.5,) * 3, (0.5,) * 3)
 VARIANTS = {

@@ -24,9 +24,9 @@ from mpp.config import ModelConfig
 from mpp.data.views import BatchLayout
 from mpp.encoder import build_encoder, set_attention
 from mpp.errors import UserError
-from mpp.predictor import executed_flops
 from mpp.runtime.parsing import parse
 from mpp.training.checkpoint import complete_checkpoints
+from mpp.training.flops import executed_flops
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))

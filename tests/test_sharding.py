@@ -14,12 +14,11 @@ from torch.distributed.fsdp import fully_shard
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
-from mpp.predictor import without_weights
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime.launch import check_sharding
 from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_what_is_not_finite
-from mpp.training.parallel import units
+from mpp.training.parallel import units, without_weights
 from mpp.training.update import Update
 
 TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")

@@ -26,6 +26,7 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys):
     }
     # of a ViT-Ti/16, forward and backward: three times 2 x 1.08 G multiply-adds; ours skips part of the last block
     assert result["flops"]["timm as it comes"] == pytest.approx(3 * 2 * 1.08e9, rel=0.2)
+    assert result["flops"]["timm as it comes"] == result["flops"]["timm, attention unfused"]
     assert 0.9 < result["flops"]["mpp update"] / result["flops"]["timm as it comes"] < 1.02
     assert 0.5 < result["flops"]["mpp update, autoencoder"] / result["flops"]["mpp update"] < 0.6
     said = capsys.readouterr().out

@@ -14,8 +14,8 @@ from mpp.data.sources import ImageDataset
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, add, is_right, total
-from mpp.predictor import executed_flops
 from mpp.runtime.randomness import FIXED
+from mpp.training.flops import executed_flops
 from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker
 

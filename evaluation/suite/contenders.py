@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision import datasets, transforms
 
 from evaluation.suite.encoders import load_frozen
@@ -28,6 +27,7 @@ from mpp.data.images import decode, to_ppm
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
 from mpp.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
+from mpp.training.flops import flop_counter
 from mpp.training.optim import build_optimizer
 from mpp.training.parallel import prepare
 from mpp.training.update import Update
@@ -70,7 +70,7 @@ class Contender(NamedTuple):
 
 def counted(step: Callable[[], object], bench: Bench, *compiled: nn.Module) -> Contender:
     """A step with its FLOPs, counted by doing it once; then its models are compiled, if that is asked for."""
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         step()
     for model in compiled if bench.compile else ():
         model.compile()

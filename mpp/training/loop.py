@@ -93,7 +93,7 @@ class Loop:
 
     Args:
         config: the whole config, for the trackers alone.
-        flops: executed per image.
+        flops: executed by an update.
     """
 
     def __init__(
@@ -115,7 +115,10 @@ class Loop:
         self.saved = self.start  # the step of the newest checkpoint
         self.tracker = Tracker(accelerator, folder, config, self.start)
         self.update = Update(task, accelerator, self.parallel.trained, self.parallel.optimizer, optim, layout, run)
-        self.speed, self.bar = Speed(flops, accelerator.device), progress(accelerator, run.steps, self.start)
+        self.speed, self.bar = (
+            Speed(flops, layout.images, accelerator.device),
+            progress(accelerator, run.steps, self.start),
+        )
         self.feed = Feed(task.batches(self.start, self.places), layout.accumulation_steps)
 
     def train(self, step: int, micro: list[Batch]) -> None:
@@ -124,13 +127,12 @@ class Loop:
         log = due(done, self.run.log_every, self.run.steps)
         values, sums = self.update(step, micro, measure=log)
         self.places |= places_after(micro)
-        self.speed.images += self.layout.images
+        self.speed.updates += 1
         self.tracker.warn_unreadable(self.feed.undecoded)
         self.bar.update()
         if log:
             scalars = {name: float(value) for name, value in values.items()} | self.task.describe(total(sums))
-            pflop = self.flops * self.layout.images * done / 1e15
-            scalars |= self.speed.read(self.feed) | {"compute/pflop": pflop}
+            scalars |= self.speed.read(self.feed) | {"compute/pflop": self.flops * done / 1e15}
             scalars |= {"unreadable": self.tracker.count_unreadable()}
             self.tracker.log(done, scalars)
             self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")

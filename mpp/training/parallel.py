@@ -4,6 +4,7 @@ Either trains the same weights to the same checkpoints. The loop asks for three 
 optimiser, and the whole model where somebody looks at it.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import OptimConfig, RunConfig
-from mpp.predictor import without_weights
 from mpp.runtime.launch import sharding
 from mpp.training.optim import build_optimizer
 
@@ -118,6 +118,13 @@ def units(model: nn.Module) -> list[nn.Module]:
     blocks = [block for stack in stacks for block in stack[:-1] if not isinstance(block, nn.ModuleList)]
     within = {inner for block in blocks for inner in block.modules() if inner is not block}
     return [block for block in blocks if block not in within]
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model on torch's `meta` device, which takes no memory."""
+    memo = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:

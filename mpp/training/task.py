@@ -28,6 +28,7 @@ from mpp.runtime.parsing import to_yaml
 from mpp.runtime.preemption import MARKER, TRAINING, Preemption
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Places, is_finished, is_ours, note_images, open_run, write_config
+from mpp.training.flops import update_flops
 from mpp.training.loop import Loop, fit
 
 FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
@@ -181,7 +182,7 @@ def carry_out(config: Any, folder: Path, build: Callable, accelerator: Accelerat
             open_run(config)  # once more: building may have taken long
             write_config(config, folder)
         check_beginning(config, task, folder, accelerator)
-        flops, preemption.finish_step = task.flops(), True
+        flops, preemption.finish_step = update_flops(task, layout.images, config.optim), True
         set_timeout(TRAINING)
         loop = Loop(task, accelerator, config.run, config.optim, layout, folder, config, flops)
         fit(loop, preemption)

@@ -158,13 +158,14 @@ class Speed:
     """What the time between two log lines went into.
 
     Args:
-        flops: executed per image, forward and backward.
+        flops: executed by an update.
+        images: of an update, over all processes.
         device: on which.
     """
 
-    def __init__(self, flops: int, device: torch.device):
-        self.flops, self.device = flops, device
-        self.begin, self.images = time.perf_counter(), 0
+    def __init__(self, flops: int, images: int, device: torch.device):
+        self.flops, self.images, self.device = flops, images, device
+        self.begin, self.updates = time.perf_counter(), 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -178,10 +179,11 @@ class Speed:
     def read(self, feed: Feed) -> dict[str, float]:
         """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
         seconds = time.perf_counter() - self.begin
-        result = {"speed/images_per_second": self.images / seconds, "speed/data_wait": feed.waited / seconds}
-        result["speed/executed_tflops"] = self.flops * self.images / seconds / 1e12
+        rate = self.updates / seconds
+        result = {"speed/images_per_second": self.images * rate, "speed/data_wait": feed.waited / seconds}
+        result["speed/executed_tflops"] = self.flops * rate / 1e12
         cuda = self.device.type == "cuda"
         used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
         result["speed/memory_gb"] = used / 1e9
-        self.begin, self.images, feed.waited = time.perf_counter(), 0, 0.0
+        self.begin, self.updates, feed.waited = time.perf_counter(), 0, 0.0
         return result

@@ -1,0 +1,99 @@
+"""Executed operations: fused attention counts as unfused does, with every torch, and both as the closed form."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from conftest import read_metrics
+
+from evaluation.compare import with_compute
+from mpp.config import Config, ModelConfig, OptimConfig
+from mpp.corruption import Corruption
+from mpp.encoder import build_encoder, set_attention
+from mpp.predictor import MaskedPatchPredictor
+from mpp.runtime.parsing import parse_saved
+from mpp.training.flops import executed_flops, flop_counter, optimizer_flops
+
+BATCH, HEADS, TOKENS, WIDTH = 2, 3, 10, 8
+
+
+def attend(fused: bool, queries, keys, values, mask=None):
+    if fused:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    logits = queries @ keys.transpose(-2, -1) * WIDTH**-0.5
+    return (logits if mask is None else logits + mask).softmax(-1) @ values
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_is_two_products_and_each_has_two_gradients(fused, masked, dtype, device):
+    queries = torch.randn(BATCH, HEADS, 4, WIDTH, dtype=dtype, device=device, requires_grad=True)
+    keys, values = (torch.randn(BATCH, HEADS, TOKENS, WIDTH, dtype=dtype, device=device) for _ in range(2))
+    mask = torch.zeros(1, HEADS, 4, TOKENS, dtype=dtype, device=device) if masked else None
+    with flop_counter() as forward:
+        mixed = attend(fused, queries, keys.requires_grad_(), values.requires_grad_(), mask)
+    with flop_counter() as backward:
+        mixed.sum().backward()
+    product = 2 * BATCH * HEADS * 4 * TOKENS * WIDTH
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (2 * product, 4 * product)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_of_timms_vit_is_the_closed_form(fused):
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+    set_attention(model, fused)
+    images = torch.randn(BATCH, 3, 64, 64)
+    with flop_counter() as counter:
+        model(images).sum().backward()
+    width, tokens = 192, 17
+    embed = 2 * BATCH * 16 * 3 * 16**2 * width
+    block = 2 * BATCH * (12 * tokens * width**2 + 2 * tokens**2 * width)
+    head = 2 * BATCH * width * 1000
+    # forward, and two gradients of each product: the images have none
+    assert counter.get_total_flops() == 3 * (embed + 2 * block + head) - embed
+
+
+def counted(**settings) -> tuple[int, int]:
+    """Operations of a forward and backward pass of a small network: without computing them, and while they are."""
+    model = build_encoder(ModelConfig(img_size=32, width=16, depth=2, heads=2, **settings))
+    network = MaskedPatchPredictor(model, 512, (0.5,) * 3, (0.5,) * 3)
+    images = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    corruption = Corruption(*torch.tensor([[[0, 3]] * 2] * 3), torch.zeros(2, 2, dtype=torch.long))
+    with flop_counter() as counter:
+        network(images, corruption).sum().backward()
+    return executed_flops(network, images, corruption), counter.get_total_flops()
+
+
+def test_what_saves_memory_executes_no_more():
+    expected, computed = counted(attention="unfused")
+    assert computed == expected
+    assert counted(attention="fused") == (expected, expected)
+    again, computed = counted(activation_checkpointing=True)
+    assert again == expected < computed  # activation checkpointing computes more, which is in no budget
+
+
+def newton_schulz(width: int, blocks: int) -> int:
+    """Five iterations of X X^T, its square, and their product with X; of the four matrices of each block."""
+    total = 0
+    for rows, columns in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
+        least, most = sorted((rows, columns))
+        total += 5 * 2 * (2 * least**2 * most + least**3)
+    return blocks * total
+
+
+def test_muons_products_are_counted_and_adam_has_none():
+    encoder = build_encoder(ModelConfig(img_size=32, width=16, depth=3, heads=2))
+    model = MaskedPatchPredictor(encoder, 512, (0.5,) * 3, (0.5,) * 3)
+    assert optimizer_flops(model, OptimConfig(name="muon")) == newton_schulz(16, 3)
+    assert optimizer_flops(model, OptimConfig(name="adam")) == 0
+
+
+def test_the_optimiser_is_in_a_runs_compute_and_in_a_comparisons_budget(pretrain, tmp_path):
+    runs = {name: pretrain(f"--optim.name={name}", dir=tmp_path / name) for name in ("muon", "adam")}
+    executed = {name: 1e15 * read_metrics(folder, "compute/pflop")[4] for name, folder in runs.items()}
+    assert executed["muon"] - executed["adam"] == pytest.approx(4 * newton_schulz(16, 2))
+    for name, folder in runs.items():
+        config = parse_saved(Config, folder / "config.yaml")
+        assert with_compute("pretrain", config, 25 * executed[name] / 1e15).run.steps == 100
