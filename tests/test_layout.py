@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT, TINY
 
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
@@ -26,6 +27,14 @@ def test_the_lowest_versions_are_those_that_are_promised():
     lowest = dict(re.findall(r"^([a-z]+)==([\d.]+)$", (ROOT / "tests" / "lowest.txt").read_text(), re.MULTILINE))
     promised.pop("setuptools")
     assert {name: version.removesuffix(".0") for name, version in lowest.items()} == promised
+
+
+def test_the_hosted_workflow_runs_the_pairs_of_versions_that_a_person_can_run():
+    hosted = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    matrix = hosted["jobs"]["test"]["strategy"]["matrix"]["include"]
+    pairs = re.findall(r"^\t(\S+) (3\.\d+) (\S+)$", (ROOT / "tests" / "versions").read_text(), re.MULTILINE)
+    assert [(pair["name"], pair["python"]) for pair in matrix] == [(name, python) for name, python, _ in pairs]
+    assert all(constraint == "-" or (ROOT / constraint).is_file() for *_, constraint in pairs)
 
 
 def test_top_level_is_what_the_readme_says():
