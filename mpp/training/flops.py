@@ -6,6 +6,7 @@ checkpointing. So a budget of operations means the same with either.
 """
 
 import math
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import OptimConfig
 from mpp.corruption import Corruption
-from mpp.training.optim import build_optimizer
+from mpp.training.optim import Muon, build_optimizer
 from mpp.training.parallel import without_weights
 
 KERNELS = ("efficient_attention", "flash_attention", "flash_attention_for_cpu", "cudnn_attention")
@@ -58,12 +59,17 @@ def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:
     """
     if config.name != "muon":
         return 0
-    model = without_weights(model)
-    optimizer = build_optimizer(model, config)
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
+    groups = build_optimizer(without_weights(model), config).param_groups
+    return sum(muon_flops(matrix.shape) for group in groups if group["use_muon"] for matrix in group["params"])
+
+
+@cache
+def muon_flops(shape: torch.Size) -> int:
+    """Operations of Muon's step for one matrix. A deep model has many of the same shape."""
+    matrix = nn.Parameter(torch.empty(shape, device="meta"))
+    matrix.grad = torch.empty_like(matrix)
     with flop_counter() as counter:
-        optimizer.step()
+        Muon([dict(params=[matrix], use_muon=True)]).step()
     return counter.get_total_flops()
 
 
