@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from server import Command
 from torch.distributed.fsdp import fully_shard
 
-from mpp.config import OptimConfig
+from mpp.config import OptimConfig, RunConfig
 from mpp.errors import UserError
 from mpp.pretrain import main as pretrain_main
-from mpp.runtime.launch import check_sharding
+from mpp.runtime.launch import check_sharding, start
 from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_what_is_not_finite
 from mpp.training.parallel import units, without_weights
@@ -230,6 +230,18 @@ def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=message):
         check_sharding()
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_bf16_weights_are_kept_only_by_copies(monkeypatch, shards):
+    """In autocast's cache the bf16 weights of all units that were gathered would add up to the whole model."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(shards).lower())
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    accelerator, cached = start(RunConfig(precision="bf16", trackers=())), []
+    model = accelerator.prepare_model(Stack(), device_placement=False, evaluation_mode=True)
+    model.head.register_forward_hook(lambda *_: cached.append(torch.is_autocast_cache_enabled()))
+    assert model(torch.ones(1, 8)).isfinite().all()
+    assert os.environ["ACCELERATE_USE_FSDP"] == str(shards).lower() and cached == [not shards]
 
 
 def test_one_process_has_nothing_to_share(pretrain, monkeypatch, capsys):

@@ -83,6 +83,7 @@ def start(run: RunConfig) -> Accelerator:
     precision, reason = choose_precision(run)
     AcceleratorState._reset_state()  # one process may do several runs, one after the other, each in its own precision
     sent = DDPCommunicationHookType.BF16 if run.reduction == "bf16" else DDPCommunicationHookType.NO
+    cached = not asks_for_sharding()  # else autocast would hold a bf16 copy of all shards that were gathered
     with unset(SHARDED):  # Accelerate is to start the processes, and mpp/training/parallel.py shards
         accelerator = Accelerator(
             cpu=not uses_gpu(),
@@ -92,9 +93,8 @@ def start(run: RunConfig) -> Accelerator:
             dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=BUILDING),
-                # Else gradients were held twice, and autocast would hold a bf16 copy of all shards that were gathered.
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),
-                AutocastKwargs(cache_enabled=not asks_for_sharding()),
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),  # else held twice
+                AutocastKwargs(cache_enabled=cached),
             ],
         )
     set_timeout(BUILDING)  # an earlier run in this process has left another
