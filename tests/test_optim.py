@@ -147,17 +147,39 @@ def test_muons_adam_part_has_a_rate_of_its_own():
         assert steps[1][name] == pytest.approx(steps[0][name].item(), rel=1e-6)
 
 
+POOLINGS = {
+    "token": ("vit_tiny_patch16_224", dict(depth=3)),
+    "avg": ("vit_tiny_patch16_224", dict(depth=3, global_pool="avg")),
+    "axial": ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial")),
+    "axial, relative": ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial", position="relative")),
+    "norm in the head": ("test_convnext", {}),
+}
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
-def test_layers_rates_are_timms(optimizer):
-    torch.manual_seed(0)
-    vit = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=7)
-    names = {id(parameter): name for name, parameter in vit.named_parameters()}
-    groups = timm.optim.param_groups_layer_decay(vit, weight_decay=0.1, layer_decay=0.7)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_layers_rates_are_timms(optimizer, pooling):
+    name, options = POOLINGS[pooling]
+    timms = timm.create_model(name, num_classes=7, **options)
+    names = {id(parameter): name for name, parameter in timms.named_parameters()}
+    groups = timm.optim.param_groups_layer_decay(timms, weight_decay=0.1, layer_decay=0.7)
     expected = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
+    classifier = timms.pretrained_cfg["classifier"]
     model = torch.nn.Module()
-    model.encoder = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=0)
-    model.head = torch.nn.Linear(192, 7)
+    model.encoder = timm.create_model(name, num_classes=0, **options)
+    model.head = torch.nn.Linear(model.encoder.num_features, 7)
     built = build_optimizer(model, OptimConfig(name=optimizer, lr=1.0, layer_decay=0.7))
-    names = {id(parameter): name.removeprefix("encoder.") for name, parameter in model.named_parameters()}
+    names = {id(p): name.removeprefix("encoder.") for name, p in model.encoder.named_parameters()}
+    names |= {id(p): f"{classifier}.{name}" for name, p in model.head.named_parameters()}
     found = {names[id(p)]: group["lr_scale"] for group in built.param_groups for p in group["params"]}
-    assert found == pytest.approx(expected) and found["blocks.2.mlp.fc1.weight"] == pytest.approx(0.7)
+    assert found == pytest.approx(expected)
+    if pooling != "norm in the head":
+        last = [found[name] for name in found if name.startswith("blocks.2.")]
+        assert last == pytest.approx([0.7] * len(last)) and found["patch_embed.proj.weight"] == pytest.approx(0.7**4)
+
+
+def test_rates_fall_with_depth_where_timm_knows_the_layers():
+    model = torch.nn.Module()
+    model.encoder = timm.create_model("pit_ti_224", num_classes=0)
+    with pytest.raises(ValueError, match=r"optim\.layer_decay is 0\.7; it must be null for this model"):
+        build_optimizer(model, OptimConfig(layer_decay=0.7))

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 import timm.optim
 import timm.optim.muon
 import torch
+from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from mpp.config import OptimConfig
+from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import bf16_is_native
 
@@ -82,8 +83,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """Muon, Adam with decoupled weight decay, or SGD with momentum; fused where torch has it (for shards: not SGD).
 
     Raises:
-        UserError: Muon for a model without transformer blocks; layer decay for one without an encoder of timm's; Polyak
-            averages for one with running statistics.
+        UserError: Muon for a model without transformer blocks; layer decay for one whose layers timm does not know;
+            Polyak averages for one with running statistics.
     """
     groups = parameter_groups(model, config)
     if config.average is not None and any(name.endswith("running_mean") for name, _ in model.named_buffers()):
@@ -149,12 +150,18 @@ def block_matrices(model: nn.Module) -> set[str]:
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Parameter of the encoder -> its share of the learning rate: `decay` once for each layer above it (BEiT, MAE).
 
-    The groups are timm's: stem, blocks, head. What is not in the encoder, such as the head, has the whole rate.
+    The layers are timm's: stem, blocks, and the head with the norm that some encoders have after pooling. What is not
+    in the encoder, such as the head, has the whole rate.
+
+    Raises:
+        UserError: timm does not know the layers.
     """
-    encoder: nn.Module = model.encoder
-    names = {id(parameter): f"encoder.{name}" for name, parameter in encoder.named_parameters()}
-    groups = timm.optim.param_groups_layer_decay(encoder, layer_decay=decay)
-    return {names[id(p)]: decay * group["lr_scale"] for group in groups for p in group["params"]}
+    encoder = getattr(model, "encoder", None)
+    known = hasattr(encoder, "group_matcher")
+    require(known, "optim.layer_decay", decay, "null for this model, whose layers timm does not know")
+    names, head = [name for name, _ in encoder.named_parameters()], ""  # a name that is of no layer is of the head
+    layers = group_with_matcher(((name, None) for name in (*names, head)), encoder.group_matcher(), reverse=True)
+    return {f"encoder.{name}": decay ** (layers[head] - layers[name]) for name in names}
 
 
 class PolyakAverage:
