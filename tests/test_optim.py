@@ -147,6 +147,26 @@ def test_muons_adam_part_has_a_rate_of_its_own():
         assert steps[1][name] == pytest.approx(steps[0][name].item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-7])
+def test_muons_other_part_is_nadamw_by_hand(size):
+    """Adam with Nesterov's momentum, its own decay and an eps of 1e-7, which small gradients show."""
+    torch.manual_seed(0)
+    model = predictor(width=16, heads=2)
+    settings = OptimConfig(name="muon", lr=0.01, adam_scale=2.0, betas=(0.8, 0.9), weight_decay=0.5)
+    optimizer, head = build_optimizer(model, settings), model.head.weight
+    rate, weight, mean, square = 0.02, head.detach().double().numpy().copy(), 0.0, 0.0
+    for step in range(1, 4):
+        for parameter in model.parameters():
+            parameter.grad = size * torch.randn_like(parameter)
+        gradient = head.grad.double().numpy()
+        mean, square = 0.8 * mean + 0.2 * gradient, 0.9 * square + 0.1 * gradient**2
+        ahead = (0.8 * mean + 0.2 * gradient) / (1 - 0.8**step)
+        before, weight = weight, (1 - rate * 0.5) * weight - rate * ahead / (np.sqrt(square / (1 - 0.9**step)) + 1e-7)
+        optimizer.step()
+        off = np.linalg.norm(head.detach().double().numpy() - weight) / np.linalg.norm(weight - before)
+        assert off < 1e-4
+
+
 POOLINGS = {
     "token": ("vit_tiny_patch16_224", dict(depth=3)),
     "avg": ("vit_tiny_patch16_224", dict(depth=3, global_pool="avg")),

@@ -50,13 +50,14 @@ class OptimConfig:
     """The optimiser: warm-up, decay, clipping, averaging."""
 
     name: Literal["muon", "adam", "sgd"] = "adam"
-    """muon: orthogonalised momentum for the blocks' matrices and Adam for all else (Jordan et al., 2024; timm's);
-    adam: with decoupled weight decay, the paper's; sgd: with momentum, the paper's for fine-tuning."""
+    """muon: orthogonalised momentum for the blocks' matrices (Jordan et al., 2024; timm's), and NAdamW for all else:
+    Adam with Nesterov's momentum, decoupled weight decay and an eps of 1e-7; adam: with decoupled weight decay and an
+    eps of 1e-8, the paper's; sgd: with momentum, the paper's for fine-tuning."""
     lr: float = 3e-3
     """Base learning rate, reached after the warm-up. It never depends on the number of processes. Muon's is at Adam's
     scale (Liu et al., 2025)."""
     adam_scale: float = 1.0
-    """Learning rate of Muon's Adam part, as a multiple of lr."""
+    """Learning rate of Muon's NAdamW part, as a multiple of lr."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay to 0 over the steps after the warm-up."""
     warmup_steps: int = 100
@@ -69,7 +70,7 @@ class OptimConfig:
     """Each layer's learning rate, as a share of that of the layer above it (BEiT and MAE fine-tune with 0.65 to 0.75).
     null: one rate for all."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's decay rates, also those of muon's Adam."""
+    """Adam's decay rates, also those of muon's NAdamW."""
     momentum: float | None = None
     """Momentum of muon (Nesterov's; null: 0.95) or sgd (null: 0.9)."""
     clip: float | None = 1.0

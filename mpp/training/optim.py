@@ -80,7 +80,7 @@ def our_newton_schulz() -> Iterator[None]:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Muon, Adam with decoupled weight decay, or SGD with momentum; fused where torch has it (for shards: not SGD).
+    """Muon with NAdamW, Adam with decoupled weight decay, or SGD with momentum; fused if torch can (shards: not SGD).
 
     Raises:
         UserError: Muon for a model without transformer blocks; layer decay for one whose layers timm does not know;
