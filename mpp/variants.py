@@ -136,6 +136,7 @@ class VariantViT(VisionTransformer):
                 block.shared = (self.pos_embeds,)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
+        x = x.to(self.patch_embed.proj.weight.dtype)  # under autocast float32: what blocks add to is not to be rounded
         tokens = super()._pos_embed(x)  # with the prefix tokens
         return tokens if self.pos_embeds is None else self.pos_drop(tokens + self.pos_embeds())
 

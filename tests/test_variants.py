@@ -135,6 +135,26 @@ def test_timms_biases_are_added_by_rows_and_columns():
         torch.testing.assert_close(biases[:, 1 + i, 1 + j], biases[:, 1 + k, 1 + m])
 
 
+WITHOUT_CLASS = {"class_token": False, "global_pool": "avg"}
+BARE = {position: dict(position=position, arguments=WITHOUT_CLASS) for position in ("rope", "relative_bias")}
+AXIAL = {position: dict(mixing="axial", position=position) for position in ("none", "relative_bias", "rope")}
+
+
+@pytest.mark.parametrize("settings", [{}, *KINDS.values(), *BARE.values(), *AXIAL.values()], ids=str)
+def test_tokens_are_summed_in_float32_whatever_the_positions(settings):
+    """Under autocast a bf16 patch embedding becomes float32 with an embedding or [class] that is; some have neither."""
+    encoder, seen = build(**settings), []
+    model = MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3)
+    for block in encoder.blocks:
+        block.register_forward_hook(lambda _, args, out: seen.extend((args[0].dtype, out.dtype)))
+    drawn = [draw(CorruptionConfig(), cell_grid(encoder)[0], 0, 0, index) for index in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert encoder.patch_embed(torch.randn(2, 3, 32, 32)).dtype == torch.bfloat16
+        encoder.forward_features(torch.randn(2, 3, 32, 32))
+        model(torch.randint(0, 256, (2, 3, 32, 32)), Corruption(*map(torch.stack, zip(*drawn, strict=True))))
+    assert set(seen) == {torch.float32}
+
+
 @pytest.mark.parametrize("position", ["relative", "rope", "relative_bias"])
 def test_shifting_both_tokens_leaves_the_logit_the_same(position):
     attention = attention_of(position)
