@@ -6,6 +6,7 @@ An exported encoder is a folder in timm's own layout (`model.safetensors`, `conf
 
 import difflib
 import inspect
+import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.hashing import digest
 from mpp.variants import OverlappingPatchEmbed, VariantViT, resample
 
+FIXED = "sincos_2d"  # positions that are not learned
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
@@ -69,7 +71,7 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     encoder.set_grad_checkpointing(config.activation_checkpointing)
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
-    if config.position == "sincos_2d" and not isinstance(encoder, VariantViT):
+    if config.position == FIXED and not isinstance(encoder, VariantViT):
         fix_positions(encoder)
     return encoder
 
@@ -125,18 +127,23 @@ def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
 
 
 def fix_positions(encoder: VisionTransformer) -> None:
-    """Put sines and cosines in the place of the learned positions, for good; [class] and registers have none.
+    """Put sines and cosines in the place of the learned positions; [class] and registers have none.
 
     Raises:
         UserError: the encoder has no table of positions, or a width that is no multiple of 4.
     """
-    asked, width = ("model.position", "sincos_2d"), encoder.embed_dim
+    asked, width = ("model.position", FIXED), encoder.embed_dim
     require(encoder.pos_embed is not None, *asked, "learned with a model that has no table of position embeddings")
     require(width % 4 == 0, *asked, f"learned with a width ({width}) that is no multiple of 4")
-    table = sincos_2d(encoder.patch_embed.grid_size, width)
-    with torch.no_grad():
-        encoder.pos_embed.zero_()[0, -len(table) :] = table
-    encoder.pos_embed.requires_grad_(False)
+    of_patches, table = sincos_2d(encoder.patch_embed.grid_size, width), torch.zeros_like(encoder.pos_embed.data)
+    table[0, -len(of_patches) :] = of_patches
+    hold_positions(encoder, table)
+
+
+def hold_positions(encoder: VisionTransformer, table: Tensor) -> None:
+    """Make these the positions for good: under timm's name a buffer, which nothing trains, in place of a parameter."""
+    del encoder.pos_embed
+    encoder.register_buffer("pos_embed", table)
 
 
 class Normalize(nn.Module):
@@ -208,7 +215,9 @@ def export_encoder(
     aside = folder.with_name(f".{folder.name}.partial")
     data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
     data_config["input_size"] = (3, img_size, img_size)
-    ours = {"pretrained_cfg": {"tag": "mpp"}}  # not the tag of the weights that timm has under this name
+    ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp"}}  # not that of the weights that timm has under this name
+    if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
+        ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
     if card:
         (aside / "README.md").write_text(card)
@@ -217,11 +226,14 @@ def export_encoder(
     aside.replace(folder)
 
 
-def load_encoder(path: str | Path, **changes: Any) -> nn.Module:
+def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> nn.Module:
     """Load an exported encoder: the library's front door.
+
+    Positions that were fixed stay so: they are a buffer, and no parameter.
 
     Args:
         path: a run folder or an encoder folder.
+        pretrained: False: the architecture with random weights.
         changes: arguments of timm's that differ, such as `img_size=96` (position embeddings are resampled in 2-D) or
             `num_classes=10` (a new head).
     Returns:
@@ -230,7 +242,14 @@ def load_encoder(path: str | Path, **changes: Any) -> nn.Module:
     Raises:
         UserError: no encoder there.
     """
-    return timm.create_model(f"local-dir:{encoder_folder(Path(path))}", pretrained=True, **changes).eval()
+    folder = encoder_folder(Path(path))
+    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained, **changes)
+    fixed = json.loads((folder / "config.json").read_text()).get("position") == FIXED
+    if fixed and not pretrained:
+        fix_positions(encoder)
+    elif fixed:
+        hold_positions(encoder, encoder.pos_embed.data)
+    return encoder.eval()
 
 
 def fingerprint(path: Path) -> str:

@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 import mpp
 from evaluation import finetune, supervised
 from evaluation.suite.classify import Classification
+from evaluation.suite.encoders import load_frozen
 from evaluation.suite.labelled import load_labelled
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
-from mpp.encoder import export_encoder
+from mpp.encoder import build_encoder, export_encoder
 from mpp.runtime.parsing import read_saved
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
@@ -164,6 +165,17 @@ def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, enc
     random = seen[1].model.encoder.state_dict()
     assert not torch.equal(random["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
     assert all(parameter.requires_grad for parameter in seen[0].model.parameters())
+
+
+@pytest.mark.parametrize("init", ["encoder", "random"])
+def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init):
+    small = dict(img_size=32, patch_size=8, width=16, depth=2, heads=2)
+    source = build_encoder(ModelConfig(**small, position="sincos_2d"))
+    export_encoder(source, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    finetune.main([*BASE, f"--encoder={tmp_path}", f"--init={init}", "--lrs=0.1", f"--run.dir={tmp_path / 'run'}"])
+    tuned, untuned = load_frozen(str(tmp_path / "run/lr_0.1")).model, source.state_dict()
+    same = {name for name, tensor in tuned.state_dict().items() if torch.equal(tensor, untuned[name])}
+    assert same == {"pos_embed"}
 
 
 def test_finetunings_defaults_are_the_papers():

@@ -58,8 +58,24 @@ def test_fixed_positions_travel_as_an_ordinary_table(exported, tmp_path):
     waves = [wave(at * 10000 ** -(k / 32)) for at in (row, column) for wave in (math.sin, math.cos) for k in range(32)]
     torch.testing.assert_close(encoder.pos_embed[0, place], torch.tensor(waves), rtol=0, atol=1e-5)
     assert not encoder.pos_embed[0, 0].any() and not encoder.pos_embed.requires_grad
-    loaded = mpp.load_encoder(export(encoder, tmp_path / "encoder"))
-    assert torch.equal(loaded.pos_embed, encoder.pos_embed) and loaded.pos_embed.requires_grad  # fine-tuning may
+    by_timm = timm.create_model(f"local-dir:{export(encoder, tmp_path / 'encoder')}", pretrained=True)
+    assert torch.equal(by_timm.pos_embed, encoder.pos_embed)
+
+
+def test_fixed_positions_stay_fixed_however_the_encoder_is_loaded(tmp_path):
+    encoder = build_encoder(ModelConfig(depth=2, position="sincos_2d"))
+    for number in range(2):  # an encoder that was loaded is exported again
+        folder = export(encoder, tmp_path / str(number) / "encoder")
+        encoder, larger = mpp.load_encoder(folder), mpp.load_encoder(folder, img_size=96)
+        random = [mpp.load_encoder(folder, pretrained=False, **size) for size in ({}, {"img_size": 96})]
+        built = [build_encoder(ModelConfig(depth=2, position="sincos_2d", **size)) for size in ({}, {"img_size": 96})]
+        resampled = timm.layers.resample_abs_pos_embed(built[0].pos_embed, (12, 12), num_prefix_tokens=1)
+        expected = [built[0].pos_embed, resampled, *(other.pos_embed for other in built)]
+        for model, positions in zip((encoder, larger, *random), expected, strict=True):
+            torch.testing.assert_close(model.pos_embed, positions)
+            trained = dict(model.requires_grad_(True).named_parameters())
+            assert "pos_embed" not in trained and "cls_token" in trained
+        assert not torch.equal(random[0].cls_token, encoder.cls_token)
 
 
 def test_export_is_the_same_bits_every_time(exported, tmp_path):

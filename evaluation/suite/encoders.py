@@ -15,7 +15,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from mpp.config import check_grid, require
-from mpp.encoder import Normalize, encoder_folder, set_attention
+from mpp.encoder import Normalize, load_encoder, set_attention
 from mpp.errors import UserError, one_line
 from mpp.features import Representation, features_at, stages
 from mpp.objectives import patchify, quantize
@@ -104,16 +104,16 @@ def load_frozen(
     if Path(encoder).exists():
         if checkpoint:
             raise UserError("checkpoint goes with the name of a timm model; a folder has its own weights")
-        name, options = f"local-dir:{encoder_folder(Path(encoder))}", {"pretrained": not random}
+        options = {"pretrained": not random}
     else:
         if not timm.is_model(encoder):
             raise UserError(f"encoder is {encoder}: no folder of that name, and no model of timm's")
         if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
             raise UserError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
-        name, options = encoder, {"pretrained": False}
+        options = {"pretrained": False}
         if checkpoint and not random:
             options = {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
-    model = create(name, img_size, **options, **changes)
+    model = create(encoder, img_size, **options, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:
@@ -123,15 +123,18 @@ def load_frozen(
     return frozen
 
 
-def create(name: str, img_size: int | None, num_classes: int | None = 0, **options: Any) -> nn.Module:
-    """A timm model, without a head or (`num_classes` None) with its own; ViTs are built for `img_size`."""
+def create(encoder: str, img_size: int | None, num_classes: int | None = 0, **options: Any) -> nn.Module:
+    """A folder's or timm's model, without a head or (`num_classes` None) its own; ViTs are built for `img_size`."""
+    build = load_encoder if Path(encoder).exists() else timm.create_model
     sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
     for size in sizes:
         try:
-            return timm.create_model(name, num_classes=num_classes, **options, **size)
+            return build(encoder, num_classes=num_classes, **options, **size)
+        except UserError:
+            raise
         except TypeError as error:
             reason: Exception = error
         except (AssertionError, RuntimeError, OSError, KeyError, ValueError, SafetensorError) as error:
             reason = error
             break
-    raise UserError(f"encoder is {name}, which cannot be loaded: {one_line(reason)}") from reason
+    raise UserError(f"encoder is {encoder}, which cannot be loaded: {one_line(reason)}") from reason

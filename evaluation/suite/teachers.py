@@ -73,7 +73,7 @@ def load_teacher(config: DistillConfig, classes: int) -> Teacher:
 
 def classifier_of_timm(folder: Path) -> Classifier:
     """What timm's own folder has, with its head."""
-    model = create(f"local-dir:{encoder_folder(folder)}", None, num_classes=None, pretrained=True)
+    model = create(str(folder), None, num_classes=None, pretrained=True)
     classes = getattr(model, "num_classes", 0)
     require(classes > 0, SETTING, folder, A_TEACHER)
     if not uses_gpu():
@@ -109,9 +109,6 @@ def outputs_of(weights: Path) -> int:
 def as_trained(frozen: FrozenEncoder, saved: dict[str, Any], classes: int) -> HeadedEncoder:
     """The network that a run trained, by its settings, to load its weights into."""
     encoder = frozen.model.requires_grad_(True)  # the optimiser's state, which has the averages, counts what is trained
-    fixed = (saved.get("model") or {}).get("position") == "sincos_2d"
-    if fixed and encoder.pos_embed is not None:
-        encoder.pos_embed.requires_grad_(False)
     of_head = saved.get("head") or {"kind": "linear", "pooling": saved.get("pooling")}  # fine-tuning has one layer
     distilled = (saved.get("distill") or {}).get("teacher") is not None
     heads = [build_head(of_head["kind"], encoder.num_features, classes) for _ in range(1 + distilled)]
