@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import OptimConfig
 from mpp.corruption import Corruption
-from mpp.training.optim import Muon, build_optimizer
+from mpp.training.optim import Muon, parameter_groups
 from mpp.training.parallel import without_weights
 
 KERNELS = ("efficient_attention", "flash_attention", "flash_attention_for_cpu", "cudnn_attention")
@@ -59,8 +59,8 @@ def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:
     """
     if config.name != "muon":
         return 0
-    groups = build_optimizer(without_weights(model), config).param_groups
-    return sum(muon_flops(matrix.shape) for group in groups if group["use_muon"] for matrix in group["params"])
+    groups = [group for group in parameter_groups(model, config) if group["use_muon"]]
+    return sum(muon_flops(matrix.shape) for group in groups for matrix in group["params"])
 
 
 @cache
