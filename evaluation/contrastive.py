@@ -144,10 +144,10 @@ class Contrastive(ImageTask):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         shown = self.held_out.choose(self.data.eval_images, self.data.cut_seed)
         batches = named_failures(self.fixed_batches(shown), tracker)
-        (projected,), _ = extract(batches, lambda images: [self.project(model, images)], len(shown), self.accelerator)
+        projected, _ = extract(batches, lambda images: [self.project(model, images)], len(shown), self.accelerator)
         scalars = {}
         if self.accelerator.is_main_process:
-            scalars = self.judge(torch.from_numpy(projected).to(self.accelerator.device))
+            scalars = self.judge(torch.from_numpy(projected[0]).to(self.accelerator.device))
             self.log_panel(step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= probe(self, model, self.train, self.config.probe, model.pooling)

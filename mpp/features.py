@@ -10,16 +10,16 @@ from typing import Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpp.data.views import Batch
 from mpp.errors import UserError
-from mpp.runtime.arrays import IN_MEMORY, Rows, let_go
+from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
+from mpp.runtime.processes import hosts
 
 Representation = Literal["class", "mean", "both"]
-ROWS = 4096  # of each process, exchanged at a time: what bounds the memory of those that only send
+ROWS = 4096  # of each process, sent at a time: what bounds the memory
 
 
 def stages(encoder: nn.Module) -> Sequence[nn.Module]:
@@ -109,7 +109,8 @@ def extract(
         encode: images (B, 3, S, S) uint8 on the device to features (B, D), one for each depth.
         count: images of the data set.
     Returns:
-        (count, D) for each depth; labels (count,), or (count, L) where an image may have several.
+        (count, D) for each depth; labels (count,), or (count, L) where an image may have several. On the other
+        processes no depth, and no label.
     """
     rank, processes = accelerator.process_index, accelerator.num_processes
     own_count = len(range(rank, count, processes))
@@ -123,31 +124,37 @@ def extract(
         for rows, part in zip(collected, parts, strict=True):
             rows.append(part)
     own = [rows.array() for rows in collected]
+    if not accelerator.is_main_process:
+        for part in own:
+            send(part)
+        return [], np.empty(0, np.int64)
     if processes > 1:
-        columns = max(gather_object([len(own)]))  # a process that has no image does not know how many depths there are
-        own = own or [np.empty((0, 0), np.float32) for _ in range(columns)]
         in_files = count * sum(part[:1].nbytes for part in own) > IN_MEMORY
-        own = [interleave(part, count, accelerator, in_files) for part in own]
+        own = [interleave(part, count, processes, in_files) for part in own]
     return own[:-1], own[-1]
 
 
-def interleave(own: NDArray, count: int, accelerator: Accelerator, in_file: bool = False) -> NDArray:
-    """All rows on the main process, of which process r has the rows r, r + processes, ...; nothing on the others.
+def send(own: NDArray) -> None:
+    """Send rows of this process to the main process, where `interleave` receives them."""
+    for block in in_blocks(own, ROWS):
+        torch.distributed.send(torch.from_numpy(block), 0, hosts())
+
+
+def interleave(own: NDArray, count: int, processes: int, in_file: bool = False) -> NDArray:
+    """All rows, of which process r sends the rows r, r + processes, ...; a process without rows sends nothing.
 
     Args:
-        own: the rows of this process.
+        own: the rows of this process, the main one.
         count: rows of all.
         in_file: see `Rows`.
     """
-    processes, main = accelerator.num_processes, accelerator.is_main_process
-    whole = Rows((count, *own.shape[1:]) if main else (0, 0), own.dtype, in_file and main)
-    for first in range(0, -(-count // processes), ROWS):
-        parts = gather_object([own[first : first + ROWS]])
-        let_go(own)
-        if main:
-            block = np.empty((sum(map(len, parts)), *own.shape[1:]), own.dtype)
-            for number, part in enumerate(parts):
-                if len(part):  # there may be fewer images than processes
-                    block[number::processes] = part
-            whole.append(block)
+    whole = Rows((count, *own.shape[1:]), own.dtype, in_file)
+    for block in in_blocks(own, ROWS):
+        rows = np.empty((min(ROWS * processes, count - whole.done), *own.shape[1:]), own.dtype)
+        rows[::processes] = block
+        for rank in range(1, min(processes, len(rows))):
+            part = torch.from_numpy(np.empty(rows[rank::processes].shape, rows.dtype))
+            torch.distributed.recv(part, rank, hosts())
+            rows[rank::processes] = part.numpy()
+        whole.append(rows)
     return whole.array()

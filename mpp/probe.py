@@ -72,8 +72,7 @@ def frozen_features(
     layout = task.layout
     views = ViewDataset(dataset, task.data, task.img_size)
     batches = held_out_loader(views, layout.batch_size, layout.world_size, layout.rank)
-    features, labels = extract(batches, encode, len(dataset), task.accelerator)
-    return (features, labels) if task.accelerator.is_main_process else ([], labels)
+    return extract(batches, encode, len(dataset), task.accelerator)
 
 
 def by_depth(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -18,7 +18,8 @@ from mpp.encoder import build_encoder
 from mpp.errors import Diverged
 from mpp.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
-from mpp.runtime.launch import command, set_timeout, start
+from mpp.runtime.launch import command, start
+from mpp.runtime.processes import set_timeout
 from mpp.training.optim import build_optimizer
 from mpp.training.update import Update
 

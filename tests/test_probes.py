@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from conftest import TINY, encoded, picture, run_command
 from safetensors.torch import save_file
-from server import Command
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -30,7 +28,6 @@ from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
 from mpp.encoder import export_encoder
-from mpp.features import interleave
 from mpp.pretrain import Pretraining
 from mpp.probe import effective_rank, knn_predict, nearest, probe
 from mpp.runtime.parsing import parse
@@ -126,23 +123,6 @@ def test_an_image_size_that_does_not_fit_is_named(vit):
         load_frozen(str(vit[1]), img_size=36)
 
 
-@pytest.mark.parametrize(("count", "in_file"), [(11, False), (12, True), (2, False), (2, True)])
-def test_interleave_is_the_inverse_of_sharing_out(monkeypatch, count, in_file):
-    whole = np.arange(2 * count).reshape(count, 2)
-    shares = [whole[rank::3] if rank < count else np.empty((0, 0), int) for rank in range(3)]
-    firsts = iter((0, 2))
-
-    def gathered(mine):
-        first = next(firsts)
-        assert (mine[0] == shares[0][first : first + 2]).all()
-        return [share[first : first + 2] for share in shares]
-
-    monkeypatch.setattr("mpp.features.ROWS", 2)
-    monkeypatch.setattr("mpp.features.gather_object", gathered)
-    main = SimpleNamespace(num_processes=3, is_main_process=True)
-    assert (interleave(shares[0], count, main, in_file) == whole).all()
-
-
 def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit, tmp_path):
     _, folder = vit
     extract([f"--encoder={folder}", f"--out={tmp_path / 'f.npz'}", "--data.eval_crop=0.5", *FAST[:2]])
@@ -154,16 +134,6 @@ def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit
     expected = load_frozen(str(folder))(crop[None], "mean", [3])[0][0]
     torch.testing.assert_close(torch.from_numpy(saved.train[17]), expected, rtol=1e-4, atol=1e-5)
     assert saved.train_labels[17] == train.labels[index]
-
-
-def test_two_processes_extract_the_same(vit, tmp_path):
-    _, folder = vit
-    arguments = [f"--encoder={folder}", *FAST[:2]]
-    extract([*arguments, f"--out={tmp_path / 'one.npz'}"])
-    two = Command("features", *arguments, f"--out={tmp_path / 'two.npz'}", processes=2)
-    assert two.wait() == [0, 0], two.said
-    for one, other in zip(*(load_features(tmp_path / f"{name}.npz") for name in ("one", "two")), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp_path, monkeypatch):

@@ -1,15 +1,22 @@
 """The README's commands, as processes: two of them at once, and one that is killed."""
 
+import os
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, kill_group, read_metrics, run_command, start_command, wait_until
 from safetensors.torch import load_file, save_file
-from server import Command
+from server import Command, context
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from evaluation import supervised
+from evaluation import features, supervised
 from evaluation.suite.classify import Classification
+from evaluation.suite.extraction import load_features
+from mpp import features as frozen
 from mpp.pretrain import main as pretrain_main
 from mpp.training.checkpoint import newest_step
 
@@ -135,3 +142,67 @@ def test_an_uneven_last_batch_of_the_evaluation(tmp_path):
     pretrain_main([*options, "--data.eval_images=29", "--data.batch_size=1", f"--run.dir={tmp_path / 'one'}"])
     for key in ("heldout/loss", "heldout/accuracy", "heldout/nearest"):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-5)
+
+
+class Received(TorchDispatchMode):
+    """The bytes that other processes have sent this one, in a file that is kept up to date."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.file, self.bytes = file, 0
+        self.add(0)
+
+    def add(self, more: int) -> None:
+        self.bytes += more
+        self.file.write_text(str(self.bytes))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d" and function._opname not in ("send", "barrier"):
+            self.add(sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)))
+        return function(*args, **(kwargs or {}))
+
+
+def note_received(folder: Path) -> None:
+    """In each process: write what it receives into a file named after its pid."""
+    Received(folder / f"{os.getpid()}.bytes").__enter__()
+
+
+def test_two_processes_extract_the_same_and_the_main_one_alone_receives(tmp_path):
+    arguments = ["--encoder=test_vit", "--random=true", "--img_size=32", "--precision=fp32"]
+    arguments += ["--data.train_images=100", "--data.workers=0"]
+    features.main([*arguments, f"--out={tmp_path / 'one.npz'}"])
+    prepare = partial(note_received, tmp_path)
+    two = Command("features", *arguments, f"--out={tmp_path / 'two.npz'}", processes=2, prepare=prepare)
+    assert two.wait() == [0, 0], two.said
+    one, other = (load_features(tmp_path / f"{name}.npz") for name in ("one", "two"))
+    for expected, found in zip(one, other, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    main, second = (int((tmp_path / f"{each.pid}.bytes").read_text()) for each in two.processes)
+    half = (one.train.nbytes + one.test.nbytes) // 2
+    assert main > half * 0.9 and second < half / 10
+
+
+SHARES = [(11, False), (12, True), (2, False), (2, True)]  # rows of all, and whether they are kept in a file
+
+
+def share_out(rank: int, store: str) -> None:
+    """One of three processes, which send their rows two at a time."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    frozen.ROWS = 2
+    for count, in_file in SHARES:
+        whole = np.arange(2 * count).reshape(count, 2)
+        if rank:
+            frozen.send(whole[rank::3].copy())
+        else:
+            assert (frozen.interleave(whole[::3].copy(), count, 3, in_file) == whole).all()
+    torch.distributed.destroy_process_group()
+
+
+def test_interleave_is_the_inverse_of_sharing_out(tmp_path):
+    processes = [context.Process(target=share_out, args=(rank, str(tmp_path / "store"))) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0, 0]

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,8 +23,8 @@ from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
 from mpp.runtime.preemption import Preempted
+from mpp.runtime.processes import BUILDING, leave_the_others, set_timeout
 
-BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
 SHARDED = "ACCELERATE_USE_FSDP"
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 OUT_OF_MEMORY = (
@@ -62,12 +61,6 @@ def user_message(error: Exception) -> str | None:
     if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # gloo's; NCCL ends the process itself
         return HANGS
     return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
-
-
-def leave_the_others() -> None:
-    """End the process group, on all processes alike."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def start(run: RunConfig) -> Accelerator:
@@ -150,13 +143,6 @@ def check_sharding() -> None:
         *("the launcher's fsdp_activation_checkpointing", again),
         "false: --model.activation_checkpointing true does this",
     )
-
-
-def set_timeout(timeout: timedelta) -> None:
-    """How long, from now on, this process waits for another one before it gives up with an error."""
-    if torch.distributed.is_initialized():
-        c10d = torch.distributed.distributed_c10d
-        (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timeout)  # older torch has the latter alone
 
 
 def trackers(run: RunConfig) -> list[GeneralTracker | str]:

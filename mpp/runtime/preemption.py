@@ -17,7 +17,6 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
@@ -25,10 +24,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from mpp.runtime.processes import hosts
+
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
 ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
 
 
@@ -62,8 +62,7 @@ class Preemption:
         self.accelerator, self.folder = accelerator, folder
         self.finish_step = False  # whether there is a step to finish
         self.asked = ""  # the first signal's name
-        several = accelerator.num_processes > 1
-        self.hosts = torch.distributed.new_group(backend="gloo", timeout=TRAINING) if several else None
+        self.several = accelerator.num_processes > 1
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():  # nobody else may handle signals
@@ -113,10 +112,10 @@ class Preemption:
             failed: whether this process cannot do the step.
         """
         own = Ending.FAILURE if failed else Ending.SIGNAL if self.asked else Ending.NONE
-        if self.hosts is None:
+        if not self.several:
             return own
         gravest = torch.tensor(int(own))
-        torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX, group=self.hosts)
+        torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX, group=hosts())
         return Ending(int(gravest))
 
     def asked_of_any(self) -> bool:

@@ -22,10 +22,11 @@ from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hol
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.encoder import export_encoder, fingerprint
 from mpp.errors import UserError
-from mpp.runtime.launch import set_timeout, start
+from mpp.runtime.launch import start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import to_yaml
-from mpp.runtime.preemption import MARKER, TRAINING, Preemption
+from mpp.runtime.preemption import MARKER, Preemption
+from mpp.runtime.processes import TRAINING, set_timeout
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Places, is_finished, is_ours, note_images, open_run, write_config
 from mpp.training.flops import update_flops

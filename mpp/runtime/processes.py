@@ -1,0 +1,39 @@
+"""The processes of a run together: what they exchange on their hosts, and how long each waits for another."""
+
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
+
+BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
+TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
+
+
+def hosts() -> ProcessGroup:
+    """All processes by gloo: what they exchange here waits for no GPU, and takes no GPU's memory.
+
+    The first call builds the group. All processes have to make that call at the same place.
+    """
+    return group_beside(torch.distributed.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def group_beside(world: ProcessGroup) -> ProcessGroup:
+    """A group of the same processes, by gloo."""
+    return torch.distributed.new_group(backend="gloo")
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """How long, from now on, this process waits for another one before it gives up with an error."""
+    if torch.distributed.is_initialized():
+        set_of_group = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # older torch
+        for group in (torch.distributed.group.WORLD, hosts()):
+            set_of_group(timeout, group)
+
+
+def leave_the_others() -> None:
+    """End the process groups, on all processes alike."""
+    if torch.distributed.is_initialized():
+        group_beside.cache_clear()
+        torch.distributed.destroy_process_group()
