@@ -48,7 +48,7 @@ from mpp.errors import UserError
 from mpp.features import Representation
 from mpp.panels import prediction_columns
 from mpp.pretrain import is_pretraining, reopen
-from mpp.probe import RANKED, effective_rank
+from mpp.probe import RANKED, effective_ranks
 from mpp.runtime.launch import command, start
 from mpp.training.checkpoint import saved_settings
 from mpp.training.tracking import progress_bar
@@ -228,7 +228,7 @@ def rank(subject: Subject) -> tuple[Figure, Numbers]:
         with torch.no_grad(), subject.accelerator.autocast():
             found.append(subject.encoder(images, subject.config.representation, depths))
     by_depth = [torch.cat(parts).float() for parts in zip(*found, strict=True)]
-    ranks = {depth: effective_rank(features) for depth, features in zip(depths, by_depth, strict=True)}
+    ranks = dict(zip(depths, effective_ranks(by_depth, subject.accelerator.device), strict=True))
     return figures.plot_ranks(ranks, count), {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks}
 
 
