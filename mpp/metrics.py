@@ -15,6 +15,7 @@ from mpp.corruption import Corruption, Kind
 from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]
+DISTANCES = 2**22  # between patches, of several images at a time: what bounds the memory, to 16 MB
 
 
 def nearest_visible(positions: Tensor, patches: int) -> Tensor:
@@ -31,12 +32,13 @@ def nearest_visible(positions: Tensor, patches: int) -> Tensor:
     corrupted.scatter_(1, positions, True)
     hidden = corrupted.int() * 2 * patches  # (B, N); no two patches are 2 N apart
     found = []
-    for at, far in zip(positions, hidden, strict=True):
-        distances = apart[at] + far  # (K, N)
+    at_a_time = max(1, DISTANCES // (positions.shape[1] * patches))  # images
+    for at, far in zip(positions.split(at_a_time), hidden.split(at_a_time), strict=True):
+        distances = apart[at].add_(far[:, None])  # (b, K, N)
         first = distances.argmin(-1, keepdim=True)
-        second = distances.scatter(1, first, 2 * patches - 1).argmin(-1, keepdim=True)
-        found.append(torch.cat([first, second], 1))
-    return torch.stack(found)
+        second = distances.scatter_(-1, first, 2 * patches - 1).argmin(-1, keepdim=True)
+        found.append(torch.cat([first, second], -1))
+    return torch.cat(found)
 
 
 def mean_in_a_row(one: Tensor, other: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
 from mpp.corruption import Corruption, Kind, draw
@@ -35,6 +36,31 @@ def test_nearest_visible_patches_by_search(pattern, side, rate):
             apart = {p: math.dist(divmod(p, side), divmod(position, side)) for p in visible}
             by_distance = sorted(visible, key=lambda p: (apart[p], p))
             assert answer == [by_distance[0], by_distance[min(1, len(visible) - 1)]]
+
+
+class Operations(TorchDispatchMode):
+    """How many there were, and the most numbers that one of them gave."""
+
+    count = largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count += 1
+        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+def test_neighbours_of_many_images_take_as_many_operations_as_of_few(monkeypatch):
+    counts, positions = {}, corruption_of(128, 8).positions
+    for images in (8, 128):
+        with Operations() as operations:
+            found = nearest_visible(positions[:images], 64)
+        counts[images] = operations.count
+    assert counts[8] == counts[128]
+    monkeypatch.setattr("mpp.metrics.DISTANCES", 5 * 32 * 64)  # five images of 32 patches and their 64 distances
+    with Operations() as operations:
+        assert torch.equal(nearest_visible(positions, 64), found)
+    assert operations.largest == 5 * 32 * 64
 
 
 @pytest.mark.parametrize("name", ["mean_color", "grid_color", "pixels"])
