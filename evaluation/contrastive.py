@@ -98,7 +98,7 @@ class Contrastive(ImageTask):
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         require(self.together > 1, "data.batch_size", layout.batch_size, "above 1: an image is told from others")
         encoder, self.img_size = build_backbone(config.model)
-        width, head = encoder.num_features, config.head
+        width, head = encoder.head_hidden_size, config.head
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
         self.model = HeadedEncoder(encoder, projection, head.pooling, config.model.mean, config.model.std)

@@ -107,7 +107,7 @@ class Finetuning(Classification):
         if getattr(loaded.model, "attn_pool", None) is not None:
             raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
-        head, normalize = zero_head(encoder.num_features, self.classes), loaded.normalize
+        head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
         self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
 
 

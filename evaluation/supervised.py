@@ -59,7 +59,7 @@ class Supervised(Classification):
         splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         encoder, self.img_size = build_backbone(config.model)
-        head = build_head(config.head.kind, encoder.num_features, self.classes)
+        head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
         self.model = HeadedEncoder(encoder, head, config.head.pooling, config.model.mean, config.model.std)
 
 
@@ -72,7 +72,7 @@ class Distilled(Classification):
         refuse_seen("distill.teacher", config.distill.teacher, config.data, splits[1])
         self.config, encoder = config, build_student(config.model)
         self.img_size = encoder.patch_embed.img_size[0]
-        heads = [build_head(config.head.kind, encoder.num_features, self.classes) for _ in range(2)]
+        heads = [build_head(config.head.kind, encoder.head_hidden_size, self.classes) for _ in range(2)]
         self.model = DistilledEncoder(encoder, *heads, config.head.pooling, config.model.mean, config.model.std)
         self.teacher = load_teacher(config.distill, self.classes).to(accelerator.device)
 

@@ -74,15 +74,19 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
 def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:
     """Tokens to a feature of the image.
 
+    What is no ViT is pooled by timm's own head, at its end: some have their last norm, or a layer, in there.
+
     Args:
         encoder: timm's, that they come from.
         tokens: (B, prefix + N, D), or a feature map (B, D, H, W).
         normed: whether they are the encoder's output: some encoders norm after pooling.
     Returns:
-        (B, D), or (B, 2 D) for `both`.
+        (B, D), or (B, 2 D) for `both`; where timm's head pools, D is `encoder.head_hidden_size`.
     Raises:
         UserError: a [class] token is asked for and there is none.
     """
+    if normed and representation == "mean" and not hasattr(encoder, "num_prefix_tokens"):
+        return encoder.forward_head(tokens, pre_logits=True)
     parts = []
     if representation in ("class", "both"):
         if not getattr(encoder, "has_class_token", False):

@@ -16,10 +16,12 @@ from evaluation import finetune, supervised
 from evaluation.suite.classify import Classification
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.labelled import load_labelled
+from evaluation.suite.networks import HeadedEncoder
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.encoder import build_encoder, export_encoder
+from mpp.features import features_at, stages
 from mpp.runtime.parsing import read_saved
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
@@ -95,6 +97,21 @@ def test_resnets_and_hybrids_train(tmp_path, name):
     supervised.main([*BASE, *arguments, "--data.eval_images=2", f"--run.dir={tmp_path / 'run'}"])
     assert read_metrics(tmp_path / "run")[1] == pytest.approx(np.log(9), rel=1e-5)
     assert mpp.load_encoder(tmp_path / "run").num_features > 0
+
+
+@pytest.mark.parametrize("name", ["test_convnext", "test_mambaout", "hgnet_tiny", "test_resnet", "levit_128s"])
+def test_what_is_not_a_vit_is_pooled_as_timm_does(name):
+    """Some have their last norm, or a layer, after pooling; a parameter that is not used ends two processes."""
+    encoder, size = supervised.build_backbone(ModelConfig(name=name, img_size=None if "levit" in name else 64))
+    images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
+    model = HeadedEncoder(encoder, torch.nn.Identity(), "auto", (0.5,) * 3, (0.5,) * 3).eval()
+    expected = encoder((images / 255 - 0.5) / 0.5)
+    assert expected.shape == (2, encoder.head_hidden_size)
+    torch.testing.assert_close(model(images), expected)
+    (found,) = features_at(encoder, model.normalize(images), [len(stages(encoder))], "mean")
+    torch.testing.assert_close(found, expected)
+    model(images).square().sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_a_batch_norm_over_one_place_trains_and_is_not_averaged(tmp_path):

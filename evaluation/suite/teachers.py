@@ -111,6 +111,6 @@ def as_trained(frozen: FrozenEncoder, saved: dict[str, Any], classes: int) -> He
     encoder = frozen.model.requires_grad_(True)  # the optimiser's state, which has the averages, counts what is trained
     of_head = saved.get("head") or {"kind": "linear", "pooling": saved.get("pooling")}  # fine-tuning has one layer
     distilled = (saved.get("distill") or {}).get("teacher") is not None
-    heads = [build_head(of_head["kind"], encoder.num_features, classes) for _ in range(1 + distilled)]
+    heads = [build_head(of_head["kind"], encoder.head_hidden_size, classes) for _ in range(1 + distilled)]
     kind = DistilledEncoder if distilled else HeadedEncoder
     return kind(encoder, *heads, of_head["pooling"], frozen.normalize.mean, frozen.normalize.std)
