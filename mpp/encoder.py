@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from mpp.config import ModelConfig, check_grid, require
 from mpp.errors import UserError, one_line
 from mpp.positions import Grid, sincos_2d
+from mpp.runtime.disk import put
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.hashing import digest
 from mpp.variants import OverlappingPatchEmbed, VariantViT, resample
@@ -206,13 +207,14 @@ def export_encoder(
 
     Args:
         encoder: made by `timm.create_model`, which records the arguments that rebuild it.
-        folder: complete or absent: written aside and renamed.
+        folder: complete or absent: written aside, synced to disk and renamed.
         img_size: side of the images it was trained on.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         crop_pct: share of the shorter side that the evaluation's centre crop keeps.
         card: text of its README.md; empty: none is written.
     """
     aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
     data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
     data_config["input_size"] = (3, img_size, img_size)
     ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp"}}  # not that of the weights that timm has under this name
@@ -221,9 +223,7 @@ def export_encoder(
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
     if card:
         (aside / "README.md").write_text(card)
-    if folder.exists():
-        shutil.rmtree(folder)
-    aside.replace(folder)
+    put(aside, folder)
 
 
 def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> nn.Module:

@@ -1,7 +1,9 @@
 """timm in, timm out."""
 
 import math
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import timm
@@ -113,6 +115,47 @@ def test_start_from_weights_of_another_size(exported, tmp_path):
     headed = export(classifier, tmp_path / "headed")
     assert "head.weight" in load_file(headed / "model.safetensors")
     build_encoder(ModelConfig(depth=2, init_from=str(headed)))
+
+
+def watch(monkeypatch, look) -> None:
+    """Call look(what, path) after each sync, and after whatever takes a file or a folder away."""
+    done = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "unlink", "rmdir")}
+
+    def watched(name):
+        def call(target, *rest, **options):
+            path = Path(os.readlink(f"/proc/self/fd/{target}") if name == "fsync" else target)
+            done[name](target, *rest, **options)
+            look(name, path)
+
+        return call
+
+    for name in done:
+        monkeypatch.setattr(os, name, watched(name))
+
+
+def test_an_encoder_is_on_disk_before_it_has_its_name(exported, tmp_path, monkeypatch):
+    log = []
+    with monkeypatch.context() as patch:
+        watch(patch, lambda what, path: log.append((what, path)))
+        folder = export(exported[0], tmp_path / "encoder")
+    aside = tmp_path / ".encoder.partial"
+    named = next(number for number, (what, path) in enumerate(log) if what in ("rename", "replace") and path == aside)
+    synced = [{path for what, path in part if what == "fsync"} for part in (log[:named], log[named:])]
+    assert {aside, *(aside / file.name for file in folder.iterdir())} <= synced[0] and tmp_path in synced[1]
+
+
+def test_an_encoder_is_whole_or_absent_while_another_takes_its_place(exported, tmp_path, monkeypatch):
+    folder = export(exported[0], tmp_path / "encoder")
+    files, seen = {file.name for file in folder.iterdir()}, []
+
+    def look(*_):
+        seen.append({file.name for file in folder.iterdir()} if folder.exists() else set())
+
+    with monkeypatch.context() as patch:
+        watch(patch, look)
+        export(exported[0], folder)
+    assert seen and all(found in (files, set()) for found in seen)
+    assert [path.name for path in tmp_path.iterdir()] == ["encoder"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Files that survive the machine."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -11,3 +12,22 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def put(aside: Path, folder: Path) -> None:
+    """Let a folder of files that was written aside take the place of `folder`, if there is one; durably.
+
+    Both lie in the same folder. At every moment `folder` is whole or absent.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    for path in (*aside.iterdir(), aside):
+        sync(path)
+    earlier = folder.with_name(f".{folder.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if folder.exists():
+        folder.replace(earlier)  # not deleted where it lies: a crash could leave half of it
+    aside.replace(folder)
+    sync(folder.parent)
+    shutil.rmtree(earlier, ignore_errors=True)

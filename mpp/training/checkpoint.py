@@ -29,7 +29,7 @@ from mpp.config import OptimConfig
 from mpp.data.record import differences
 from mpp.errors import UserError
 from mpp.runtime import lock
-from mpp.runtime.disk import sync
+from mpp.runtime.disk import put, sync
 from mpp.runtime.hashing import digest
 from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
@@ -132,11 +132,12 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, places
     Raises:
         UserError: it cannot be written; earlier checkpoints are as they were.
     """
-    checkpoints = folder / "checkpoints"
-    aside = checkpoints / f".step_{step:08d}.partial"
+    final = folder / "checkpoints" / f"step_{step:08d}"
+    aside = final.with_name(f".{final.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         write_checkpoint(aside, tensors, places)
+        put(aside, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         earlier = [path.name for path in complete_checkpoints(folder)]
@@ -144,10 +145,6 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, places
         raise UserError(
             f"{aside.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
         ) from error
-    final = checkpoints / f"step_{step:08d}"
-    shutil.rmtree(final, ignore_errors=True)
-    aside.replace(final)
-    sync(checkpoints)
     ours = [path for path in complete_checkpoints(folder) if step_of(path) <= step]
     for other in set(complete_checkpoints(folder)) - set(ours[-keep:]):
         try:
@@ -158,7 +155,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, places
 
 
 def write_checkpoint(folder: Path, tensors: Tensors, places: Sequence[Places]) -> None:
-    """Write a checkpoint's files, with their checksums, and make them durable."""
+    """Write a checkpoint's files, with their checksums."""
     folder.mkdir(parents=True)
     for file, named in tensors.items():
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / file)
@@ -166,8 +163,6 @@ def write_checkpoint(folder: Path, tensors: Tensors, places: Sequence[Places]) -
     digests = {file.name: digest(file) for file in sorted(folder.iterdir())}
     state = {"torch": torch.__version__, "sha256": digests}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
-    for file in folder.iterdir():
-        sync(file)
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Places]]:
