@@ -161,6 +161,49 @@ def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkey
     assert "names" in json.loads(noted.read_text())["train"]
 
 
+@pytest.fixture
+def shards(tmp_path):
+    """A folder of two shards to train on and one that is held out."""
+    features = datasets.Features({"image": datasets.Image()})
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        cells = [{"bytes": encoded(picture(row)), "path": None} for row in range(8)]
+        rows = datasets.Dataset.from_dict({"image": cells}, features=features)
+        rows.to_parquet(tmp_path / "shards" / f"{name}.parquet")
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize("unlisted", ["now", "when the run began"])
+def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkeypatch, capsys, unlisted):
+    def files_of(*_):
+        if unlisted == "now":
+            raise OSError("the hub is out of reach")
+        return []
+
+    options = (f"--data.path={shards}", "--data.streaming=true")
+    with monkeypatch.context() as patch:
+        if unlisted == "when the run began":
+            patch.setattr("mpp.data.samples.files_of", files_of)
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            pretrain(*options)
+    noted = shards.parent / "run" / "data.json"
+    began = json.loads(noted.read_text())["train"]["files"]
+    assert (began is None) == (unlisted == "when the run began")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        if unlisted == "now":
+            patch.setattr("mpp.data.samples.files_of", files_of)
+        pretrain(*options)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "whether they are those" in line]
+    assert len(warnings) == 1 and f"train: the files could not be listed {unlisted}; " in warnings[0]
+    known = json.loads(noted.read_text())["train"]["files"]
+    assert known and known == (began or known)
+    (shards / "train-00001-of-00002.parquet").rename(shards / "train-00002-of-00002.parquet")
+    (noted.parent / "encoder").rename(noted.parent / "moved")
+    with pytest.raises(UserError, match=r"a run that began otherwise: train: the files .* changed"):
+        pretrain(*options)
+
+
 def test_a_revision_of_the_hub_is_asked_for_and_noted(monkeypatch):
     asked = {}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: asked.update(options))

@@ -224,4 +224,5 @@ def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch
     _, *second = load(shards)
     for one, other in zip(first, second, strict=True):
         assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]
+    assert len(load(shards, probed=0)[1]) == 0
     assert "cannot be listed (the hub is out of reach)" in capsys.readouterr().err and kept(cache) == kept_before

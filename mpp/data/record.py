@@ -93,14 +93,26 @@ def revision(rows: datasets.Dataset) -> str | None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What changed, in words, part by part: "train: number of images was 633, is 634"."""
+    """What changed of what is known, in words, part by part: "train: number of images was 633, is 634"."""
+    unlisted = not_listed(before) | not_listed(now)
     changed = []
     for part in now:
         known = before.get(part, {})
         noted = [key for key in MEANING if key in known and key in now[part]]  # an earlier release noted others
         for key in noted:
-            if known[key] != now[part][key]:
+            if known[key] != now[part][key] and not (key == "files" and part in unlisted):
                 plain = key in ("split", "images", "shards", "revision")
                 how = f"was {known[key]}, is {now[part][key]}" if plain else "changed"
                 changed.append(f"{part}: {MEANING[key]} {how}")
     return changed
+
+
+def not_listed(images: dict[str, Any]) -> set[str]:
+    """The parts of a record whose files are unknown: those of a stream that could not be listed."""
+    return {part for part, known in images.items() if known.get("files", "") is None}
+
+
+def together(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The record of now, with the files of before where they are unknown now."""
+    earlier = {part: {"files": before.get(part, {}).get("files")} for part in not_listed(now)}
+    return {part: known | earlier.get(part, {}) for part, known in now.items()}

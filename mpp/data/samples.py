@@ -98,11 +98,14 @@ def list_files(config: ImagesConfig) -> Files | None:
     Of a hub that is out of reach, the library streams what it has from earlier.
     """
     try:
-        return files_of(str(BIRDS) if config.path is None else config.path, config.revision)
+        found, reason = files_of(str(BIRDS) if config.path is None else config.path, config.revision), "no files there"
     except Exception as error:  # clients of file systems raise whatever they like
-        reason = f"{describe(config)} cannot be listed ({one_line(error)})"
-        print(f"warning: {reason}; the images to evaluate on are read at every start", file=sys.stderr)
-        return None
+        found, reason = [], one_line(error)
+    if found:
+        return found
+    unlisted = f"{describe(config)} cannot be listed ({reason})"
+    print(f"warning: {unlisted}; the images to evaluate on are read at every start", file=sys.stderr)
+    return None
 
 
 def files_of(path: str, revision: str | None = None) -> Files:

@@ -65,7 +65,7 @@ class Shards:
         self.stream, self.image_column, self.split = stream, image_column, split
         self.numbers = list(range(stream.num_shards)) if numbers is None else [int(number) for number in numbers]
         self.count = len(self.numbers)
-        self.files: Files = []  # what they are read from: name, size and stamp of each
+        self.files: Files | None = None  # what they are read from: name, size and stamp of each; None: nobody knows
         self.rows: datasets.Dataset | None = None  # what was cut into shards, where nothing came in any
 
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
@@ -97,13 +97,13 @@ class Shards:
         return f"{self.split} shard {index >> ROW_BITS} row {index & (1 << ROW_BITS) - 1}"
 
     def record(self, retries: int) -> dict[str, Any]:
-        """Which images these are: see mpp/data/record.py. Of shards, that is their names and sizes."""
-        named = [f"{name}\t{size}\n".encode() for name, size, *_ in self.files]
+        """Which images these are: see mpp/data/record.py. Of shards, that is their names and sizes, where known."""
         numbers = digest([f"{number}\n".encode() for number in self.numbers])
         known = {"split": self.split, "shards": self.count, "chosen": numbers}
-        if self.rows is None:
-            return known | {"files": digest(named)}
-        return known | {"names": digest(image_files(self.rows, self.image_column, retries))}
+        if self.rows is not None:
+            return known | {"names": digest(image_files(self.rows, self.image_column, retries))}
+        named = self.files and digest([f"{name}\t{size}\n".encode() for name, size, *_ in self.files])
+        return known | {"files": named}
 
     def describe(self) -> str:
         return f"a stream of {self.count} shards"
@@ -299,7 +299,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
     ]
     shards.stream = shards.stream.select_columns([column])  # no more is read from now on
-    shards.files, shards.rows = files or [], rows
+    shards.files, shards.rows = files, rows
     return shards, known[0], known[1]
 
 
@@ -319,7 +319,11 @@ def draw(
     identity = {"files": files, "name": config.name, "split": shards.split, "shards": shards.numbers}
     identity |= {"columns": columns, "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
     rows = (row | {PLACE: place} for place, row in needed.sample(limit, seed))
-    kept = keep(rows, features, identity) if files else datasets.Dataset.from_list(list(rows), features=features)
+    if files:
+        kept = keep(rows, features, identity)
+    else:
+        read = list(rows)  # perhaps none, of which the library's from_list makes no columns
+        kept = datasets.Dataset.from_dict({name: [row[name] for row in read] for name in features}, features=features)
     return kept.select(np.argsort(kept[PLACE][:])[:limit])
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mpp.config import OptimConfig
-from mpp.data.record import differences
+from mpp.data.record import differences, not_listed, together
 from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import put, sync
@@ -93,14 +93,22 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def note_images(folder: Path, images: dict[str, Any]) -> str | None:
-    """Save which images a run is of; what is wrong, in words, where it began with others, and nothing is saved."""
-    changed = differences(images_of(folder) or images, images)
+    """Save which images a run is of; what is wrong, in words, where it began with others, and nothing is saved.
+
+    That the images of a run that goes on cannot be compared is said on stderr.
+    """
+    before = images_of(folder) or images
+    changed = differences(before, images)
     if changed:
         return (
             f"run.dir is {folder}, a run that began otherwise: {'; '.join(changed)}; "
             "choose another run.dir, or put back what it began with"
         )
-    write_whole(folder / IMAGES, json.dumps(images, indent=1))
+    for part in sorted(not_listed(before) | not_listed(images)) if before is not images else ():
+        when = "now" if part in not_listed(images) else "when the run began"
+        unknown = f"the files could not be listed {when}; whether they are those that the run began with is unknown"
+        print(f"warning: {folder}: {part}: {unknown}", file=sys.stderr)
+    write_whole(folder / IMAGES, json.dumps(together(before, images), indent=1))
     return None
 
 
