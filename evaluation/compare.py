@@ -149,10 +149,10 @@ class Job:
     @cached_property
     def training(self) -> Any:
         """The same with the steps that its compute allows. To know these, the images are loaded."""
-        entry = self.case.encoder
-        if self.requested is None or entry.compute is None:
-            return self.requested
-        return with_compute(entry.train, self.requested, entry.compute)
+        entry, config = self.case.encoder, self.requested
+        if config is not None and entry.compute is not None:
+            config = with_compute(entry.train, config, entry.compute)
+        return config and replace(config, optim=config.optim.settled(config.run.steps))
 
     def provenance(self) -> dict[str, Any]:
         """What the report depends on: settings, but for the plumbing, and weights."""

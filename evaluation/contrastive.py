@@ -80,6 +80,9 @@ class ContrastiveConfig:
     )
     probe: ProbeConfig = field(default_factory=ProbeConfig)
 
+    def __post_init__(self):
+        self.optim.check_warmup(self.run.steps)
+
 
 class Contrastive(ImageTask):
     """The task: find the other view of an image among the views of all images of a forward pass.

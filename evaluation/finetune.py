@@ -71,13 +71,10 @@ class FinetuneConfig:
         drop_path = self.drop_path
         require(drop_path is None or 0 <= drop_path < 1, "drop_path", drop_path, "at least 0 and below 1, or null")
         require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
-        least = self.optim.warmup_steps + 1
-        require(
-            self.dev_steps is None or self.dev_steps >= least,
-            "dev_steps",
-            self.dev_steps,
-            f"at least {least} (optim.warmup_steps and one), or null",
-        )
+        self.optim.check_warmup(self.run.steps)
+        if self.dev_steps is not None:
+            require(self.dev_steps >= 1, "dev_steps", self.dev_steps, "at least 1, or null")
+            self.optim.check_warmup(self.dev_steps, "dev_steps")
 
 
 @dataclass(frozen=True)

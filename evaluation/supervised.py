@@ -49,6 +49,9 @@ class SupervisedConfig:
     distill: DistillConfig = field(default_factory=DistillConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
 
+    def __post_init__(self):
+        self.optim.check_warmup(self.run.steps)
+
 
 class Supervised(Classification):
     """The task: classify, from random weights."""

@@ -19,7 +19,7 @@ TINY = (
     *("--run.steps=4", "--run.log_every=1", "--run.checkpoint_every=2", "--run.precision=fp32", "--run.threads=1"),
     *("--data.workers=0", "--data.eval_images=8", "--probe.every=0"),
     *("--model.width=16", "--model.depth=2", "--model.heads=2", "--model.img_size=32"),
-    *("--optim.global_batch_size=8", "--optim.warmup_steps=1"),
+    *("--optim.global_batch_size=8", "--optim.warmup_steps=0"),
 )
 
 

@@ -198,7 +198,7 @@ def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init):
 def test_finetunings_defaults_are_the_papers():
     config = finetune.FinetuneConfig()
     optim = config.optim
-    assert (optim.name, optim.momentum, optim.schedule, optim.clip) == ("sgd", 0.9, "cosine", 1.0)
+    assert (optim.name, optim.inertia(), optim.schedule, optim.clip) == ("sgd", 0.9, "cosine", 1.0)
     assert optim.weight_decay == 0 and config.lrs == (0.001, 0.003, 0.01, 0.03)
 
 

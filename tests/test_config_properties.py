@@ -18,6 +18,7 @@ from evaluation.supervised import SupervisedConfig
 from evaluation.throughput import ThroughputConfig
 from evaluation.visualize import VisualizeConfig
 from mpp.config import Config
+from mpp.errors import UserError
 from mpp.runtime.parsing import flatten, parse, to_yaml
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
@@ -111,6 +112,20 @@ def test_commands_take_or_refuse_whatever_is_said(tmp_path, config_class, data):
     keys = st.sampled_from(sorted(flatten(config_class()))) if config_class is not CompareConfig else st.just("dir")
     overrides = data.draw(st.dictionaries(keys | st.text(string.ascii_letters + "._-", min_size=1), junk, max_size=3))
     is_one_line_or_reads_back(config_class, words(overrides), tmp_path)
+
+
+@pytest.mark.parametrize("config_class", [Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig])
+def test_a_warm_up_ends_before_its_run(config_class):
+    """One that nobody gave fits itself to the run."""
+    with pytest.raises(UserError, match=r"optim\.warmup_steps is 50; it must be less than run\.steps \(50\), or null"):
+        parse(config_class, ["--run.steps=50", "--optim.warmup_steps=50"])
+    assert parse(config_class, ["--run.steps=50", "--optim.warmup_steps=49"]).optim.warmup(50) == 49
+    assert parse(config_class, ["--run.steps=50"]).optim.warmup(50) < 50
+    optim = parse(config_class, ["--run.steps=50", "--optim.warmup_steps=null"]).optim
+    assert [optim.warmup(steps) for steps in (4, 50, 500, 1200)] == [0, 10, 100, 100]
+    if config_class is FinetuneConfig:
+        with pytest.raises(UserError, match=r"optim\.warmup_steps is 30; it must be less than dev_steps \(30\)"):
+            parse(config_class, ["--run.steps=50", "--dev_steps=30", "--optim.warmup_steps=30"])
 
 
 @few

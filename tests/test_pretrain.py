@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpp
 from mpp.config import Config
 from mpp.predictor import MaskedPatchPredictor
-from mpp.runtime.parsing import parse
+from mpp.runtime.parsing import parse, parse_saved
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import Muon
@@ -216,6 +216,17 @@ def test_a_finished_run_says_so_and_changes_nothing(pretrain, capsys):
     pretrain("--run.log_every=3", "--data.batch_size=2")  # plumbing may differ
     assert f"{folder} is finished: 4 steps" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_short_runs_warm_up_is_noted_and_resumed(pretrain, monkeypatch):
+    options = ("--run.steps=10", "--run.eval_every=10", "--run.checkpoint_every=5")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 6)
+        pretrain(*options, without="--optim.warmup")
+    folder = pretrain(*options, without="--optim.warmup")
+    assert parse_saved(Config, folder / "config.yaml").optim.warmup_steps == 2
+    rates = read_metrics(folder, "optim/lr")
+    assert [rates[step] for step in (1, 2, 3)] == pytest.approx([0.005, 0.01, 0.01]) and rates[10] < 0.001
 
 
 def test_another_config_in_the_same_folder_is_refused(pretrain):

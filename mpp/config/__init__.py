@@ -53,3 +53,4 @@ class Config:
         fits = self.corruption.mask == 1 or self.network.name != "autoencoder"
         allowed = "1 (random and keep: 0) with network.name=autoencoder, whose encoder does not see corrupted patches"
         require(fits, "corruption.mask", self.corruption.mask, allowed)
+        self.optim.check_warmup(self.run.steps)

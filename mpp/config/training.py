@@ -1,7 +1,7 @@
 """Settings of training: the run, the optimiser, the probes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mpp.config.checks import plumbing, require
@@ -60,8 +60,8 @@ class OptimConfig:
     """Learning rate of Muon's NAdamW part, as a multiple of lr."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay to 0 over the steps after the warm-up."""
-    warmup_steps: int = 100
-    """Updates of linear warm-up from 0."""
+    warmup_steps: int | None = None
+    """Updates of linear warm-up from 0, fewer than run.steps. null: 100, or a fifth of run.steps where that is less."""
     global_batch_size: int = 32
     """Images per update over all processes, which share them out; accumulation follows from data.batch_size."""
     weight_decay: float = 0.1
@@ -78,18 +78,34 @@ class OptimConfig:
     average: float | None = None
     """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. null: none."""
 
+    def warmup(self, steps: int) -> int:
+        """Updates of warm-up in a run of so many."""
+        return min(100, steps // 5) if self.warmup_steps is None else self.warmup_steps
+
+    def inertia(self) -> float | None:
+        """The momentum, given or usual; None: adam has none."""
+        return {"muon": 0.95, "sgd": 0.9}.get(self.name) if self.momentum is None else self.momentum
+
+    def settled(self, steps: int) -> "OptimConfig":
+        """The same with the numbers that a run of so many steps has in the place of null."""
+        return replace(self, warmup_steps=self.warmup(steps), momentum=self.inertia())
+
+    def check_warmup(self, steps: int, key: str = "run.steps") -> None:
+        """Raise UserError where a run of so many steps, which `key` says, never leaves the warm-up."""
+        warmup = self.warmup(steps)
+        require(warmup < steps, "optim.warmup_steps", warmup, f"less than {key} ({steps}), or null")
+
     def __post_init__(self):
-        if self.momentum is None:
-            object.__setattr__(self, "momentum", 0.95 if self.name == "muon" else 0.9)
         require(0 < self.lr < math.inf, "optim.lr", self.lr, "above 0")
         require(0 < self.adam_scale < math.inf, "optim.adam_scale", self.adam_scale, "above 0")
-        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
+        warmup, momentum = self.warmup_steps, self.momentum
+        require(warmup is None or warmup >= 0, "optim.warmup_steps", warmup, "0 or more, or null")
         require(self.global_batch_size >= 1, "optim.global_batch_size", self.global_batch_size, "at least 1")
         require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "0 or more")
         require(all(0 <= b < 1 for b in self.betas), "optim.betas", list(self.betas), "two numbers in [0, 1)")
         decay = self.layer_decay
         require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, "above 0 and at most 1, or null")
-        require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "at least 0 and below 1")
+        require(momentum is None or 0 <= momentum < 1, "optim.momentum", momentum, "at least 0 and below 1, or null")
         require(self.clip is None or self.clip > 0, "optim.clip", self.clip, "above 0, or null")
         require(self.average is None or 0 < self.average < 1, "optim.average", self.average, "in (0, 1), or null")
 

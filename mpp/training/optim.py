@@ -94,12 +94,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         options = dict(capturable=True) if on_gpu else {}  # no number is read from the device
         shared = dict(lr=config.lr, fallback_lr_scale=config.adam_scale, betas=config.betas)
-        optimizer: torch.optim.Optimizer = Muon(groups, momentum=config.momentum, nesterov=True, **shared, **options)
+        optimizer: torch.optim.Optimizer = Muon(groups, momentum=config.inertia(), nesterov=True, **shared, **options)
     elif config.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=not sharded)
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.inertia(), fused=not sharded)
     if config.average is not None:
         PolyakAverage(optimizer, config.average)
     return optimizer
@@ -218,9 +218,10 @@ def swap(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`: linear warm-up to the base rate, then decay towards 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
+    warmup = config.warmup(steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup)
     match config.schedule:
         case "cosine":
             return config.lr * (1 + math.cos(math.pi * progress)) / 2

@@ -122,7 +122,8 @@ def train(config: Any, build: Callable[[Any, Accelerator, BatchLayout], ImageTas
     """
     accelerator = start(config.run)
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, precision=precision))  # what is saved
+    run, optim = dataclasses.replace(config.run, precision=precision), config.optim.settled(config.run.steps)
+    config = dataclasses.replace(config, run=run, optim=optim)  # what is saved
     folder = Path(config.run.dir)
     if accelerator.is_main_process and folder.is_dir() and is_ours(folder):
         (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat what has the marker
