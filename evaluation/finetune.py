@@ -23,7 +23,7 @@ from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.labelled import load_labelled
 from evaluation.suite.networks import HeadedEncoder, Pooling, zero_head
 from evaluation.suite.reports import table, write_json
-from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, plumbing, require
+from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, group, plumbing, require
 from mpp.data.views import BatchLayout
 from mpp.encoder import fingerprint
 from mpp.errors import Diverged, UserError
@@ -58,11 +58,15 @@ class FinetuneConfig:
     """Train on all of train at the best rate and test. False: stop after the comparison."""
     out: str | None = plumbing(None)
     """JSON file of the result. null: finetune.json in run.dir."""
-    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_finetuned", steps=500))
+    run: RunConfig = group(
+        lambda: RunConfig(dir="runs/birds_finetuned", steps=500),
+        eval_every="each run of fine-tuning is evaluated once, at its end",
+    )
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64)
+    optim: OptimConfig = group(
+        lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
+        lr="the rates of fine-tuning are lrs (--lrs 0.01)",
     )
 
     def __post_init__(self):
@@ -138,8 +142,6 @@ def weights_of(config: FinetuneConfig) -> str:
 
 def run(config: FinetuneConfig) -> dict[str, Any]:
     """Compare rates, fine-tune, test, report; the report."""
-    lr = config.optim.lr
-    require(lr == FinetuneConfig().optim.lr, "optim.lr", lr, "left out: the rates of fine-tuning are lrs (--lrs 0.01)")
     on_dev = {}
     if len(config.lrs) > 1:
         on_dev = {lr: accuracy_on_dev(config, lr) for lr in config.lrs}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from evaluation.suite.extraction import Features
 from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
-from mpp.config import as_lists, require
+from mpp.config import as_lists, needs, require
 from mpp.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import uses_gpu
@@ -37,17 +37,17 @@ class LinearConfig(ProbeConfig):
 
     solver: Literal["lbfgs", "sgd"] = "lbfgs"
     """lbfgs: to convergence, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
-    l2: float | tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    l2: float | tuple[float, ...] = needs((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), solver="lbfgs")
     """Penalties that L-BFGS chooses among, of the mean loss."""
-    lr: float | tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    lr: float | tuple[float, ...] = needs((0.01, 0.03, 0.1, 0.3), solver="sgd")
     """Learning rates that SGD chooses among."""
-    epochs: int = 100
+    epochs: int = needs(100, solver="sgd")
     """Epochs of SGD."""
-    sgd_batch_size: int = 1024
+    sgd_batch_size: int = needs(1024, solver="sgd")
     """Batch of SGD."""
-    seeds: int | tuple[int, ...] = (0, 1, 2)
+    seeds: int | tuple[int, ...] = needs((0, 1, 2), solver="sgd")
     """Seeds of SGD's order; L-BFGS has none."""
-    iterations: int = 500
+    iterations: int = needs(500, solver="lbfgs")
     """At most so many iterations of L-BFGS."""
 
     def __post_init__(self):

@@ -26,7 +26,7 @@ import torch
 from evaluation.suite import contenders
 from evaluation.suite.contenders import CEILINGS, FORWARD, TRAINING, Bench, Contender
 from evaluation.suite.reports import table, write_json
-from mpp.config import RunConfig, require
+from mpp.config import RunConfig, needs, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import bf16_is_native
 from mpp.runtime.launch import command, start
@@ -40,7 +40,7 @@ DRAIN = 4  # before them, so that what was loaded meanwhile is used up
 class ThroughputConfig:
     """Throughput of training, against other code and the machine's limits."""
 
-    model: str = "vit_tiny_patch16_224"
+    model: str = needs("vit_tiny_patch16_224", sizes=False)
     """A timm VisionTransformer, at its own image size."""
     batch_size: int = 16
     """Images a step."""
@@ -52,11 +52,11 @@ class ThroughputConfig:
     """auto: a GPU where there is one."""
     rounds: int = 15
     """Rounds that count, after three that do not."""
-    jpeg_side: int = 256
+    jpeg_side: int = needs(256, sizes=False)
     """Shorter side of the files that are loaded from; mpp.prepare makes them 256."""
-    workers: int = 2
+    workers: int = needs(2, sizes=False)
     """Loader processes of the end-to-end update."""
-    memory: bool = True
+    memory: bool = needs(True, sizes=False)
     """Measure memory too: each contender in a process of its own."""
     sizes: tuple[str, ...] = ()
     """In place of all else: these models' update, at half the batch and at the whole one."""

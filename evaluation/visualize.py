@@ -40,7 +40,7 @@ from evaluation.suite.inspection import (
 )
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
-from mpp.config import RunConfig, as_lists, plumbing, require
+from mpp.config import RunConfig, as_lists, needs, plumbing, require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
@@ -71,15 +71,15 @@ class VisualizeConfig(EncoderConfig):
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
     pictures: Picture | tuple[Picture, ...] = EVERY
     """Which pictures."""
-    images: int = 6
+    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca"))
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
-    attention_images: int = 128
+    attention_images: int = needs(128, pictures="attention_distance")
     """Held-out images that attention distance is averaged over."""
-    residual: bool = False
+    residual: bool = needs(False, pictures="attention_rollout")
     """Average each layer of the rollout with the identity, for the residual connection."""
-    rollout_from: Literal["auto", "class", "patches"] = "auto"
+    rollout_from: Literal["auto", "class", "patches"] = needs("auto", pictures="attention_rollout")
     """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
-    representation: Representation = "mean"
+    representation: Representation = needs("mean", pictures=("rank", "accuracy_by_depth"))
     """What rank and accuracy_by_depth are of."""
     threads: int = plumbing(0)
     """CPU threads. 0: all cores."""

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from mpp.config import ImagesConfig, plumbing, require
+from mpp.config import ImagesConfig, needs, plumbing, require
 from mpp.data.images import UnreadableImage, decode, to_ppm
 from mpp.data.sources import describe, encoded_bytes, find_image_column, load_splits
 from mpp.errors import UserError
@@ -51,7 +51,7 @@ class PrepareConfig:
     format: Literal["jpeg", "ppm"] = "jpeg"
     """jpeg: the images that are shrunk become JPEG. ppm: all images become plain pixels, of which nothing is lost and
     nothing has to be decoded; they take some ten times the space, and load twice as fast."""
-    quality: int = 90
+    quality: int = needs(90, format="jpeg")
     """JPEG quality of the images that are shrunk."""
     rows: int = 2048
     """Images a shard, which a process holds in memory. Streaming needs a shard for each loader process."""

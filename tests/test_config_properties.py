@@ -1,5 +1,8 @@
 """Random settings: what is valid reads back as it was, and whatever is wrong is one line, in every command."""
 
+import dataclasses
+import json
+import re
 import string
 
 import pytest
@@ -19,6 +22,7 @@ from evaluation.throughput import ThroughputConfig
 from evaluation.visualize import VisualizeConfig
 from mpp.config import Config
 from mpp.errors import UserError
+from mpp.prepare import PrepareConfig
 from mpp.runtime.parsing import flatten, parse, to_yaml
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
@@ -46,9 +50,7 @@ VALID = {
     "corruption.rate": shares,
     "corruption.source": st.sampled_from(["image", "batch"]),
     "corruption.pattern": st.sampled_from(["random", "blocks", "blockwise"]),
-    "network.decoder_width": st.none() | st.integers(1, 300).map((4).__mul__),
     "objective.name": st.sampled_from(["mean_color", "grid_color", "pixels", "hog"]),
-    "objective.normalize": st.sampled_from(["none", "patch"]),
     "objective.bits": st.integers(1, 5),
     "optim.lr": st.floats(1e-12, 1e3),
     "optim.betas": st.lists(shares, min_size=2, max_size=2),
@@ -126,6 +128,77 @@ def test_a_warm_up_ends_before_its_run(config_class):
     if config_class is FinetuneConfig:
         with pytest.raises(UserError, match=r"optim\.warmup_steps is 30; it must be less than dev_steps \(30\)"):
             parse(config_class, ["--run.steps=50", "--dev_steps=30", "--optim.warmup_steps=30"])
+
+
+MAE = ["--network.name=autoencoder", "--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
+STUDENT = ["--distill.teacher={teacher}"]
+NEED = [  # a command, a setting, beside what it has no effect, beside what it has one (None: there is nothing)
+    (Config, "objective.normalize=patch", [[], ["--objective.name=hog"]], ["--objective.name=pixels"]),
+    (Config, "objective.loss=l1", [[], ["--objective.name=grid_color"]], ["--objective.name=hog"]),
+    (Config, "objective.grid=2", [[], ["--objective.name=pixels"]], ["--objective.name=grid_color"]),
+    (Config, "objective.cell=4", [[]], ["--objective.name=hog"]),
+    (Config, "corruption.block=3", [[], ["--corruption.pattern=blockwise"]], ["--corruption.pattern=blocks"]),
+    (Config, "corruption.source=batch", [["--corruption.random=0", "--corruption.keep=0.2"]], []),
+    (Config, "network.decoder_width=64", [[]], MAE),
+    (Config, "network.decoder_depth=2", [[]], MAE),
+    (Config, "network.decoder_heads=2", [[]], MAE),
+    (Config, "optim.momentum=0.5", [["--optim.name=adam"]], ["--optim.name=sgd"]),
+    (Config, "optim.adam_scale=2", [["--optim.name=adam"], ["--optim.name=sgd"]], []),
+    (Config, "optim.betas=[0.8,0.9]", [["--optim.name=sgd"]], ["--optim.name=adam"]),
+    (Config, "data.shuffle_block=3", [[]], ["--data.streaming=true"]),
+    (Config, "data.cache_gb=0", [["--data.streaming=true"]], []),
+    (Config, "data.eval_fraction=0.5", [["--data.eval_split=test"]], ["--data.eval_split=null"]),
+    (Config, "data.name=cats", [[]], ["--data.path=somebody/cats"]),
+    (Config, "data.revision=v2", [[]], ["--data.path=somebody/cats"]),
+    (Config, "run.project=mine", [[], ["--run.trackers=[]"]], ['--run.trackers=["tensorboard","wandb"]']),
+    (FinetuneConfig, "run.eval_every=100", [[]], None),
+    (FinetuneConfig, "optim.lr=0.5", [[]], None),
+    (FinetuneConfig, "optim.momentum=0.5", [["--optim.name=adam"]], []),
+    (SupervisedConfig, "distill.kind=soft", [[]], STUDENT),
+    (SupervisedConfig, "distill.temperature=1", [[], STUDENT], [*STUDENT, "--distill.kind=soft"]),
+    (SupervisedConfig, "distill.weight=0.3", [[]], STUDENT),
+    (SupervisedConfig, "distill.teacher_sha256=abc", [[]], STUDENT),
+    (ContrastiveConfig, "views.jitter_probability=0.5", [["--views.jitter=0"]], []),
+    (LinearConfig, "lr=0.1", [[]], ["--solver=sgd"]),
+    (LinearConfig, "epochs=3", [[]], ["--solver=sgd"]),
+    (LinearConfig, "sgd_batch_size=3", [[]], ["--solver=sgd"]),
+    (LinearConfig, "seeds=[0]", [[]], ["--solver=sgd"]),
+    (LinearConfig, "l2=0.1", [["--solver=sgd"]], []),
+    (LinearConfig, "iterations=3", [["--solver=sgd"]], []),
+    (VisualizeConfig, "residual=true", [["--pictures=rank"]], ['--pictures=["rank","attention_rollout"]']),
+    (VisualizeConfig, "rollout_from=class", [["--pictures=rank"]], []),
+    (VisualizeConfig, "attention_images=3", [["--pictures=rank"]], []),
+    (VisualizeConfig, "images=3", [["--pictures=rank"]], ["--pictures=pca"]),
+    (VisualizeConfig, "representation=class", [["--pictures=pca"]], ["--pictures=rank"]),
+    (ThroughputConfig, "memory=false", [['--sizes=["vit_tiny_patch16_224"]']], []),
+    (PrepareConfig, "quality=80", [["--format=ppm"]], []),
+]
+
+
+@pytest.mark.parametrize(("config_class", "setting", "without", "beside"), NEED, ids=[case[1] for case in NEED])
+def test_a_setting_that_has_no_effect_is_refused_with_what_it_needs(tmp_path, config_class, setting, without, beside):
+    for file in ("config.json", "model.safetensors"):  # as a teacher's folder has them
+        (tmp_path / file).touch()
+    key = setting.split("=")[0]
+    usual = json.dumps(flatten(config_class())[key]).strip('"')
+    for others in without:
+        others = [word.format(teacher=tmp_path) for word in others]
+        with pytest.raises(UserError, match=rf"^{re.escape(key)} is .* or left out: [^\n]*$"):
+            parse(config_class, [f"--{setting}", *others])
+        parse(config_class, [f"--{key}={usual}", *others])  # as if it were left out
+    if beside is not None:
+        beside = [word.format(teacher=tmp_path) for word in beside]
+        reads_back(parse(config_class, [*beside, f"--{setting}"]), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("muon", 0.95), ("sgd", 0.9), ("adam", None)])
+def test_what_a_run_saves_is_taken_again(tmp_path, name, momentum):
+    """Its settings are all given then, those of other optimisers too."""
+    for config_class in (Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig):
+        config = parse(config_class, [f"--optim.name={name}"])
+        saved = dataclasses.replace(config, optim=config.optim.settled(config.run.steps))
+        assert saved.optim.momentum == momentum
+        reads_back(saved, tmp_path)
 
 
 @few

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torchvision.transforms import v2
 
-from mpp.config import require
+from mpp.config import needs, require
 from mpp.data import images
 from mpp.data.views import ViewDataset
 from mpp.runtime.randomness import FIXED
@@ -24,7 +24,7 @@ class ViewsConfig:
 
     jitter: float = 1.0
     """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
-    jitter_probability: float = 0.8
+    jitter_probability: float = needs(0.8, jitter=True)
     """Share of the views whose colours are jittered."""
     grey: float = 0.2
     """Share of the views that become grey."""

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from evaluation.suite.networks import HeadedEncoder, Pooling
-from mpp.config import ModelConfig, plumbing, require
+from mpp.config import ModelConfig, needs, plumbing, require
 from mpp.encoder import (
     architecture,
     build_encoder,
@@ -46,13 +46,13 @@ class DistillConfig:
     teacher: str | None = plumbing(None)  # it may move: teacher_sha256 says which it is
     """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
     null: no teacher, and no such token."""
-    kind: Literal["hard", "soft"] = "hard"
+    kind: Literal["hard", "soft"] = needs("hard", teacher=True)
     """What is learned of the teacher. hard: the class that it finds likeliest; soft: its probabilities."""
-    temperature: float = 3.0
+    temperature: float = needs(3.0, teacher=True, kind="soft")
     """What the logits of both are divided by, of soft (DeiT: 3)."""
-    weight: float | None = None
+    weight: float | None = needs(None, teacher=True)
     """Share of the loss that is the teacher's; the rest is the labels'. null: DeiT's, 0.5 of hard and 0.1 of soft."""
-    teacher_sha256: str | None = None
+    teacher_sha256: str | None = needs(None, teacher=True)
     """Of the teacher's weights: a run is not resumed with others. null: looked up when the run begins."""
 
     def __post_init__(self):

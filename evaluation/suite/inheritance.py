@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpp.config import SourceConfig
+from mpp.config import SourceConfig, refuse_idle
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
-from mpp.runtime.parsing import parse
+from mpp.runtime.parsing import read
 from mpp.training.checkpoint import saved_settings
 
 ConfigT = TypeVar("ConfigT")
@@ -33,14 +33,16 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
         arguments: the command line's words; None: `sys.argv[1:]`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    config: Any = parse(config_class, words, prog)
+    config: Any = read(config_class, words, prog)
     named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     run = None if getattr(config, "features", None) else run_folder(config.encoder)
     if named or run is None:
+        refuse_idle(config)
         return config
     images = images_of_run(run)
     inherited = [f"--data.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in images]
-    config = parse(config_class, [*inherited, *words], prog)
+    config = read(config_class, [*inherited, *words], prog)
+    refuse_idle(config, usual=read(config_class, inherited, prog))
     taken = as_arguments(config.data)
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"the images of {run}:{taken}")

@@ -67,7 +67,7 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
         require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
     for name in ("dropout", "drop_path"):
         require(getattr(config, name) == 0, f"model.{name}", getattr(config, name), f"0 with {config.name}")
-    for name in ("position", "position_at", "stride", "mixing", "arguments"):
+    for name in ("position", "position_at", "stride", "mixing", "arguments", "attention", "activation_checkpointing"):
         value, usual = getattr(config, name), getattr(ModelConfig(), name)
         require(value == usual, f"model.{name}", value, f"{'null' if usual is None else usual} with {config.name}")
     encoder = timm.create_model(config.name, num_classes=0)

@@ -1,12 +1,13 @@
 """Settings: typed, frozen, validated, and the only place where a default is written.
 
 The names are those of the command line (mpp/runtime/parsing.py): `--optim.lr 1e-3`. Fields marked `plumbing` change
-how a run is carried out and watched, not what it computes: only they may differ when a run is resumed.
+how a run is carried out and watched, not what it computes: only they may differ when a run is resumed. Fields marked
+`needs` have an effect only beside certain others, and are refused where they are given without.
 """
 
 from dataclasses import dataclass, field
 
-from mpp.config.checks import as_lists, plumbing, require
+from mpp.config.checks import as_lists, group, needs, plumbing, refuse_idle, require
 from mpp.config.data import AugmentConfig, DataConfig, ImagesConfig, SourceConfig
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import ModelConfig, check_grid
@@ -27,7 +28,10 @@ __all__ = [
     "SourceConfig",
     "as_lists",
     "check_grid",
+    "group",
+    "needs",
     "plumbing",
+    "refuse_idle",
     "require",
 ]
 

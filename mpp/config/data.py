@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from mpp.config.checks import plumbing, require
+from mpp.config.checks import needs, plumbing, require
 
 
 @dataclass(frozen=True)
@@ -12,9 +12,9 @@ class ImagesConfig:
 
     path: str | None = None
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
-    name: str | None = None
+    name: str | None = needs(None, path=True)
     """Config name of a hub dataset."""
-    revision: str | None = None
+    revision: str | None = needs(None, path=True)
     """Branch, tag or commit of a hub dataset. null: its main branch, as it is when the run begins."""
     image_column: str | None = None
     """Column of the images. null: the only image column."""
@@ -38,7 +38,7 @@ class SourceConfig(ImagesConfig):
     """Split to train on."""
     eval_split: str | None = "auto"
     """Held-out split. auto: `validation` or `test` where there is one, else a seeded cut. null: always a seeded cut."""
-    eval_fraction: float = 0.05
+    eval_fraction: float = needs(0.05, eval_split=("auto", None))
     """Share of the images that the seeded cut holds out."""
     cut_seed: int = 0
     """Seed of what is held out: the cut, the choice of eval_images, their corruption. Replicates share it."""
@@ -80,13 +80,13 @@ class DataConfig(SourceConfig):
     """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
     eval_images: int = 2048
     """At most so many held-out images, a seeded choice, are evaluated."""
-    cache_gb: float = plumbing(0.5)
+    cache_gb: float = plumbing(0.5, streaming=False)
     """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
     whose loader processes share them (for a moment it needs twice as much). 0: none are."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed, and nothing is downloaded but the
     images to evaluate on. Pre-training only."""
-    shuffle_block: int = 512
+    shuffle_block: int = needs(512, streaming=True)
     """Rows of a stream's shard that are held in memory and shuffled together."""
 
     def __post_init__(self):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mpp.config.checks import require
+from mpp.config.checks import needs, require
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class CorruptionConfig:
 
     pattern: str = "random"
     """random: any patches; blocks: whole squares of patches (SimMIM); blockwise: rectangles of all sizes (BEiT)."""
-    block: int = 2
+    block: int = needs(2, pattern="blocks")
     """Side of the squares of `blocks`, in patches (SimMIM: 32 pixels, 2 patches of 16)."""
     rate: float = 0.5
     """Share of the patches that is corrupted: exactly K = floor(rate * N + 1/2) of N in every image. With blocks it is
@@ -23,7 +23,7 @@ class CorruptionConfig:
     """Share that becomes the embedding of another patch."""
     keep: float = 0.1
     """Share that stays as it is."""
-    source: Literal["image", "batch"] = "image"
+    source: Literal["image", "batch"] = needs("image", random=True)
     """Where the other patch is: in the same image, or in another of the forward pass, whose size then matters."""
 
     def __post_init__(self):
@@ -42,11 +42,11 @@ class NetworkConfig:
     name: str = "predictor"
     """predictor: the encoder sees every place, corrupted or not, and a linear head predicts; autoencoder: the encoder
     sees the visible patches alone, and a decoder predicts (MAE)."""
-    decoder_width: int | None = None
+    decoder_width: int | None = needs(None, name="autoencoder")
     """Width of the autoencoder's decoder. null: two thirds of the encoder's in steps of 32, at most 512 (MAE's)."""
-    decoder_depth: int | None = None
+    decoder_depth: int | None = needs(None, name="autoencoder")
     """Blocks of the decoder. null: two thirds of the encoder's, at most 8 (MAE's)."""
-    decoder_heads: int | None = None
+    decoder_heads: int | None = needs(None, name="autoencoder")
     """Attention heads of the decoder. null: one for every 32 of its width (MAE's)."""
 
     def __post_init__(self):
@@ -64,15 +64,15 @@ class ObjectiveConfig:
     name: str = "mean_color"
     """mean_color: the patch's mean colour; grid_color: its colours on a grid of cells; pixels: its pixels; hog: its
     histograms of oriented gradients (MaskFeat)."""
-    loss: Literal["l1", "l2"] = "l2"
+    loss: Literal["l1", "l2"] = needs("l2", name=("pixels", "hog"))
     """Distance from the true pixels or hog: mean absolute (SimMIM) or mean squared difference."""
-    normalize: Literal["none", "patch"] = "none"
+    normalize: Literal["none", "patch"] = needs("none", name="pixels")
     """patch: of pixels, each patch is predicted less its own mean and over its own deviation (MAE)."""
     bits: int = 3
     """Bits per colour channel of the colour objectives and of every accuracy: 3 bits are 512 colours."""
-    grid: int = 4
+    grid: int = needs(4, name="grid_color")
     """Cells per side of grid_color."""
-    cell: int = 8
+    cell: int = needs(8, name="hog")
     """Side of a cell of hog in pixels; a smaller patch is one cell."""
 
     def __post_init__(self):

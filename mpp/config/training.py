@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mpp.config.checks import plumbing, require
+from mpp.config.checks import needs, plumbing, require
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunConfig:
     """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
     trackers: tuple[str, ...] = plumbing(("tensorboard",))
     """Accelerate trackers that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
-    project: str = plumbing("mpp")
+    project: str = plumbing("mpp", trackers="wandb")
     """Project of wandb, in which each run folder is one run."""
 
     def __post_init__(self):
@@ -56,7 +56,7 @@ class OptimConfig:
     lr: float = 3e-3
     """Base learning rate, reached after the warm-up. It never depends on the number of processes. Muon's is at Adam's
     scale (Liu et al., 2025)."""
-    adam_scale: float = 1.0
+    adam_scale: float = needs(1.0, name="muon")
     """Learning rate of Muon's NAdamW part, as a multiple of lr."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay to 0 over the steps after the warm-up."""
@@ -69,9 +69,9 @@ class OptimConfig:
     layer_decay: float | None = None
     """Each layer's learning rate, as a share of that of the layer above it (BEiT and MAE fine-tune with 0.65 to 0.75).
     null: one rate for all."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = needs((0.9, 0.999), name=("muon", "adam"))
     """Adam's decay rates, also those of muon's NAdamW."""
-    momentum: float | None = None
+    momentum: float | None = needs(None, name=("muon", "sgd"))
     """Momentum of muon (Nesterov's; null: 0.95) or sgd (null: 0.9)."""
     clip: float | None = 1.0
     """Largest global norm of the gradient. null: no clipping."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
+from mpp.config import refuse_idle
 from mpp.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
@@ -52,8 +53,15 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
         arguments: the command line's words; None: `sys.argv[1:]`.
         prog: the command that `--help` shows.
     Raises:
-        UserError: one line that names the wrong key or value and what is allowed.
+        UserError: one line that names the wrong key or value and what is allowed, or a setting that has no effect.
     """
+    config = read(config_class, arguments, prog)
+    refuse_idle(config)
+    return config
+
+
+def read(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
+    """The same, where settings may have no effect, since not all of them were given by somebody."""
     parser = parser_of(config_class, prog)
     arguments = with_packaged_configs(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -225,11 +233,11 @@ def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
     """
     written, now = as_written(path), read_saved(path)
     if now == written:
-        return parse(config_class, ["--config", str(path)])
+        return read(config_class, ["--config", str(path)])
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(now, sort_keys=False))
-        return parse(config_class, ["--config", str(file)])
+        return read(config_class, ["--config", str(file)])
 
 
 def changed_keys(config: Any, path: Path) -> list[str]:
