@@ -25,7 +25,7 @@ from evaluation.suite.networks import HeadedEncoder, Pooling, zero_head
 from evaluation.suite.reports import table, write_json
 from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, group, plumbing, require
 from mpp.data.views import BatchLayout
-from mpp.encoder import fingerprint
+from mpp.encoder import checkpoint_activations, fingerprint
 from mpp.errors import Diverged, UserError
 from mpp.runtime.launch import command
 from mpp.training.task import train
@@ -48,6 +48,8 @@ class FinetuneConfig:
     """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
     drop_path: float | None = None
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
+    activation_checkpointing: bool = plumbing(False)
+    """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
     """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
     dev_fraction: float = 0.1
@@ -108,6 +110,8 @@ class Finetuning(Classification):
         if getattr(loaded.model, "attn_pool", None) is not None:
             raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
+        if config.activation_checkpointing:
+            checkpoint_activations(encoder, "activation_checkpointing")
         head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
         self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
 

@@ -69,7 +69,8 @@ def build_encoder(config: ModelConfig) -> VisionTransformer:
     require(without, "model.position", config.position, f"learned with {name}, which has position embeddings")
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
-    encoder.set_grad_checkpointing(config.activation_checkpointing)
+    if config.activation_checkpointing:
+        checkpoint_activations(encoder, "model.activation_checkpointing")
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
     if config.position == FIXED and not isinstance(encoder, VariantViT):
@@ -174,6 +175,22 @@ def set_attention(encoder: nn.Module, fused: bool) -> None:
 def has_fused_attention(encoder: nn.Module) -> bool:
     """What `set_attention` said."""
     return any(getattr(module, "fused_attn", False) for module in encoder.modules())
+
+
+def checkpoint_activations(encoder: nn.Module, key: str) -> None:
+    """Keep few activations of a model of timm's, and compute the rest again in the backward pass.
+
+    Args:
+        key: the setting that asks for it.
+    Raises:
+        UserError: timm has none for this model, or it has batch norms: their statistics would count each batch twice.
+    """
+    batch_norms = any(name.endswith("running_mean") for name, _ in encoder.named_buffers())
+    require(not batch_norms, key, True, "false for this model: its batch norms would see each batch twice")
+    try:
+        encoder.set_grad_checkpointing(True)
+    except (AssertionError, AttributeError):
+        raise UserError(f"{key} is True; it must be false: timm has none for this model") from None
 
 
 def load_weights(encoder: VisionTransformer, path: Path) -> None:

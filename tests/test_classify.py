@@ -16,11 +16,11 @@ from evaluation import finetune, supervised
 from evaluation.suite.classify import Classification
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.labelled import load_labelled
-from evaluation.suite.networks import HeadedEncoder
+from evaluation.suite.networks import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
-from mpp.encoder import build_encoder, export_encoder
+from mpp.encoder import build_encoder, checkpoint_activations, export_encoder
 from mpp.features import features_at, stages
 from mpp.runtime.parsing import read_saved
 from mpp.training.checkpoint import complete_checkpoints
@@ -193,6 +193,45 @@ def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init):
     tuned, untuned = load_frozen(str(tmp_path / "run/lr_0.1")).model, source.state_dict()
     same = {name for name, tensor in tuned.state_dict().items() if torch.equal(tensor, untuned[name])}
     assert same == {"pos_embed"}
+
+
+@pytest.mark.parametrize("name", [None, "test_efficientnet_gn"], ids=["vit", "convolutional"])
+def test_activation_checkpointing_fine_tunes_the_same_with_less_memory(tmp_path, encoder, monkeypatch, name):
+    kill_at(monkeypatch, 0)
+    tasks, results, kept = [], [], []
+    build = finetune.Finetuning.__init__
+    monkeypatch.setattr(finetune.Finetuning, "__init__", lambda self, *a: (build(self, *a), tasks.append(self))[0])
+    arguments = [*BASE, f"--encoder={name or encoder}", "--img_size=32", "--drop_path=0.3", "--lrs=0.01"]
+    for again in ("false", "true"):
+        with pytest.raises(BaseException, match="killed"):
+            finetune.main([*arguments, f"--activation_checkpointing={again}", f"--run.dir={tmp_path / again}"])
+        model, storages = tasks[-1].model.train(), {}
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.head.weight)
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32) % 256).square().mean()
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept.append(sum(size for place, size in storages.items() if place not in weights))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True)) and results[0][1].any()
+    assert kept[1] < 0.7 * kept[0]
+
+
+def test_activation_checkpointing_is_refused_where_a_model_has_none(tmp_path):
+    arguments = ["--encoder=test_resnet", "--init=random", "--activation_checkpointing=true", "--lrs=0.01"]
+    with pytest.raises(ValueError, match=r"^activation_checkpointing is True; .* its batch norms would see"):
+        finetune.main([*BASE, *arguments, f"--run.dir={tmp_path / 'tuned'}"])
+    for settings in (dict(name="resnet10t"), dict(name="vit_small_resnet26d_224")):
+        with pytest.raises(ValueError, match=r"^model\.activation_checkpointing is True; .* batch norms would see"):
+            build_backbone(ModelConfig(**settings, activation_checkpointing=True))
+    with pytest.raises(ValueError, match=r"^it is True; it must be false: timm has none for this model"):
+        checkpoint_activations(torch.nn.Linear(2, 2), "it")
 
 
 def test_finetunings_defaults_are_the_papers():

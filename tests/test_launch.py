@@ -12,11 +12,15 @@ import torch
 from conftest import Killed, kill_at, read_metrics, run_command
 
 import mpp.pretrain
-from mpp.config import RunConfig
+from evaluation.contrastive import ContrastiveConfig
+from evaluation.finetune import FinetuneConfig
+from evaluation.supervised import SupervisedConfig
+from mpp.config import Config, RunConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime import launch
 from mpp.runtime.hardware import bf16_is_native, uses_gpu
 from mpp.runtime.launch import check_promise, check_trackers, choose_precision, choose_threads, user_message
+from mpp.runtime.parsing import known_keys
 from mpp.training.update import Update
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -157,7 +161,11 @@ def test_other_parallelism_is_refused(monkeypatch):
 
 
 def test_a_gpu_out_of_memory_is_told_what_to_do():
-    assert "lower data.batch_size" in user_message(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    said = user_message(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert "lower data.batch_size" in said and "model.activation_checkpointing (of fine-tuning: activation_ch" in said
+    for config_class in (Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig):
+        again = f"{'' if config_class is FinetuneConfig else 'model.'}activation_checkpointing"
+        assert {"data.batch_size", again} <= set(known_keys(config_class))
 
 
 @pytest.mark.parametrize("bug", [RuntimeError("size mismatch"), ValueError("zip()"), KeyError("a")])

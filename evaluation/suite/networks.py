@@ -9,7 +9,7 @@ from timm.models import is_model_in_modules
 from torch import Tensor, nn
 
 from mpp.config import ModelConfig, require
-from mpp.encoder import Normalize, build_encoder
+from mpp.encoder import Normalize, build_encoder, checkpoint_activations
 from mpp.features import pool
 
 Pooling = Literal["auto", "class", "mean"]
@@ -67,10 +67,12 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
         require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
     for name in ("dropout", "drop_path"):
         require(getattr(config, name) == 0, f"model.{name}", getattr(config, name), f"0 with {config.name}")
-    for name in ("position", "position_at", "stride", "mixing", "arguments", "attention", "activation_checkpointing"):
+    for name in ("position", "position_at", "stride", "mixing", "arguments", "attention"):
         value, usual = getattr(config, name), getattr(ModelConfig(), name)
         require(value == usual, f"model.{name}", value, f"{'null' if usual is None else usual} with {config.name}")
     encoder = timm.create_model(config.name, num_classes=0)
+    if config.activation_checkpointing:
+        checkpoint_activations(encoder, "model.activation_checkpointing")
     return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
 
 

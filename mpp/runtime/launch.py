@@ -29,7 +29,8 @@ SHARDED = "ACCELERATE_USE_FSDP"
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 OUT_OF_MEMORY = (
     "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same; but "
-    "contrastive training gets fewer negatives), or set model.activation_checkpointing"
+    "contrastive training gets fewer negatives), or set model.activation_checkpointing (of fine-tuning: "
+    "activation_checkpointing)"
 )
 HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
 
