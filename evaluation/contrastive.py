@@ -26,7 +26,7 @@ from mpp.errors import UserError
 from mpp.features import extract
 from mpp.metrics import Sums
 from mpp.panels import prediction_panel
-from mpp.probe import probe
+from mpp.probe import Probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation
@@ -108,8 +108,10 @@ class Contrastive(ImageTask):
         with accelerator.main_process_first():
             known, self.held_out = load_image_datasets(config.data)
         self.train = known.choose(config.data.train_images, config.data.eval_seed)
-        judged = min(len(self.held_out), config.data.eval_images)
-        require(judged > 1, "held-out images", judged, "at least 2: an image is told from others")
+        judged = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
+        require(len(judged) > 1, "held-out images", len(judged), "at least 2: an image is told from others")
+        self.judged = self.evaluation.add(self.views(judged))
+        self.probe = Probe(self, self.train, config.probe, head.pooling) if config.probe.every else None
 
     @property
     def method(self) -> str:
@@ -145,15 +147,14 @@ class Contrastive(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        shown = self.held_out.choose(self.data.eval_images, self.data.cut_seed)
-        batches = named_failures(self.fixed_batches(shown), tracker)
-        projected, _ = extract(batches, lambda images: [self.project(model, images)], len(shown), self.accelerator)
+        batches, count = named_failures(self.evaluation.batches(self.judged), tracker), len(self.judged.dataset)
+        projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
         if self.accelerator.is_main_process:
             scalars = self.judge(torch.from_numpy(projected[0]).to(self.accelerator.device))
             self.log_panel(step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= probe(self, model, self.train, self.config.probe, model.pooling)
+            scalars |= self.probe(model)
         return scalars
 
     def judge(self, projected: Tensor) -> dict[str, float]:

@@ -24,7 +24,7 @@ from mpp.metrics import Sums, add, measure, summarize, total
 from mpp.networks import build_network
 from mpp.objectives import build_objective
 from mpp.panels import COLUMNS, prediction_columns, prediction_panel
-from mpp.probe import probe
+from mpp.probe import Probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
@@ -57,11 +57,14 @@ class Pretraining(ImageTask):
             probed = config.probe.images if config.probe.every else 0
             with accelerator.local_main_process_first():  # machines may have no disk in common
                 parts = load_streamed(config.data, probed, config.data.eval_images)
-            self.train, self.probe_train, self.held_out = parts
+            self.train, known, self.held_out = parts
         else:
             with accelerator.main_process_first():
                 train, self.held_out = load_image_datasets(config.data)
-            self.train = self.probe_train = train.choose(config.data.train_images, config.data.eval_seed)
+            self.train = known = train.choose(config.data.train_images, config.data.eval_seed)
+        judged = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
+        self.judged = self.evaluation.add(self.views(judged))
+        self.probe = Probe(self, known, config.probe) if config.probe.every else None
 
     @property
     def method(self) -> str:
@@ -87,7 +90,7 @@ class Pretraining(ImageTask):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         sums: Sums = {}
-        for batch in self.fixed_batches(self.held_out.choose(self.data.eval_images, self.data.cut_seed)):
+        for batch in self.evaluation.batches(self.judged):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
@@ -98,7 +101,7 @@ class Pretraining(ImageTask):
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= probe(self, model, self.probe_train, self.config.probe)
+            scalars |= self.probe(model)
         return scalars
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpp.config import ProbeConfig
 from mpp.data.sources import ImageDataset
-from mpp.data.views import ViewDataset, held_out_loader
+from mpp.data.views import ViewDataset
 from mpp.features import Representation, extract, features_at, stages
 from mpp.metrics import is_right
 from mpp.runtime.arrays import in_blocks
@@ -26,54 +26,61 @@ TIED_ROWS = 64  # test images at a time whose neighbours cannot be told apart
 RANKED = 2048  # images that the effective rank is of, at most
 
 
-def probe(
-    task: ImageTask,
-    model: nn.Module,
-    known: ImageDataset,
-    config: ProbeConfig,
-    representation: Representation = "mean",
-) -> dict[str, float]:
+class Probe:
     """Effective rank of the features after each block and, where there are labels, kNN accuracy.
 
-    All processes call it.
-
     Args:
-        task: has the held-out images.
-        model: has an `encoder` and a `normalize`.
+        task: has the held-out images, and loads what is probed.
         known: training images, of which labelled ones are what the kNN classifier compares with.
         representation: which features.
-    Returns:
-        `features/rank/depth_XX` and `knn/depth_XX`; nothing but on the main process.
     """
-    most, seed = task.data.eval_images, task.data.cut_seed
-    ranked = task.held_out.choose(min(most, RANKED), seed)
-    features, truth = frozen_features(task, model, ranked, representation)
-    scalars = by_depth("features/rank", effective_ranks(features, task.accelerator.device))
-    train, test = known.labelled(), task.held_out.labelled()
-    if train is None or test is None or train.labels.ndim > 1:
-        return scalars
-    judged = test.choose(most, seed)
-    if len(test) < len(task.held_out) or len(judged) > len(ranked):  # else they are the same images
-        features, truth = frozen_features(task, model, judged, representation)
-    compared, classes = frozen_features(task, model, train.choose(config.images, task.data.eval_seed), representation)
-    parts = [[compared[i], classes, features[i], truth] for i in range(len(features))]
-    on_device = [[torch.from_numpy(part).to(task.accelerator.device) for part in of_depth] for of_depth in parts]
-    return scalars | by_depth("knn", [knn_accuracy(*of_depth, config.neighbours) for of_depth in on_device])
 
+    def __init__(
+        self, task: ImageTask, known: ImageDataset, config: ProbeConfig, representation: Representation = "mean"
+    ):
+        self.accelerator, self.evaluation = task.accelerator, task.evaluation
+        self.neighbours, self.representation = config.neighbours, representation
 
-def frozen_features(
-    task: ImageTask, model: nn.Module, dataset: ImageDataset, representation: Representation
-) -> tuple[list[NDArray], NDArray]:
-    """Features (N, D) of the centre crops at every depth, and labels (N,); nothing but on the main process."""
-    depths = range(1, 1 + len(stages(model.encoder)))
+        def add(dataset: ImageDataset) -> ViewDataset:
+            return self.evaluation.add(ViewDataset(dataset, task.data, task.img_size))
 
-    def encode(images: Tensor) -> list[Tensor]:
-        return features_at(model.encoder, model.normalize(images), depths, representation)
+        most, seed = task.data.eval_images, task.data.cut_seed
+        self.ranked = add(task.held_out.choose(min(most, RANKED), seed))
+        self.judged = self.compared = None
+        train, test = known.labelled(), task.held_out.labelled()
+        if train is None or test is None or train.labels.ndim > 1:
+            return
+        judged = test.choose(most, seed)
+        same = len(test) == len(task.held_out) and len(judged) == len(self.ranked.dataset)
+        self.judged = self.ranked if same else add(judged)
+        self.compared = add(train.choose(config.images, task.data.eval_seed))
 
-    layout = task.layout
-    views = ViewDataset(dataset, task.data, task.img_size)
-    batches = held_out_loader(views, layout.batch_size, layout.world_size, layout.rank)
-    return extract(batches, encode, len(dataset), task.accelerator)
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Probe a model that has an `encoder` and a `normalize`. All processes call it.
+
+        Returns:
+            `features/rank/depth_XX` and `knn/depth_XX`; nothing but on the main process.
+        """
+        device = self.accelerator.device
+        features, truth = self.frozen_features(model, self.ranked)
+        scalars = by_depth("features/rank", effective_ranks(features, device))
+        if self.compared is None:
+            return scalars
+        if self.judged is not self.ranked:
+            features, truth = self.frozen_features(model, self.judged)
+        compared, classes = self.frozen_features(model, self.compared)
+        parts = [[compared[i], classes, features[i], truth] for i in range(len(features))]
+        on_device = [[torch.from_numpy(part).to(device) for part in of_depth] for of_depth in parts]
+        return scalars | by_depth("knn", [knn_accuracy(*of_depth, self.neighbours) for of_depth in on_device])
+
+    def frozen_features(self, model: nn.Module, views: ViewDataset) -> tuple[list[NDArray], NDArray]:
+        """Features (N, D) at every depth, and labels (N,); nothing but on the main process."""
+        depths = range(1, 1 + len(stages(model.encoder)))
+
+        def encode(images: Tensor) -> list[Tensor]:
+            return features_at(model.encoder, model.normalize(images), depths, self.representation)
+
+        return extract(self.evaluation.batches(views), encode, len(views.dataset), self.accelerator)
 
 
 def by_depth(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -2,8 +2,11 @@
 
 import collections
 import itertools
+import json
+import multiprocessing
 import os
 import resource
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -13,10 +16,20 @@ from conftest import encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
-from mpp.data.images import UnreadableImage
+from mpp.data.images import UnreadableImage, decode
 from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets
-from mpp.data.views import BatchLayout, TrainingBatchSampler, ViewDataset, held_out_loader, hold, training_loader
+from mpp.data.views import (
+    BatchLayout,
+    EvaluationLoader,
+    TrainingBatchSampler,
+    ViewDataset,
+    held_out_loader,
+    hold,
+    training_loader,
+)
+from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError
+from mpp.pretrain import Pretraining
 from mpp.runtime.randomness import FIXED
 
 
@@ -218,6 +231,61 @@ def test_held_out_images_are_each_seen_once_in_one_view():
     assert sorted(int(i) for part in parts for batch in part for i in batch.indices) == list(range(11))
     assert torch.equal(views(test)[FIXED, 3].images, views(test)[FIXED, 3].images)
     assert not torch.equal(views(test)[0, 3].images, views(test)[1, 3].images)
+
+
+def test_evaluations_fork_loader_processes_once_and_leave_none(pretrain, tmp_path, monkeypatch):
+    forks, fork, evaluate = [], os.fork, Pretraining.evaluate
+
+    def counted(self, model, step, tracker):
+        before = len(forks)
+        scalars = evaluate(self, model, step, tracker)
+        in_evaluations.append(len(forks) - before)
+        return scalars
+
+    def run(workers: int) -> list[dict]:
+        options = ("--run.eval_every=2", "--probe.every=2", "--probe.images=20", f"--data.workers={workers}")
+        folder = pretrain(*options, dir=tmp_path / str(workers), without="--data.workers")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        judged = ("heldout", "features", "knn")
+        return [{name: value for name, value in line.items() if name.startswith(judged)} for line in lines]
+
+    in_evaluations: list[int] = []
+    monkeypatch.setattr(os, "fork", lambda: forks.append(None) or fork())
+    monkeypatch.setattr(Pretraining, "evaluate", counted)
+    loaded = run(workers=1)
+    assert in_evaluations == [1, 0] and not multiprocessing.active_children()
+    for line, expected in zip(loaded, run(workers=0), strict=True):
+        assert line == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sets_are_loaded_again_and_again(workers):
+    train, test = load_image_datasets(DataConfig())
+    loader = EvaluationLoader(BatchLayout.of(8, 4, 2, 1), workers)
+    sets = [loader.add(views(part.choose(count, 0))) for part, count in ((train, 11), (test, 5))]
+    for each in (0, 1, 0, 0, 1):
+        for found, expected in zip(loader.batches(sets[each]), held_out_loader(sets[each], 4, 2, 1), strict=True):
+            assert torch.equal(found.images, expected.images) and torch.equal(found.indices, expected.indices)
+        next(loader.batches(sets[1 - each]))  # one that is left early
+
+
+def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loads(image_folder, monkeypatch):
+    dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
+    loader = EvaluationLoader(BatchLayout.of(2, 2, 1, 0), 1)
+    fine, deadly = (loader.add(views(dataset.select(np.array(chosen)))) for chosen in ([0, 1], [2, 3]))
+    data = dataset.rows[3]["image"]["bytes"] or Path(dataset.name(3)).read_bytes()
+
+    def dies(given, most):
+        return os.kill(os.getpid(), 9) if given == data else decode(given, most)
+
+    monkeypatch.setattr("mpp.data.images.decode", dies)
+    assert len(list(loader.batches(fine))) == 1
+    with (
+        pytest.raises(UserError, match=f"a loader process died .* while it read {dataset.name(3)};"),
+        deaths_explained(),
+    ):
+        list(loader.batches(deadly))
+    kill_workers()
 
 
 def test_unreadable_images_are_named_and_replaced(image_folder):

@@ -29,7 +29,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
 from mpp.encoder import export_encoder
 from mpp.pretrain import Pretraining
-from mpp.probe import effective_ranks, knn_predict, nearest, probe
+from mpp.probe import Probe, effective_ranks, knn_predict, nearest
 from mpp.runtime.parsing import parse
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
@@ -377,7 +377,7 @@ def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(m
 
     def probed(images):
         task.held_out = images
-        found = probe(task, model, task.train, config.probe)
+        found = Probe(task, task.train, config.probe)(model)
         return {name: [found[f"{name}/depth_{depth:02d}"] for depth in (1, 2)] for name in ("features/rank", "knn")}
 
     with Decompositions() as decompositions:

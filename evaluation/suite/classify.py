@@ -1,6 +1,7 @@
 """Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torchvision.transforms import v2
 
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.sources import ImageDataset
-from mpp.data.views import Batch, BatchLayout, collate
+from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, add, is_right, total
 from mpp.runtime.randomness import FIXED
@@ -87,10 +88,15 @@ class Classification(ImageTask):
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"accuracy": float(sums["right"] / sums["images"])}
 
+    @cached_property
+    def judged(self) -> ViewDataset:
+        """The held-out images as they are evaluated on."""
+        return self.evaluation.add(self.views(self.held_out))
+
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         sums: Sums = {}
-        for batch in self.fixed_batches(self.held_out):
+        for batch in self.evaluation.batches(self.judged):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             sums = add(sums, measured | {"loss": loss.double() * len(batch.images)})

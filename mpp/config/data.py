@@ -51,8 +51,8 @@ class SourceConfig(ImagesConfig):
     batch_size: int | None = plumbing(None)
     """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64."""
     workers: int = plumbing(2)
-    """Loader processes per training process. 0: load in the training process, as is done anyway where one or two
-    threads of a CPU train on decoded images (data.cache_gb)."""
+    """Loader processes per training process, and as many more that stay for its evaluations. 0: the training process
+    loads; where one or two threads of a CPU train on decoded images (data.cache_gb), it loads these anyway."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -7,7 +7,7 @@ function of (seed, epoch, index): see mpp/runtime/randomness.py.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,6 +234,58 @@ def held_out_loader(views: ViewDataset, batch_size: int, world_size: int = 1, ra
     """This process's share of the held-out images, in their fixed view; the last batch may be smaller."""
     keys = [(FIXED, index) for index in range(rank, len(views.dataset), world_size)]
     return loader(views, [keys[i : i + batch_size] for i in range(0, len(keys), batch_size)])
+
+
+@dataclass
+class Several(Dataset):
+    """Several sets of views as one, each in its held-out view: a key is the number of the set, and an index in it."""
+
+    sets: list[ViewDataset]
+    current: int = 0
+    """Number of the set that is loaded."""
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        number, index = key
+        return self.sets[number][FIXED, index]
+
+    def name(self, index: int) -> str:
+        """What a person finds an image of the set that is loaded by."""
+        return self.sets[self.current].dataset.name(index)
+
+
+class EvaluationLoader:
+    """Loads sets of images in their held-out view, one set at a time, as often as each is wanted.
+
+    Its loader processes stay until it is gone: each evaluation would fork several times, and forking a process that has
+    threads may hang. They know the sets that were added before the first batch.
+
+    Args:
+        layout: which share of each set is this process's.
+        workers: loader processes.
+    """
+
+    def __init__(self, layout: BatchLayout, workers: int):
+        self.layout, self.workers = layout, workers
+        self.several = Several([])
+        self.wanted: list[list[tuple[int, int]]] = []  # keys, by batch
+
+    def add(self, views: ViewDataset) -> ViewDataset:
+        """Make this a set that is loaded."""
+        self.several.sets.append(views)
+        return views
+
+    @cached_property
+    def loader(self) -> WatchedLoader:
+        options = dict(num_workers=self.workers, persistent_workers=self.workers > 0, collate_fn=collate)
+        return WatchedLoader(self.several, self.several.name, batch_sampler=self.wanted, **options)
+
+    def batches(self, views: ViewDataset) -> Iterator[Batch]:
+        """This process's share of a set that was added; the last batch may be smaller."""
+        number, size = self.several.sets.index(views), self.layout.batch_size
+        keys = [(number, index) for index in range(self.layout.rank, len(views.dataset), self.layout.world_size)]
+        self.wanted[:] = [keys[i : i + size] for i in range(0, len(keys), size)]
+        self.several.current = number
+        yield from self.loader
 
 
 def loader(

@@ -18,7 +18,7 @@ from mpp.corruption import Grid
 from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
-from mpp.data.views import Batch, BatchLayout, ViewDataset, held_out_loader, hold, training_loader
+from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, hold, training_loader
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.encoder import export_encoder, fingerprint
 from mpp.errors import UserError
@@ -53,6 +53,7 @@ class ImageTask:
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
+        self.evaluation = EvaluationLoader(layout, data.workers)
         self.train: ImageDataset | Shards
         self.held_out: ImageDataset
         self.img_size: int
@@ -93,10 +94,6 @@ class ImageTask:
             else record(self.train, self.learns_labels, retries),
             "held_out": record(self.held_out, self.learns_labels, retries),
         }
-
-    def fixed_batches(self, dataset: ImageDataset) -> Iterable[Batch]:
-        """This process's share of these images, in their fixed view."""
-        return held_out_loader(self.views(dataset), self.layout.batch_size, self.layout.world_size, self.layout.rank)
 
     def describe_model(self) -> str:
         """The model in a line."""
