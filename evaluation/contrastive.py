@@ -18,7 +18,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from evaluation.suite.contrast import Everyone, TwoViews, ViewsConfig, nt_xent
-from evaluation.suite.networks import HeadedEncoder, build_backbone
+from evaluation.suite.networks import HeadedEncoder, build_backbone, synchronized
 from mpp.config import DataConfig, ModelConfig, OptimConfig, ProbeConfig, RunConfig, require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import Batch, BatchLayout
@@ -88,6 +88,7 @@ class Contrastive(ImageTask):
     """The task: find the other view of an image among the views of all images of a forward pass.
 
     A forward pass is that of all processes together, so their number changes nothing where `data.batch_size` is null.
+    Batch norms too: with statistics of each process's own, the two views of an image would know each other by them.
     """
 
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
@@ -100,7 +101,8 @@ class Contrastive(ImageTask):
         batch = config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         require(self.together > 1, "data.batch_size", layout.batch_size, "above 1: an image is told from others")
-        encoder, self.img_size = build_backbone(config.model)
+        backbone, self.img_size = build_backbone(config.model)
+        encoder = synchronized(backbone, config.model.name, accelerator)
         width, head = encoder.head_hidden_size, config.head
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
@@ -176,7 +178,8 @@ class Contrastive(ImageTask):
         """Executed per image: its two views through the network, and their similarities to all views."""
         pair = self.views(self.held_out)[FIXED, 0].images
         similarities = 2 * (2 * self.together) * self.config.head.outputs  # a multiply-add each
-        return executed_flops(self.model, pair) + 2 * 3 * similarities  # forward, and backward to either side
+        model = self.model.eval()  # in training, synchronised batch norms would ask the other processes
+        return executed_flops(model, pair) + 2 * 3 * similarities  # forward, and backward to either side
 
     def describe_model(self) -> str:
         return f"{super().describe_model()}, each view told from {2 * self.together - 2} of other images"

@@ -52,6 +52,16 @@ def pretrain(tmp_path):
     return run
 
 
+@pytest.fixture
+def group_of_one():
+    """This process is a process group by itself."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield
+    distributed.destroy_process_group()
+
+
 SURVIVED = pytest.StashKey[list]()
 
 

@@ -1,11 +1,14 @@
 """Contrastive pre-training: two views, the loss against its definition, one run on any number of processes."""
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import timm
 import torch
+from accelerate import Accelerator
 from conftest import TINY, Killed, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
 from server import Command
@@ -14,6 +17,7 @@ from torchvision.transforms import v2
 import mpp
 from evaluation import contrastive
 from evaluation.suite.contrast import TwoViews, ViewsConfig, nt_xent
+from evaluation.suite.networks import synchronized
 from mpp.config import DataConfig
 from mpp.data.images import random_crop
 from mpp.data.sources import load_image_datasets
@@ -175,6 +179,44 @@ def test_two_processes_are_one_run_gradients_included(tmp_path):
     ours, theirs = (load_file(folder / "encoder" / "model.safetensors") for folder in (tmp_path / "two", one))
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_batch_norms_of_several_processes_on_cpus_are_refused(tmp_path):
+    model = ["--model.name=test_resnet", "--model.img_size=64", "--optim.name=adam", "--run.steps=1"]
+    words = [*(word for word in TINY if not word.startswith("--model")), *model, f"--run.dir={tmp_path / 'run'}"]
+    two = Command("contrastive", *words, processes=2)
+    assert two.wait() == [2, 2], two.said
+    assert two.said.count("model.name is test_resnet; it must be a model without batch norms on several") == 2
+    assert "Traceback" not in two.said and not (tmp_path / "run").exists()
+    contrastive.main(words)  # one process may
+    assert (tmp_path / "run" / "encoder").is_dir()
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_batch_norms_of_several_gpus_are_synchronised(group_of_one, monkeypatch, name):
+    """Weights, their names, what the encoder gives and what it costs stay as they are."""
+    gpus = SimpleNamespace(num_processes=2, device=torch.device("cuda"))
+    plain = timm.create_model(name, num_classes=0).eval()
+    model = synchronized(copy.deepcopy(plain), name, gpus)
+    norms = [part for part in model.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
+    assert norms and all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    images = torch.rand(2, 3, 64, 64)
+    torch.testing.assert_close(model(images), plain(images))
+    config = parse(contrastive.ContrastiveConfig, [f"--model.name={name}", "--model.img_size=64"])
+    layout, counted = BatchLayout(8, 1, 1, 0), []
+    for chosen in (gpus, Accelerator(cpu=True)):
+        monkeypatch.setattr(
+            contrastive, "synchronized", lambda encoder, name, _, by=chosen: synchronized(encoder, name, by)
+        )
+        counted.append(contrastive.Contrastive(config, Accelerator(cpu=True), layout).flops())
+    assert counted[0] == counted[1] > 0
+
+
+def test_what_has_no_batch_norm_stays_as_it_is():
+    cpus = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    model = timm.create_model("test_vit", num_classes=0)
+    assert synchronized(model, "test_vit", cpus) is model
 
 
 def test_a_run_goes_on_with_as_many_negatives_as_it_began_with(tmp_path, monkeypatch):

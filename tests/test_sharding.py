@@ -251,13 +251,6 @@ def test_one_process_has_nothing_to_share(pretrain, monkeypatch, capsys):
     assert "1 process on cpu" in (said := capsys.readouterr().out) and "sharded" not in said
 
 
-@pytest.fixture
-def group_of_one():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
 class Stack(torch.nn.Module):
     """Blocks, and a layer beside them."""
 

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import timm
+from accelerate import Accelerator
+from timm.layers import convert_sync_batchnorm
 from timm.models import is_model_in_modules
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpp.config import ModelConfig, require
 from mpp.encoder import Normalize, build_encoder, checkpoint_activations
@@ -74,6 +77,23 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
+
+
+def synchronized(encoder: nn.Module, name: str | None, accelerator: Accelerator) -> nn.Module:
+    """An encoder whose batch norms take their statistics over the images of all processes.
+
+    Args:
+        encoder: timm's.
+        name: its name, for the message.
+    Raises:
+        UserError: several processes on CPUs, for which torch has no such batch norm.
+    """
+    has_batch_norm = any(isinstance(part, _BatchNorm) for part in encoder.modules())
+    if accelerator.num_processes == 1 or not has_batch_norm:
+        return encoder
+    allowed = "a model without batch norms on several processes of CPUs, which cannot synchronise them; or start one"
+    require(accelerator.device.type != "cpu", "model.name", name, allowed)
+    return convert_sync_batchnorm(encoder)
 
 
 def build_head(kind: HeadKind, width: int, classes: int) -> nn.Module:
