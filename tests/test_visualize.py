@@ -36,7 +36,9 @@ from mpp.encoder import build_encoder
 from mpp.pretrain import Pretraining
 from mpp.training.tracking import HELD_OUT_LOSS, last_scalars
 
-FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--attention_images=5", "--images=3")
+FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
+SHOWN = (*FAST, "--images=3")  # of pictures that show images
+FEW = (*SHOWN, "--attention_images=5")  # of all
 ALL = (
     *("predictions", "filters", "positions", "attention_distance", "attention_rollout"),
     *("pca", "rank", "accuracy_by_depth"),
@@ -198,7 +200,7 @@ def test_entropy_lands_on_its_patch():
 
 def test_all_pictures_of_a_run(pretrain, tmp_path, capsys):
     run, out = pretrain(), tmp_path / "pictures"
-    main([f"--encoder={run}", f"--out={out}", *FAST])
+    main([f"--encoder={run}", f"--out={out}", *FEW])
     assert "no " not in capsys.readouterr().out.replace("note", "")
     events = EventAccumulator(str(out)).Reload()
     assert set(events.Tags()["images"]) == set(ALL)
@@ -233,7 +235,7 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch
     headings = []
     monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: headings.append(text))
     run, out = pretrain(*settings, "--run.steps=1"), tmp_path / "pictures"
-    main([f"--encoder={run}", f"--out={out}", "--pictures=predictions", *FAST])
+    main([f"--encoder={run}", f"--out={out}", "--pictures=predictions", *SHOWN])
     assert headings[0].replace("\n", " ").endswith(heading)
     saved = np.load(out / "predictions.npz")
     corrupted = saved["positions"].shape[1]
@@ -253,13 +255,13 @@ def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch
     run, seen = pretrain("--optim.average=0.9", "--optim.lr=0.1"), []
     predict = Pretraining.predict
     monkeypatch.setattr(Pretraining, "predict", lambda task, model, i: seen.append(model) or predict(task, model, i))
-    main([f"--encoder={run}/encoder", f"--out={tmp_path / 'p'}", "--pictures=predictions", *FAST])
+    main([f"--encoder={run}/encoder", f"--out={tmp_path / 'p'}", "--pictures=predictions", *SHOWN])
     exported = load_file(run / "encoder" / "model.safetensors")
     assert all(np.array_equal(seen[0].encoder.state_dict()[name].numpy(), exported[name]) for name in exported)
 
 
 def test_what_an_encoder_lacks_is_said(tmp_path, capsys):
-    main(["--encoder=resnetv2_50x1_bit", "--img_size=64", f"--out={tmp_path}", "--data.train_images=60", *FAST])
+    main(["--encoder=resnetv2_50x1_bit", "--img_size=64", f"--out={tmp_path}", "--data.train_images=60", *FEW])
     said = capsys.readouterr().out
     for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
         assert f"no {name}: " in said
@@ -273,17 +275,17 @@ def test_images_without_labels_give_all_but_accuracy(pretrain, tmp_path, capsys)
         (tmp_path / "plain").mkdir(exist_ok=True)
         (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
     out = tmp_path / "pictures"
-    main([f"--encoder={pretrain()}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FAST])
+    main([f"--encoder={pretrain()}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FEW])
     assert "no accuracy_by_depth: the images have no labels" in capsys.readouterr().out
     assert {path.stem for path in out.glob("*.png")} == set(ALL) - {"accuracy_by_depth"}
 
 
 def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):
     run = pretrain("--corruption.source=batch")
-    main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=[predictions,filters]", *FAST])
+    main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=[predictions,filters]", *SHOWN])
     assert (tmp_path / "p" / "predictions.png").exists()
     shutil.rmtree(run / "checkpoints")
-    main([f"--encoder={run}", f"--out={tmp_path / 'q'}", "--pictures=[predictions,filters]", *FAST])
+    main([f"--encoder={run}", f"--out={tmp_path / 'q'}", "--pictures=[predictions,filters]", *SHOWN])
     assert "no predictions: encoder is" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "q").glob("*.png")] == ["filters.png"]
 
@@ -314,7 +316,7 @@ def test_rollout_starts_at_class_where_class_was_trained(pretrain, tmp_path, mon
     supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
     supervised.main([*sized, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
     for encoder in (pretrain(), tmp_path / "labels", tmp_path / "mean", "vit_tiny_patch16_224"):
-        main([f"--encoder={encoder}", f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *FAST])
+        main([f"--encoder={encoder}", f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *SHOWN])
     assert starts == ["patches", "class", "patches", "patches"]
 
 
