@@ -261,7 +261,7 @@ def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch
 
 
 def test_what_an_encoder_lacks_is_said(tmp_path, capsys):
-    main(["--encoder=resnetv2_50x1_bit", "--img_size=64", f"--out={tmp_path}", "--data.train_images=60", *FEW])
+    main(["--encoder=resnetv2_18", "--img_size=32", f"--out={tmp_path}", "--data.train_images=60", *FEW])
     said = capsys.readouterr().out
     for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
         assert f"no {name}: " in said
