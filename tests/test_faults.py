@@ -1,6 +1,7 @@
 """Real faults: kills, signals, full disks, broken files, dying processes. Slow: `pytest -m faults`."""
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import random
@@ -291,7 +292,9 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally):
     options, folder = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}"], tmp_path / "run"
     finish(Command("pretrain", *TINY, RARE, f"--run.dir={tmp_path / 'whole'}"))
     folder.mkdir()
-    (folder / "config.yaml").write_text(to_yaml(parse(Config, options)))
+    config = parse(Config, options)
+    settled = dataclasses.replace(config, optim=config.optim.settled(config.run.steps))
+    (folder / "config.yaml").write_text(to_yaml(settled))
     (folder / "checkpoints").write_text("in the way")
     run = Command("pretrain", *options)
     assert run.wait() == [2]
