@@ -5,13 +5,15 @@ import shutil
 
 import datasets
 import pytest
+import torch
 from conftest import Killed, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.suite.inheritance import check_unseen, parse_with_images
-from mpp.config import Config, DataConfig, SourceConfig
+from mpp.config import Config, DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record, revision
 from mpp.data.sources import load_image_datasets, load_splits
+from mpp.encoder import build_encoder, export_encoder
 from mpp.errors import UserError
 from mpp.runtime.parsing import parse_saved
 
@@ -61,18 +63,25 @@ def test_a_run_does_not_go_on_with_other_images(pretrain, tmp_path, image_folder
 
 
 def test_a_run_does_not_go_on_from_other_weights(pretrain, tmp_path, monkeypatch):
-    first = pretrain(dir=tmp_path / "first")
+    first, other = (export(tmp_path / name, seed) for seed, name in enumerate(("first", "other")))
     options = (f"--model.init_from={first}",)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, 3)
         pretrain(*options)
-    weights = (first / "encoder" / "model.safetensors").read_bytes()
-    other = pretrain("--run.seed=1", dir=tmp_path / "other")
-    shutil.copy(other / "encoder" / "model.safetensors", first / "encoder")
+    weights = (first / "model.safetensors").read_bytes()
+    shutil.copy(other / "model.safetensors", first)
     with pytest.raises(UserError, match=r"a run that began otherwise: model\.init_from: weights changed; "):
         pretrain(*options)
-    (first / "encoder" / "model.safetensors").write_bytes(weights)
+    (first / "model.safetensors").write_bytes(weights)
     assert max(read_metrics(pretrain(*options))) == 4
+
+
+def export(folder, seed):
+    """An encoder of TINY's size with random weights."""
+    torch.manual_seed(seed)
+    encoder = build_encoder(ModelConfig(img_size=32, width=16, depth=2, heads=2))
+    export_encoder(encoder, folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    return folder
 
 
 def test_replicates_never_move_the_test_set():
