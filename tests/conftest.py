@@ -168,3 +168,12 @@ def image_folder(tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(encoded(picture(number)))
     return tmp_path / "images"
+
+
+def newton_schulz(width: int, blocks: int) -> int:
+    """Operations of Muon's step: five iterations of X X^T, its square, and the product of both with X."""
+    total = 0
+    for rows, columns in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
+        least, most = sorted((rows, columns))
+        total += 5 * 2 * (2 * least**2 * most + least**3)
+    return blocks * total

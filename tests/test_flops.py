@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import read_metrics
+from conftest import newton_schulz, read_metrics
 
 from evaluation.compare import with_compute
 from mpp.config import Config, ModelConfig, OptimConfig
@@ -72,15 +72,6 @@ def test_what_saves_memory_executes_no_more():
     assert counted(attention="fused") == (expected, expected)
     again, computed = counted(activation_checkpointing=True)
     assert again == expected < computed  # activation checkpointing computes more, which is in no budget
-
-
-def newton_schulz(width: int, blocks: int) -> int:
-    """Five iterations of X X^T, its square, and their product with X; of the four matrices of each block."""
-    total = 0
-    for rows, columns in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
-        least, most = sorted((rows, columns))
-        total += 5 * 2 * (2 * least**2 * most + least**3)
-    return blocks * total
 
 
 def test_muons_products_are_counted_and_adam_has_none():

@@ -31,6 +31,8 @@ from torch.utils.data import DataLoader
 from mpp.errors import UserError
 from mpp.runtime.hardware import uses_gpu
 
+FORKS = sys.platform == "linux"
+"""Whether loader processes are forks, which share the images that are kept decoded: elsewhere, each has its copy."""
 DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
 NOTHING = -1
 slot: np.ndarray | None = None  # in a loader process: [its pid, the index of the image that it reads]
@@ -112,6 +114,8 @@ class WatchedLoader:
         told = torch.zeros(1, dtype=torch.int64).share_memory_()
         own = torch.Generator().manual_seed(0)  # the loader would draw from the global one
         options = dict(pin_memory=uses_gpu()) | options
+        if FORKS and options["num_workers"]:  # whatever this Python would choose: 3.14 starts new processes
+            options["multiprocessing_context"] = "fork"
         shared = dict(generator=own, worker_init_fn=partial(start_worker, self.watch, told))
         self.loader = DataLoader(dataset, **shared, **options)
         alive.add(self)

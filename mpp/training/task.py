@@ -1,7 +1,6 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
 import dataclasses
-import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, hold, training_loader
-from mpp.data.workers import deaths_explained, kill_workers
+from mpp.data.workers import FORKS, deaths_explained, kill_workers
 from mpp.encoder import export_encoder, fingerprint
 from mpp.errors import UserError
 from mpp.runtime.launch import start
@@ -73,7 +72,7 @@ class ImageTask:
     def training_views(self, start: int) -> ViewDataset:
         """Crops of the training images from update `start` on; of decoded images, where they fit and recur."""
         images = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
-        inherited = self.data.workers == 0 or multiprocessing.get_start_method() == "fork"  # else each had its copy
+        inherited = self.data.workers == 0 or FORKS
         if images < 2 * len(self.train) or not inherited:
             return self.views(self.train)
         views = self.views(hold(self.train, self.data))
