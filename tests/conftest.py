@@ -1,5 +1,6 @@
 """What the tests share: a run that takes a second, and image files to feed it with."""
 
+import gc
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
+HANGS = 15 * 60  # seconds: what takes longer hangs, on any machine
 TINY = (
     *("--run.steps=4", "--run.log_every=1", "--run.checkpoint_every=2", "--run.precision=fp32", "--run.threads=1"),
     *("--data.workers=0", "--data.eval_images=8", "--probe.every=0"),
@@ -27,6 +29,11 @@ def pytest_configure(config):
     """Hide GPUs, before anything loads torch: only `pytest -m gpu` is about them."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector, which every run calls, need not look at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +96,11 @@ def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+def heed_interrupts() -> None:
+    """A shell starts `command &` with SIGINT ignored, and what that starts has it so: here it means what it does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start_command(*words: str) -> subprocess.Popen:
     """A command of the README in a process group of its own, output captured."""
     env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")}
@@ -98,17 +110,37 @@ def start_command(*words: str) -> subprocess.Popen:
         cwd=ROOT,
         env=env,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
+def finished(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    """The same at its end."""
+    out, err = process.communicate(timeout=HANGS)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
 def run_command(*words: str) -> subprocess.CompletedProcess:
-    """The same, to its end."""
-    process = start_command(*words)
-    out, err = process.communicate(timeout=240)
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    """A command of the README, to its end."""
+    return finished(start_command(*words))
+
+
+def launched(folder: Path, *nodes: tuple[str, ...]) -> list[dict[str, str]]:
+    """What launchers, with these options on each node, put into the environment of the processes that they start.
+
+    What torch's agent says of itself is left out: it is gone.
+    """
+    folder.mkdir()
+    script = ("tests/environment.py", str(folder))
+    for ended in map(finished, [start_command("accelerate-launch", *options, *script) for options in nodes]):
+        assert ended.returncode == 0, ended.stderr
+    found = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+    return [
+        {k: v for k, v in each.items() if os.environ.get(k) != v and not k.startswith("TORCHELASTIC")} for each in found
+    ]
 
 
 def kill_group(process: subprocess.Popen) -> None:
@@ -117,9 +149,9 @@ def kill_group(process: subprocess.Popen) -> None:
     process.communicate()
 
 
-def wait_until(condition, seconds: float = 120, poll: float = 0.02) -> None:
+def wait_until(condition, poll: float = 0.02) -> None:
     """Poll until the condition holds."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + HANGS
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(poll)

@@ -3,6 +3,7 @@
 It is multiprocessing's own fork server. Nothing is computed in it, so that every child starts as a new process would.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -15,17 +16,20 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
-from conftest import wait_until
+from conftest import HANGS, heed_interrupts, wait_until
 
 COMMANDS = ("supervised", "contrastive", "finetune", "compare", "features")
 MODULES = {"pretrain": "mpp.pretrain"} | {name: f"evaluation.{name}" for name in COMMANDS}
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(list(MODULES.values()))
+LATER = ("docstring_parser", "scipy.io", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+context.set_forkserver_preload([*MODULES.values(), *LATER])  # also what a run would import on its way
 
 
 def act(module: str, arguments: list[str], environment: dict[str, str], group: int, log: str) -> None:
     """What a child does: be the command."""
     os.setpgid(0, group)
+    gc.freeze()  # what the server imported stays
+    heed_interrupts()
     multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -50,6 +54,7 @@ class Command:
         arguments: its command line; after the word `then` that of another run, in the same processes.
         prepare: called in each process before the command, to break something. Must be picklable.
         sharded: as the launcher starts them with `distributed_type: FSDP`.
+        environments: of each process, from a launcher; in place of `processes` and `sharded`.
     """
 
     def __init__(
@@ -59,16 +64,11 @@ class Command:
         processes: int = 1,
         prepare: Callable[[], None] | None = None,
         sharded: bool = False,
+        environments: list[dict[str, str]] | None = None,
     ):
         self.log = Path(tempfile.mkstemp(suffix=".log")[1])
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
         self.processes = []
-        for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port} | shared if processes > 1 else {}
+        for rank, own in enumerate(environments or environments_of(processes, sharded)):
             group = self.processes[0].pid if rank else 0
             start = dict(target=act, args=(module, list(arguments), own, group, str(self.log)))
             if prepare is not None:
@@ -96,14 +96,40 @@ class Command:
         self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, seconds: float = 120) -> list[int]:
+    def wait(self) -> list[int]:
         """Exit codes."""
         for process in self.processes:
-            process.join(seconds)
+            process.join(HANGS)
             if process.exitcode is None:
                 self.signal(signal.SIGKILL)  # else it would hold on to pytest's pipes
-            assert process.exitcode is not None, f"still running after {seconds} s: {self.said[-2000:]}"
+            assert process.exitcode is not None, f"still running after {HANGS} s: {self.said[-2000:]}"
         return [process.exitcode for process in self.processes]
+
+
+def environments_of(processes: int, sharded: bool) -> list[dict[str, str]]:
+    """As a launcher has them."""
+    if processes == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": port} | ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {})
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def die_at(step: int) -> None:
+    """In each process: SIGKILL to all of the group, loader processes included, before update `step` (from 0)."""
+    from mpp.training.update import Update
+
+    update = Update.__call__
+
+    def dies(self, number, *args, **options):
+        if number == step:
+            os.killpg(0, signal.SIGKILL)
+        return update(self, number, *args, **options)
+
+    Update.__call__ = dies
 
 
 def act_prepared(prepare: Callable[[], None], *args) -> None:

@@ -1,9 +1,10 @@
 """Settings: one source of defaults, files that compose, errors of one line."""
 
 import dataclasses
+import runpy
 
 import pytest
-from conftest import ROOT, run_command
+from conftest import ROOT
 
 from mpp.config import Config
 from mpp.runtime.parsing import changed_keys, flatten, parse, to_yaml
@@ -147,8 +148,11 @@ def test_help_documents_every_setting(capsys):
         assert type(getattr(Config(), group.name)).__doc__.splitlines()[0].rstrip(".") in shown
 
 
-def test_a_mistake_ends_the_command_with_one_line_and_no_traceback():
-    ended = run_command("python", "mpp/pretrain.py", "--run.stepz", "3")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: unknown setting run.stepz: did you mean run.steps?")
-    assert ended.stderr.count("\n") == 1
+def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, capsys):
+    """The script as `python mpp/pretrain.py` runs it."""
+    monkeypatch.setattr("sys.argv", ["mpp/pretrain.py", "--run.stepz", "3"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "mpp" / "pretrain.py"), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("error: unknown setting run.stepz: did you mean run.steps?")

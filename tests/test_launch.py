@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import Killed, kill_at, read_metrics, run_command
+from conftest import ROOT, Killed, kill_at, launched, read_metrics
 
 import mpp.pretrain
 from evaluation.contrastive import ContrastiveConfig
@@ -47,10 +47,9 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_memory_that_an_update_frees_serves_the_next_one():
     """Page faults of the third and later rounds of the same allocations, in a fresh process."""
-    rounds = """
-import resource, torch
-from mpp.runtime.hardware import reuse_memory
-reuse_memory()
+    rounds = f"""
+import resource, runpy, torch
+runpy.run_path({str(ROOT / "mpp" / "runtime" / "hardware.py")!r})["reuse_memory"]()
 for number in range(6):
     if number == 3:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -96,21 +95,13 @@ def test_precision_that_there_is_not(monkeypatch):
         choose_precision(RunConfig())
 
 
-def test_one_process_where_two_were_promised_is_an_error(tmp_path):
-    words = (
-        "accelerate",
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "mpp/pretrain.py",
-        "--run.dir",
-        str(tmp_path / "r"),
-    )
-    ended = run_command(*words)
-    assert ended.returncode != 0
-    assert "error: the launcher was asked for several processes and started one" in ended.stderr
-    assert not (tmp_path / "r").exists()
+def test_one_process_where_two_were_promised_is_an_error(pretrain, tmp_path, monkeypatch):
+    (environment,) = launched(tmp_path / "launched", ("--cpu", "--num_processes", "2"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="the launcher was asked for several processes and started one"):
+        pretrain()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("joined", [{"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}])

@@ -54,6 +54,19 @@ def test_birds_travel_with_the_package():
     }
 
 
+INSTALLED = """
+import sys
+import mpp.pretrain
+from evaluation import fewshot
+print(mpp.__file__)
+try:
+    mpp.pretrain.main(["--config", "cifar11"])
+except ValueError as error:
+    print(error)
+fewshot.main(sys.argv[1:])
+"""
+
+
 def test_an_installed_package_works_from_an_empty_folder(tmp_path):
     """Not editable, not from a checkout: modules and configs come from what was installed."""
     source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"
@@ -74,24 +87,14 @@ def test_an_installed_package_works_from_an_empty_folder(tmp_path):
 
     short = [argument for argument in TINY if not argument.startswith("--model.img_size")]
     folder, birds = str(tmp_path / "run"), ["--data.path=null", "--data.image_column=null", "--data.label_column=null"]
-    trained = run(
-        *(
-            str(Path(sys.executable).parent / "accelerate"),
-            "launch",
-            "-m",
-            "mpp.pretrain",
-            *("--config", "cifar10", "--config", "rivals/mae"),
-            *short,
-            *birds,
-            f"--run.dir={folder}",
-        )
-    )
+    launch = str(Path(sys.executable).parent / "accelerate-launch")
+    composed = ("--config", "cifar10", "--config", "rivals/mae")
+    trained = run(launch, "-m", "mpp.pretrain", *composed, *short, *birds, f"--run.dir={folder}")
     assert trained.returncode == 0, trained.stderr
-    probed = run(sys.executable, "-m", "evaluation.fewshot", f"--encoder={folder}", "--shots=1", "--threads=1")
-    assert probed.returncode == 0, probed.stderr
-    assert "img_size: 32\n  patch_size: 4\n" in trained.stdout and f"wrote {folder}" in probed.stdout
+    assert "img_size: 32\n  patch_size: 4\n" in trained.stdout
+    looked_at = run(sys.executable, "-c", INSTALLED, f"--encoder={folder}", "--shots=1", "--threads=1")
+    assert looked_at.returncode == 0, looked_at.stderr
+    place, wrong, *_ = looked_at.stdout.splitlines()
+    assert place.startswith(str(site)) and f"wrote {folder}" in looked_at.stdout
+    assert wrong.startswith("--config is cifar11, which is no file; configs by name are acc")
     assert list(empty.iterdir()) == []
-    found = run(sys.executable, "-c", "import mpp; print(mpp.__file__)")
-    assert found.stdout.startswith(str(site))
-    wrong = run(sys.executable, "-m", "mpp.pretrain", "--config", "cifar11")
-    assert wrong.returncode == 2 and "--config is cifar11, which is no file; configs by name are acc" in wrong.stderr

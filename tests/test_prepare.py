@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import runpy
 import tarfile
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture, run_command
+from conftest import encoded, picture
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
@@ -202,8 +204,12 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
         main(options(folder, tmp_path / "other"))
 
 
-def test_the_command(folder, tmp_path):
-    ended = run_command("python", "-m", "mpp.prepare", *options(folder, tmp_path / "out"))
-    assert ended.returncode == 0 and "next: accelerate launch mpp/pretrain.py" in ended.stdout, ended.stderr
+def test_the_command(folder, tmp_path, monkeypatch, capsys):
+    """As `python -m mpp.prepare` runs it."""
+    monkeypatch.setattr("sys.argv", ["mpp.prepare", *options(folder, tmp_path / "out")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # it is imported already
+        runpy.run_module("mpp.prepare", run_name="__main__", alter_sys=True)
+    assert "next: accelerate launch mpp/pretrain.py" in capsys.readouterr().out
     notes = json.loads((tmp_path / "out" / NOTES / "test-00000-of-00001.json").read_text())
     assert notes["kept"] == 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
-from conftest import TINY, encoded, picture, run_command
+from conftest import ROOT, TINY, encoded, picture
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
@@ -333,12 +334,19 @@ def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
     assert all(0 <= result["accuracy"] <= 1 for result in report["results"])
 
 
-def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path):
-    ended = run_command("python", "evaluation/fewshot.py", "--encoder", str(vit[1]), "--out", str(tmp_path / "r.json"))
-    assert ended.returncode == 0, ended.stderr
+def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path, monkeypatch, capsys):
+    """The script as `python evaluation/fewshot.py` runs it."""
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["evaluation/fewshot.py", *words])
+        runpy.run_path(str(ROOT / "evaluation" / "fewshot.py"), run_name="__main__")
+
+    run("--encoder", str(vit[1]), "--out", str(tmp_path / "r.json"), *FAST)
     assert json.loads((tmp_path / "r.json").read_text())["summary"]["5"]["mean"] > 0
-    wrong = run_command("python", "evaluation/fewshot.py", "--encoder", "nowhere")
-    assert wrong.returncode == 2 and wrong.stderr.splitlines()[-1].startswith("error: encoder is nowhere")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run("--encoder", "nowhere")
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: encoder is nowhere")
 
 
 def rank_by_svd(features: torch.Tensor) -> float:

@@ -1,15 +1,16 @@
 """The README's commands, as processes: two of them at once, and one that is killed."""
 
 import os
+import signal
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, kill_group, read_metrics, run_command, start_command, wait_until
+from conftest import TINY, launched, read_metrics, run_command
 from safetensors.torch import load_file, save_file
-from server import Command, context
+from server import Command, context, die_at
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,14 +23,15 @@ from mpp.training.checkpoint import newest_step
 
 
 def test_two_processes_are_one_run(tmp_path):
+    """As the README starts them, whole."""
     arguments = [*TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=64"]
     pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     two = run_command(
-        *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29617"),
+        *("accelerate", "launch", "--config_file", "configs/accelerate/cpu_2.yaml", "--main_process_port", "29617"),
         *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'two'}"),
     )
     assert two.returncode == 0, two.stderr
-    assert "2 processes" in two.stdout
+    assert "2 processes on cpu" in two.stdout
     losses = read_metrics(tmp_path / "one")
     assert len(losses) == 10
     assert read_metrics(tmp_path / "two") == pytest.approx(losses, abs=1e-4)
@@ -70,15 +72,13 @@ def test_a_process_without_a_held_out_image_is_fine(tmp_path):
 
 
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
-    """Workers, accumulation, dropout, and the end of an epoch (633 images, 79 updates of 8) on the way."""
-    arguments = [*TINY, "--run.steps=110", "--run.checkpoint_every=20", "--data.workers=2", "--data.batch_size=4"]
-    arguments += ["--model.dropout=0.1", "--run.eval_every=1000"]
+    """Loader processes, accumulation, dropout, and two ends of an epoch (of 5 updates) on the way."""
+    arguments = [*TINY, "--run.steps=12", "--run.checkpoint_every=3", "--data.train_images=40", "--data.workers=2"]
+    arguments += ["--data.batch_size=4", "--data.cache_gb=0", "--model.dropout=0.1"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run = Command("pretrain", *arguments, f"--run.dir={killed}", prepare=partial(die_at, 7))
     pretrain_main([*arguments, f"--run.dir={whole}"])
-    process = start_command("accelerate", "launch", "mpp/pretrain.py", *arguments, f"--run.dir={killed}")
-    wait_until(lambda: newest_step(killed) >= 40 and max(read_metrics(killed), default=0) > newest_step(killed))
-    kill_group(process)
-    assert 40 <= newest_step(killed) < 100  # it was killed on its way
+    assert run.wait() == [-signal.SIGKILL] and newest_step(killed) == 6, run.said
     assert not (killed / "encoder").exists()
     again = Command("pretrain", *arguments, f"--run.dir={killed}")
     assert again.wait() == [0], again.said
@@ -109,29 +109,24 @@ def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
     assert torch.equal(*means) and means[0].abs().sum() > 0
 
 
-def test_the_config_of_two_cpu_processes(tmp_path):
-    config = ["accelerate", "launch", "--config_file", "configs/accelerate/cpu_2.yaml", "--main_process_port", "29623"]
-    ended = run_command(*config, "mpp/pretrain.py", *TINY, "--run.steps=1", f"--run.dir={tmp_path / 'run'}")
-    assert ended.returncode == 0 and "2 processes on cpu" in ended.stdout, ended.stderr
+def test_the_config_of_one_gpu_is_one_process(pretrain, tmp_path, monkeypatch, capsys):
+    (environment,) = launched(tmp_path / "launched", ("--config_file", "configs/accelerate/gpu_1.yaml"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    pretrain("--run.steps=1")
+    assert "1 process on" in capsys.readouterr().out
 
 
-def test_the_config_of_one_gpu_is_one_process(tmp_path):
-    config = ["accelerate", "launch", "--config_file", "configs/accelerate/gpu_1.yaml"]
-    ended = run_command(*config, "mpp/pretrain.py", *TINY, "--run.steps=1", f"--run.dir={tmp_path / 'run'}")
-    assert ended.returncode == 0 and "1 process on" in ended.stdout, ended.stderr
-
-
-def test_the_config_of_two_machines_on_one_host(tmp_path):
+def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     """As on two nodes, with a process each in place of eight."""
-    config = ["accelerate", "launch", "--config_file", "configs/accelerate/gpu_2x8.yaml", "--num_processes", "2"]
-    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", "29627"]
-    words = ["mpp/pretrain.py", *TINY, "--run.steps=3", f"--run.dir={tmp_path / 'two'}"]
-    nodes = [start_command(*config, *address, "--machine_rank", str(rank), *words) for rank in range(2)]
-    said = [node.communicate(timeout=240) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert "2 processes on cpu" in said[0][0]
-    pretrain_main([*words[1:-1], f"--run.dir={tmp_path / 'one'}"])
-    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(tmp_path / "one"), abs=1e-4)
+    config = ("--config_file", "configs/accelerate/gpu_2x8.yaml", "--num_processes", "2")
+    config += ("--main_process_ip", "127.0.0.1", "--main_process_port", "29627")
+    environments = launched(tmp_path / "launched", *((*config, "--machine_rank", str(rank)) for rank in range(2)))
+    assert [each["LOCAL_RANK"] for each in environments] == ["0", "0"]
+    options = ("--run.steps=3",)
+    two = Command("pretrain", *TINY, *options, f"--run.dir={tmp_path / 'two'}", environments=environments)
+    assert two.wait() == [0, 0] and "2 processes on cpu" in two.said, two.said
+    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(pretrain(*options)), abs=1e-4)
 
 
 def test_an_uneven_last_batch_of_the_evaluation(tmp_path):

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from evaluation import throughput
+from evaluation.suite import contenders
 from evaluation.throughput import verdict
 
 
-def test_ratios_are_of_the_same_round(tmp_path, capsys):
+def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
+    """With few and small files to load from."""
+    monkeypatch.setattr(contenders, "FILES", 16)
     out = tmp_path / "t.json"
     torch.set_num_threads(1)
-    throughput.main(
-        ["--batch_size=1", "--rounds=2", "--precision=fp32", "--memory=false", "--workers=0", f"--out={out}"]
-    )
+    words = ["--batch_size=1", "--rounds=2", "--precision=fp32", "--memory=false", "--workers=0", "--jpeg_side=64"]
+    throughput.main([*words, f"--out={out}"])
     result = json.loads(out.read_text())
     seconds = result["seconds"]
     each = [a / b for a, b in zip(seconds["timm as it comes"], seconds["mpp update"], strict=True)]
