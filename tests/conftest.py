@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,22 @@ def group_of_one():
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
     yield
     distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """A finished tiny pre-training run, which nobody may change."""
+    from mpp.pretrain import main
+
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    main([*TINY, f"--run.dir={folder}"])
+    return folder
+
+
+@pytest.fixture
+def trained(finished_run, tmp_path):
+    """A copy of it, as if `pretrain()` had been called."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 SURVIVED = pytest.StashKey[list]()

@@ -52,7 +52,13 @@ def test_every_case_of_a_comparison_file_parses(path):
     assert not frozen or any(entry["encoder"].startswith("floor:") for entry in config.encoders)  # and a floor
     asked = plan.plan(config)
     assert {case.encoder.name for case in asked.cases} == {entry["name"] for entry in config.encoders}
+    known = set()
     for case in asked.cases:
+        row, judged, images = case.encoder.name, case.evaluation.name, case.dataset.name
+        pairs = {(row, judged), (judged, images), (images, row)}
+        if pairs <= known:
+            continue
+        known |= pairs
         job = compare.Job(case, ROOT)
         assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
 
@@ -480,7 +486,7 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
     jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in asked.cases}
     for job in jobs.values():
         an_update = compare.flops_of("pretrain", job.training)
-        assert job.training.run.steps == pytest.approx(1e9 / an_update, abs=0.5)
+        assert job.training.run.steps == round(1e9 / an_update)
         assert job.requested.run.steps == 2
     assert jobs["narrow"].training.run.steps > 2 * jobs["wide"].training.run.steps
 

@@ -7,7 +7,7 @@ import string
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from evaluation.compare import CompareConfig
@@ -28,9 +28,9 @@ from mpp.runtime.parsing import flatten, parse, to_yaml
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
 COMMANDS += [ContrastiveConfig, CompareConfig, VisualizeConfig, ThroughputConfig]
 few = settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-many = settings(few, max_examples=60)
+many = settings(few, max_examples=25)
 
 shares = st.floats(0.01, 0.99)
 VALID = {
@@ -85,6 +85,15 @@ def is_one_line_or_reads_back(config_class, arguments, folder) -> None:
 
 
 @many
+@example({})
+@example(
+    {
+        **{"run.steps": 1, "run.seed": 2**63 - 1, "run.dir": "a: #b", "run.trackers": [], "data.path": None},
+        **{"data.crop_area": [1.0, 1.0], "data.workers": 0, "model.drop_path": 0.0, "model.mean": [0.01, 0.5, 0.99]},
+        **{"corruption.rate": 0.99, "network.decoder_width": None, "objective.bits": 5, "optim.lr": 1e-12},
+        **{"optim.clip": None, "optim.average": 0.99, "probe.every": 0},
+    }
+)
 @given(st.fixed_dictionaries({}, optional=VALID))
 def test_what_is_valid_is_taken_and_reads_back(tmp_path, overrides):
     file = tmp_path / "given.yaml"
@@ -100,7 +109,7 @@ def test_what_is_valid_is_taken_and_reads_back(tmp_path, overrides):
     reads_back(config, tmp_path)
 
 
-@many
+@settings(few, max_examples=50)
 @given(st.data())
 def test_one_wrong_value_is_one_line(tmp_path, data):
     key = data.draw(st.sampled_from(sorted(flatten(Config()))))

@@ -249,8 +249,8 @@ def test_flops_count_the_teachers_forward_pass(teacher):
 
 
 @pytest.mark.parametrize("position", ["learned", "sincos_2d"])
-def test_a_student_starts_from_a_pre_training_run(pretrain, position):
-    config = ModelConfig(**NUMBERS | dict(img_size=48, position=position, init_from=str(pretrain())))
+def test_a_student_starts_from_a_pre_training_run(finished_run, position):
+    config = ModelConfig(**NUMBERS | dict(img_size=48, position=position, init_from=str(finished_run)))
     torch.manual_seed(1)
     plain = build_encoder(config).state_dict()  # resampled as ever
     student = build_student(config)
@@ -289,12 +289,12 @@ def test_what_is_no_plain_vit_is_no_student(name):
         build_student(ModelConfig(name=name, **numbers))
 
 
-def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, pretrain, teacher):
+def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher):
     a_teacher = "it must be the folder of a finished supervised or fine-tuned run, or a folder of timm's with"
     refused = {
         save_timm(tmp_path / "ten", 10): "which knows 10 classes; these images have 9",
         save_timm(tmp_path / "headless", 0): a_teacher,
-        pretrain(dir=tmp_path / "without labels"): a_teacher,
+        finished_run: a_teacher,  # it has no labels
     }
     for folder, reason in refused.items():
         with pytest.raises(UserError, match=f"distill.teacher is {folder}[;,] {reason}"):

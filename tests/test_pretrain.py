@@ -56,8 +56,8 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
 
 
-def test_tensorboard_shows_the_same_scalars_and_pictures(pretrain):
-    folder = pretrain()
+def test_tensorboard_shows_the_same_scalars_and_pictures(trained):
+    folder = trained
     events = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0}).Reload()
     tags = events.Tags()
     for key in ("loss", "accuracy", "heldout/accuracy", "optim/lr", "speed/images_per_second"):
@@ -89,8 +89,8 @@ def test_a_run_folder_is_one_run_of_wandbs(pretrain, tmp_path, monkeypatch):
     assert sum(b"heldout/loss" in file.read_bytes() for file in files) == 2  # the first was killed before it
 
 
-def test_saved_config_repeats_the_run(pretrain, tmp_path):
-    first = pretrain()
+def test_saved_config_repeats_the_run(pretrain, finished_run, tmp_path):
+    first = finished_run
     saved = yaml.safe_load((first / "config.yaml").read_text())
     assert saved["model"]["width"] == 16 and saved["optim"]["global_batch_size"] == 8
     again = pretrain("--config", str(first / "config.yaml"), f"--run.dir={tmp_path / 'again'}", dir=tmp_path / "again")
@@ -103,8 +103,7 @@ def test_learning_happens(pretrain):
     assert losses[60] < losses[10] - 0.5
 
 
-@pytest.mark.parametrize("objective", ["grid_color", "pixels"])
-@pytest.mark.parametrize("source", ["image", "batch"])
+@pytest.mark.parametrize(("objective", "source"), [("grid_color", "batch"), ("pixels", "image")])
 def test_other_targets_and_sources_run(pretrain, objective, source):
     folder = pretrain(f"--objective.name={objective}", f"--corruption.source={source}", "--run.steps=1")
     assert 0 <= read_metrics(folder, "heldout/accuracy")[1] <= 1
@@ -114,16 +113,16 @@ HARD = (
     "--model.dropout=0.1",
     "--model.drop_path=0.1",
     "--data.batch_size=4",
-    "--run.steps=10",
-    "--run.checkpoint_every=3",
+    "--run.steps=6",
+    "--run.checkpoint_every=2",
 )
 
 
 @pytest.mark.parametrize(
     ("step", "optimizer", "overlay"),
     [
-        *((1, "muon", None), (3, "adam", None), (9, "muon", None), (5, "muon", "rivals/mae")),
-        *((2, "muon", "rivals/mae_mean_color"), (4, "adam", "rivals/simmim"), (7, "muon", "rivals/maskfeat")),
+        *((1, "muon", None), (3, "adam", "rivals/maskfeat")),  # before the first checkpoint; between two
+        *((4, "adam", "rivals/simmim"), (5, "muon", "rivals/mae")),  # at one; at the end
     ],
     ids=lambda value: str(value),
 )
@@ -135,7 +134,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatc
         with pytest.raises(Killed):
             pretrain(*arguments)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "lo')  # torn by the kill
+        file.write('{"step": 5, "lo')  # torn by the kill
     resumed = pretrain(*arguments)
     assert weights(resumed) == weights(whole)
     for key in ("loss", "accuracy", "optim/lr", "heldout/loss"):
@@ -143,7 +142,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatc
     steps = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     shown = EventAccumulator(str(resumed), size_guidance={"scalars": 0}).Reload().Scalars("train/loss")
-    assert [event.step for event in shown] == list(range(1, 11))
+    assert [event.step for event in shown] == list(range(1, 7))
 
 
 def test_a_hybrids_patches_are_those_of_its_grid(pretrain, capsys):
@@ -154,24 +153,25 @@ def test_a_hybrids_patches_are_those_of_its_grid(pretrain, capsys):
     assert 0 <= read_metrics(folder, "heldout/nearest")[1] <= 1
 
 
-def test_dropout_and_seed_matter(pretrain, tmp_path):
+def test_dropout_and_seed_matter(pretrain, finished_run, tmp_path):
     runs = [
         pretrain("--model.dropout=0.1", dir=tmp_path / "a"),
-        pretrain(dir=tmp_path / "b"),
+        finished_run,
         pretrain("--run.seed=1", dir=tmp_path / "c"),
     ]
     assert len({weights(run) for run in runs}) == 3
 
 
 def test_compiled_training_is_the_same_and_goes_on(pretrain, tmp_path, monkeypatch):
-    whole = pretrain(dir=tmp_path / "whole")
+    """By the compiler itself: tests/test_compiled.py."""
+    whole = pretrain("--model.depth=1", dir=tmp_path / "whole")
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
     with monkeypatch.context() as context:
         kill_at(context, 3)
         with pytest.raises(Killed):
-            pretrain("--run.compile=true")
-    resumed = pretrain("--run.compile=true")
+            pretrain("--run.compile=true", "--model.depth=1")
+    resumed = pretrain("--run.compile=true", "--model.depth=1")
     for key in ("loss", "heldout/loss"):
         assert read_metrics(resumed, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
     assert list(mpp.load_encoder(resumed).state_dict()) == list(mpp.load_encoder(whole).state_dict())
@@ -181,7 +181,7 @@ def test_compiled_training_is_the_same_and_goes_on(pretrain, tmp_path, monkeypat
 def test_a_probe_while_training_changes_nothing(pretrain, tmp_path, monkeypatch, setting):
     """It looks at the blocks of the model that is trained."""
     compiled = torch.nn.Module.compile
-    counted = CompileCounterWithBackend("aot_eager")
+    counted = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=counted))
     quiet = pretrain(setting, "--run.eval_every=2", dir=tmp_path / "quiet")
     graphs, counted.frame_count = counted.frame_count, 0
@@ -191,9 +191,9 @@ def test_a_probe_while_training_changes_nothing(pretrain, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_accumulation_equals_the_big_batch(pretrain, tmp_path, size):
+def test_accumulation_equals_the_big_batch(pretrain, finished_run, tmp_path, size):
     """8 images in passes of at most 3 are shares of 2, 3 and 3."""
-    whole = pretrain(dir=tmp_path / "whole")
+    whole = finished_run
     parts = pretrain(f"--data.batch_size={size}", dir=tmp_path / "parts")
     for key in ("loss", "optim/grad_norm", "accuracy", "nearest", "most_frequent", "heldout/loss"):
         assert read_metrics(parts, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
@@ -210,8 +210,8 @@ def test_images_decoded_once_train_to_the_same_bits(pretrain, tmp_path, image_fo
     assert not built[1].dataset.decoded and built[1].data.workers == 1
 
 
-def test_a_finished_run_says_so_and_changes_nothing(pretrain, capsys):
-    folder = pretrain()
+def test_a_finished_run_says_so_and_changes_nothing(pretrain, trained, capsys):
+    folder = trained
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     pretrain("--run.log_every=3", "--data.batch_size=2")  # plumbing may differ
     assert f"{folder} is finished: 4 steps" in capsys.readouterr().out
@@ -229,8 +229,8 @@ def test_a_short_runs_warm_up_is_noted_and_resumed(pretrain, monkeypatch):
     assert [rates[step] for step in (1, 2, 3)] == pytest.approx([0.005, 0.01, 0.01]) and rates[10] < 0.001
 
 
-def test_another_config_in_the_same_folder_is_refused(pretrain):
-    folder = pretrain()
+def test_another_config_in_the_same_folder_is_refused(pretrain, trained):
+    folder = trained
     before = (folder / "config.yaml").read_bytes()
     with pytest.raises(ValueError, match=r"run\.steps, corruption\.rate, optim\.lr differ"):
         pretrain("--optim.lr=0.5", "--corruption.rate=0.3", "--run.steps=5")

@@ -57,8 +57,8 @@ def test_yaml_runs_nothing(tmp_path, trap, tag):
     assert not is_pretraining(tmp_path)
 
 
-def test_a_config_in_a_run_folder_runs_nothing(pretrain, trap):
-    folder = pretrain()
+def test_a_config_in_a_run_folder_runs_nothing(pretrain, trained, trap):
+    folder = trained
     (folder / "config.yaml").write_text(f"run: !!python/object/apply:os.mkdir [{json.dumps(str(trap))}]")
     with pytest.raises(ValueError, match="is not a config of this command"):
         pretrain()
@@ -66,8 +66,8 @@ def test_a_config_in_a_run_folder_runs_nothing(pretrain, trap):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_a_pickle_beside_or_in_place_of_weights_is_not_loaded(pretrain, trap, name):
-    encoder = pretrain() / "encoder"
+def test_a_pickle_beside_or_in_place_of_weights_is_not_loaded(pretrain, trained, trap, name):
+    encoder = trained / "encoder"
     torch.save({"state_dict": Payload(trap)}, encoder / name)
     if name == "model.safetensors":
         with pytest.raises(ValueError, match="cannot be loaded"):

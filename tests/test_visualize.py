@@ -198,8 +198,8 @@ def test_entropy_lands_on_its_patch():
     assert np.isnan(whole).sum() == 8
 
 
-def test_all_pictures_of_a_run(pretrain, tmp_path, capsys):
-    run, out = pretrain(), tmp_path / "pictures"
+def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
+    run, out = finished_run, tmp_path / "pictures"
     main([f"--encoder={run}", f"--out={out}", *FEW])
     assert "no " not in capsys.readouterr().out.replace("note", "")
     events = EventAccumulator(str(out)).Reload()
@@ -260,8 +260,9 @@ def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch
     assert all(np.array_equal(seen[0].encoder.state_dict()[name].numpy(), exported[name]) for name in exported)
 
 
-def test_what_an_encoder_lacks_is_said(tmp_path, capsys):
-    main(["--encoder=resnetv2_18", "--img_size=32", f"--out={tmp_path}", "--data.train_images=60", *FEW])
+def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
+    images = (f"--data.path={image_folder}", "--data.eval_fraction=0.5")
+    main(["--encoder=resnetv2_18", "--img_size=32", f"--out={tmp_path}", *images, *FEW])
     said = capsys.readouterr().out
     for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
         assert f"no {name}: " in said
@@ -270,12 +271,12 @@ def test_what_an_encoder_lacks_is_said(tmp_path, capsys):
         main(["--encoder=floor:pixels", f"--out={tmp_path}", "--pictures=filters", *FAST])
 
 
-def test_images_without_labels_give_all_but_accuracy(pretrain, tmp_path, capsys):
+def test_images_without_labels_give_all_but_accuracy(finished_run, tmp_path, capsys):
     for number in range(6):
         (tmp_path / "plain").mkdir(exist_ok=True)
         (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
     out = tmp_path / "pictures"
-    main([f"--encoder={pretrain()}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FEW])
+    main([f"--encoder={finished_run}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FEW])
     assert "no accuracy_by_depth: the images have no labels" in capsys.readouterr().out
     assert {path.stem for path in out.glob("*.png")} == set(ALL) - {"accuracy_by_depth"}
 
@@ -305,7 +306,7 @@ def test_looking_leaves_the_encoder_as_it_was():
     assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
 
 
-def test_rollout_starts_at_class_where_class_was_trained(pretrain, tmp_path, monkeypatch):
+def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
     starts = []
     monkeypatch.setattr(
         "evaluation.suite.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start)
@@ -315,7 +316,7 @@ def test_rollout_starts_at_class_where_class_was_trained(pretrain, tmp_path, mon
     sized = [word for word in TINY if not word.startswith("--probe")]
     supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
     supervised.main([*sized, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
-    for encoder in (pretrain(), tmp_path / "labels", tmp_path / "mean", "vit_tiny_patch16_224"):
+    for encoder in (finished_run, tmp_path / "labels", tmp_path / "mean", "vit_tiny_patch16_224"):
         main([f"--encoder={encoder}", f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *SHOWN])
     assert starts == ["patches", "class", "patches", "patches"]
 
