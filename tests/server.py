@@ -118,18 +118,43 @@ def environments_of(processes: int, sharded: bool) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def die_at(step: int) -> None:
-    """In each process: SIGKILL to all of the group, loader processes included, before update `step` (from 0)."""
+def at_update(step: int | None, act: Callable[..., None]) -> None:
+    """In each process: call `act` with the rank before update `step` (from 0), or before each."""
     from mpp.training.update import Update
 
     update = Update.__call__
 
-    def dies(self, number, *args, **options):
-        if number == step:
-            os.killpg(0, signal.SIGKILL)
+    def act_and_update(self, number, *args, **options):
+        if step in (None, number):
+            act(self.layout.rank)
         return update(self, number, *args, **options)
 
-    Update.__call__ = dies
+    Update.__call__ = act_and_update
+
+
+def die_at(step: int) -> None:
+    """SIGKILL to all of the group, loader processes included, before update `step`; what was before it is written."""
+    at_update(step, lambda rank: None if rank else os.killpg(0, signal.SIGKILL))
+
+
+def wait_at(step: int, file: Path) -> None:
+    """Wait for a file before update `step`: so the test has time to act, on any machine."""
+    at_update(step, lambda rank: wait_until(file.exists))
+
+
+def told_to_stop() -> Callable[[], bool]:
+    """A function: whether a signal has reached what listens in this process."""
+    from mpp.runtime.preemption import Preemption
+
+    opened, enter = [], Preemption.__enter__
+    Preemption.__enter__ = lambda self: (opened.append(self), enter(self))[1]
+    return lambda: bool(opened and opened[-1].asked)
+
+
+def wait_for_signal_at(step: int, rank: int) -> None:
+    """One process waits for its signal before update `step`, and the others with it for their gradients."""
+    told = told_to_stop()
+    at_update(step, lambda own: wait_until(told) if own == rank else None)
 
 
 def act_prepared(prepare: Callable[[], None], *args) -> None:

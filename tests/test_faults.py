@@ -12,18 +12,22 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
-from conftest import TINY, encoded, picture, read_metrics, start_command, wait_until
+from conftest import HANGS, TINY, encoded, picture, read_metrics, start_command, wait_until
 from PIL import Image
-from server import Command, context
+from server import Command, at_update, context, die_at, told_to_stop, wait_at, wait_for_signal_at
 
 from mpp.config import Config
 from mpp.data.images import UnreadableImage, decode
+from mpp.runtime import preemption
+from mpp.runtime.launch import set_timeout
 from mpp.runtime.parsing import parse, to_yaml
 from mpp.runtime.preemption import ECHO, EXIT_CODE, MARKER
 from mpp.training.checkpoint import newest_step
@@ -45,6 +49,11 @@ def is_writing(folder: Path) -> bool:
 def finish(command: Command) -> Command:
     assert set(command.wait()) == {0}, command.said[-3000:]
     return command
+
+
+def unhurried() -> None:
+    """An update takes 5 ms at least: between two checkpoints the test has time to act, on any machine."""
+    at_update(None, lambda rank: time.sleep(0.005))
 
 
 def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> int:
@@ -86,7 +95,8 @@ def test_20_kills_of_pretraining(tmp_path, tally):
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command("pretrain", *options, f"--run.dir={whole}"))
-    halves = kill_and_resume(lambda: Command("pretrain", *options, f"--run.dir={killed}"), killed, 20)
+    start = partial(Command, "pretrain", *options, f"--run.dir={killed}", prepare=unhurried)
+    halves = kill_and_resume(start, killed, 20)
     assert weights(whole) == weights(killed)
     assert read_metrics(whole) == read_metrics(killed)
     tally("SIGKILL, pre-training, one process", 20)
@@ -98,7 +108,8 @@ def test_5_kills_on_two_processes(tmp_path, tally):
     options = [*TINY, RARE, "--run.steps=300", "--run.checkpoint_every=5", "--data.batch_size=2"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=2))
-    kill_and_resume(lambda: Command("pretrain", *options, f"--run.dir={killed}", processes=2), killed, 5)
+    start = partial(Command, "pretrain", *options, f"--run.dir={killed}", processes=2, prepare=unhurried)
+    kill_and_resume(start, killed, 5)
     assert weights(whole) == weights(killed)
     assert read_metrics(whole) == read_metrics(killed)
     tally("SIGKILL, pre-training, two processes", 5)
@@ -115,22 +126,24 @@ def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
         inner = "lr_0.1"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command(module, *options, f"--run.dir={whole}"))
-    kill_and_resume(lambda: Command(module, *options, f"--run.dir={killed}"), killed / inner, 3)
+    start = partial(Command, module, *options, f"--run.dir={killed}", prepare=unhurried)
+    kill_and_resume(start, killed / inner, 3)
     assert weights(whole / inner) == weights(killed / inner)
     tally(f"SIGKILL, {module}, one process", 3)
 
 
 @pytest.mark.parametrize(("number", "processes"), [(15, 1), (2, 1), (15, 2), (2, 2)])
 def test_preemption(tmp_path, tally, number, processes):
-    options = [*TINY, RARE, "--run.steps=120", "--run.checkpoint_every=100000", "--data.workers=2"]
+    options = [*TINY, RARE, "--run.steps=40", "--run.checkpoint_every=100000", "--data.workers=2"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
-    run = Command("pretrain", *options, f"--run.dir={stopped}", processes=processes)
+    waits = partial(wait_for_signal_at, 20, processes - 1)
+    run = Command("pretrain", *options, f"--run.dir={stopped}", processes=processes, prepare=waits)
     wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 10)
     run.signal(number)
     assert run.wait() == [EXIT_CODE] * processes, run.said[-3000:]
     step = newest_step(stopped)
-    assert 10 <= step < 120 and max(read_metrics(stopped)) == step
+    assert 10 <= step <= 21 and max(read_metrics(stopped)) == step
     assert (stopped / MARKER).read_text().endswith(f", after step {step}; a checkpoint is written\n")
     assert f"after step {step}; a checkpoint is written" in run.said
     assert (
@@ -144,14 +157,15 @@ def test_preemption(tmp_path, tally, number, processes):
 
 
 def test_a_signal_to_one_of_two_processes_stops_both(tmp_path, tally):
-    options = [*TINY, RARE, "--run.steps=400", "--run.checkpoint_every=100000"]
+    options = [*TINY, RARE, "--run.steps=40", "--run.checkpoint_every=100000"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=2))
-    run = Command("pretrain", *options, f"--run.dir={stopped}", processes=2)
+    waits = partial(wait_for_signal_at, 20, 1)
+    run = Command("pretrain", *options, f"--run.dir={stopped}", processes=2, prepare=waits)
     wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 3)
     os.kill(run.processes[1].pid, 15)
     assert run.wait() == [EXIT_CODE] * 2
-    assert 0 < newest_step(stopped) < 400
+    assert 0 < newest_step(stopped) <= 21
     finish(Command("pretrain", *options, f"--run.dir={stopped}", processes=2))
     assert weights(whole) == weights(stopped)
     tally("SIGTERM to one of two processes", 1)
@@ -164,7 +178,7 @@ def test_a_signal_under_the_launcher(tmp_path, tally):
     run, metrics = start_command(*launch, "mpp/pretrain.py", *options), tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
     os.killpg(run.pid, 15)
-    run.communicate(timeout=60)
+    run.communicate(timeout=HANGS)
     step = newest_step(tmp_path / "run")
     assert run.returncode == 1 and step > 0
     assert (tmp_path / "run" / MARKER).read_text() == f"SIGTERM, after step {step}; a checkpoint is written\n"
@@ -172,14 +186,14 @@ def test_a_signal_under_the_launcher(tmp_path, tally):
 
 
 def linger() -> None:
-    """Evaluation takes a while, and says when it begins."""
+    """Evaluation says when it begins, and takes until there is a signal."""
     from evaluation.suite.classify import Classification
 
-    evaluate = Classification.evaluate
+    evaluate, told = Classification.evaluate, told_to_stop()
 
     def slowly(self, model, step, tracker):
         (tracker.folder / "evaluating").touch()
-        time.sleep(1)
+        wait_until(told)
         return evaluate(self, model, step, tracker)
 
     Classification.evaluate = slowly
@@ -205,7 +219,7 @@ def dawdle() -> None:
     """Building the data set takes for ever."""
     import mpp.pretrain
 
-    mpp.pretrain.load_image_datasets = lambda config: (print("building", flush=True), time.sleep(1000))
+    mpp.pretrain.load_image_datasets = lambda config: (print("building", flush=True), time.sleep(10 * HANGS))
 
 
 def test_a_signal_before_a_runs_first_step_leaves_the_folder_usable(tmp_path, tally):
@@ -213,7 +227,7 @@ def test_a_signal_before_a_runs_first_step_leaves_the_folder_usable(tmp_path, ta
     run = Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", prepare=dawdle)
     wait_until(lambda: "building" in run.said)
     run.signal(15)
-    assert run.wait(20) == [EXIT_CODE], run.said[-2000:]
+    assert run.wait() == [EXIT_CODE], run.said[-2000:]
     assert [path.name for path in (tmp_path / "run").iterdir()] == [MARKER]
     finish(Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}"))
     assert not (tmp_path / "run" / MARKER).exists()
@@ -226,18 +240,24 @@ def test_a_signal_before_training_ends_at_once(tmp_path, tally):
     run = Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=2", prepare=dawdle)
     wait_until(lambda: "building" in run.said)
     run.signal(15)
-    assert run.wait(20) == [EXIT_CODE], run.said[-2000:]
+    assert run.wait() == [EXIT_CODE], run.said[-2000:]
     assert (tmp_path / "run" / MARKER).read_text() == "SIGTERM, between steps\n"
     assert Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=3").wait() == [2]
     assert not (tmp_path / "run" / MARKER).exists()  # what fails is not repeated for ever
     tally("SIGTERM while the data set is built", 1)
 
 
-def stall() -> None:
-    """Checkpoints take for ever."""
+def stall(folder: Path) -> None:
+    """Checkpoints take for ever. Each signal is noted, and what time it is then, a file says."""
     from mpp.training import loop
 
-    loop.save_checkpoint = lambda *args: time.sleep(1000)
+    def now() -> float:
+        with (folder / "signals").open("a") as file:
+            file.write("heard\n")
+        return 2 * ECHO * (folder / "later").exists()
+
+    loop.save_checkpoint = lambda *args: time.sleep(10 * HANGS)
+    preemption.time = SimpleNamespace(monotonic=now)
 
 
 def test_a_second_signal_ends_at_once(tmp_path, tally):
@@ -249,15 +269,16 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
         "--data.workers=1",
         "--data.cache_gb=0",
     ]
-    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=stall)
-    metrics = tmp_path / "run" / "metrics.jsonl"
+    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=partial(stall, tmp_path))
+    metrics, signals = tmp_path / "run" / "metrics.jsonl", tmp_path / "signals"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
-    run.signal(15)
-    run.signal(15)  # an echo
-    time.sleep(2 * ECHO)
+    for count in (1, 2):  # a signal and its echo
+        run.signal(15)
+        wait_until(lambda count=count: signals.exists() and signals.read_text().count("heard") == count)
     assert not run.ended  # it waits for its checkpoint
+    (tmp_path / "later").touch()
     run.signal(15)
-    assert run.wait(10) == [128 + 15]
+    assert run.wait() == [128 + 15]
     tally("a second SIGTERM", 1)
 
 
@@ -272,9 +293,8 @@ def test_a_full_disk(tmp_path, tally, processes):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
     broken = [*options, f"--run.dir={cut}"]
-    run = Command("pretrain", *broken, processes=processes)
-    wait_until(lambda: newest_step(cut) >= 4 or run.ended)
-    run.kill()
+    run = Command("pretrain", *broken, processes=processes, prepare=partial(die_at, 5))
+    assert run.wait() == [-signal.SIGKILL] * processes, run.said
     before = newest_step(cut)
     run = Command("pretrain", *broken, processes=processes, prepare=little_disk)
     assert run.wait() == [2] * processes, run.said[-2000:]
@@ -405,15 +425,17 @@ def test_one_file_in_twenty_is_broken(tmp_path, tally):
 def test_images_go_away_while_a_run_reads_them(tmp_path, image_folder, tally, processes, back):
     """A mount drops. It comes back while reads are tried again, or only after the run has ended."""
     away = image_folder.with_name("away")
-    options = [*TINY, RARE, f"--data.path={image_folder}", "--data.cache_gb=0", "--data.workers=2", "--run.steps=400"]
-    options += ["--data.eval_fraction=0.1", f"--data.read_retries={5 if back else 1}", "--run.checkpoint_every=1000"]
+    options = [*TINY, RARE, f"--data.path={image_folder}", "--data.cache_gb=0", "--data.workers=2", "--run.steps=60"]
+    options += ["--data.eval_fraction=0.1", f"--data.read_retries={8 if back else 1}", "--run.checkpoint_every=1000"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
-    run = Command("pretrain", *options, f"--run.dir={cut}", processes=processes)
-    wait_until(lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) > 20)
+    prepare = partial(wait_at, 20, tmp_path / "gone")
+    run = Command("pretrain", *options, f"--run.dir={cut}", processes=processes, prepare=prepare)
+    wait_until(lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) > 10)
     image_folder.rename(away)
+    (tmp_path / "gone").touch()
     if back:
-        wait_until(lambda: "tried again for 31 s" in run.said)
+        wait_until(lambda: "tried again for 183 s" in run.said)
         away.rename(image_folder)
         finish(run)
     else:
@@ -491,7 +513,7 @@ def stuck() -> None:
 
 def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
     run = Command("pretrain", *TINY, "--data.workers=2", f"--run.dir={tmp_path / 'run'}", prepare=stuck)
-    assert run.wait(30) == [2] and "the run fails" in run.said, run.said[-2000:]
+    assert run.wait() == [2] and "the run fails" in run.said, run.said[-2000:]
     tally("a loader process hangs while the run ends", 1)
 
 
@@ -531,7 +553,7 @@ def test_one_of_two_processes_dies(tmp_path, tally):
     wait_until(lambda: newest_step(folder) >= 10)
     ranks = [p for p in psutil.Process(run.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
     ranks[0].kill()
-    out, err = run.communicate(timeout=90)
+    out, err = run.communicate(timeout=HANGS)
     assert run.returncode != 0, out + err
     assert not any(psutil.pid_exists(pid) for pid in [p.pid for p in ranks])
     assert 10 <= newest_step(folder) < 300
@@ -541,28 +563,21 @@ def test_one_of_two_processes_dies(tmp_path, tally):
 
 
 def freeze() -> None:
-    """The second of two processes stops in update 5; the other waits for so many seconds, not minutes."""
-    from datetime import timedelta
+    """The second of two processes stops in update 5; from then on the other waits for so many seconds, not minutes."""
 
-    from mpp.training import task
-    from mpp.training.update import Update
-
-    task.TRAINING = timedelta(seconds=5)
-    call = Update.__call__
-
-    def frozen(self, step, micro, measure):
-        if step == 5 and self.layout.rank == 1:
+    def act(rank: int) -> None:
+        set_timeout(timedelta(seconds=5))
+        if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        return call(self, step, micro, measure)
 
-    Update.__call__ = frozen
+    at_update(5, act)
 
 
 def test_one_of_two_processes_hangs(tmp_path, tally):
     """The other gives up, so that the launcher ends the job; what was trained until then is not lost."""
     options = [*TINY, RARE, "--run.steps=12", f"--run.dir={tmp_path / 'run'}"]
     run = Command("pretrain", *options, processes=2, prepare=freeze)
-    run.processes[0].join(90)
+    run.processes[0].join(HANGS)
     ended = run.processes[0].exitcode
     run.kill()
     assert ended == 2 and "error (process 0): another process does not answer" in run.said, run.said[-3000:]

@@ -23,8 +23,7 @@ def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
         assert stop.agreed() is Ending.NONE
         assert stop.agreed(failed=True) is Ending.FAILURE
         os.kill(os.getpid(), signal.SIGTERM)
-        while not stop.asked:
-            pass
+        wait_until(lambda: stop.asked)
         assert stop.agreed() is Ending.SIGNAL and stop.asked_of_any()
         with pytest.raises(Preempted) as error:
             stop.leave("after step 7")
@@ -41,7 +40,7 @@ def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
         with Preemption(Accelerator(cpu=True), tmp_path) as stop:
             stop.finish_step = True
             os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: stop.asked == "SIGINT", seconds=5)
+            wait_until(lambda: stop.asked == "SIGINT")
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
