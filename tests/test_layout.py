@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -55,16 +54,17 @@ def test_birds_travel_with_the_package():
 
 
 INSTALLED = """
-import sys
-import mpp.pretrain
-from evaluation import fewshot
+import runpy, sys
+def run(*words):
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+folder, *words = sys.argv[1:]
+run("mpp.pretrain", *words, "--run.dir", folder)
+run("evaluation.fewshot", "--encoder", folder, "--shots=1", "--threads=1")
+import mpp
 print(mpp.__file__)
-try:
-    mpp.pretrain.main(["--config", "cifar11"])
-except ValueError as error:
-    print(error)
-fewshot.main(sys.argv[1:])
-"""
+run("mpp.pretrain", "--config", "cifar11")
+"""  # as `python -m` each, in one process
 
 
 def test_an_installed_package_works_from_an_empty_folder(tmp_path):
@@ -81,20 +81,13 @@ def test_an_installed_package_works_from_an_empty_folder(tmp_path):
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
     empty.mkdir()
 
-    def run(*words):
-        env = os.environ | {"PYTHONPATH": str(site)}
-        return subprocess.run(words, cwd=empty, env=env, capture_output=True, text=True)
-
     short = [argument for argument in TINY if not argument.startswith("--model.img_size")]
     folder, birds = str(tmp_path / "run"), ["--data.path=null", "--data.image_column=null", "--data.label_column=null"]
-    launch = str(Path(sys.executable).parent / "accelerate-launch")
     composed = ("--config", "cifar10", "--config", "rivals/mae")
-    trained = run(launch, "-m", "mpp.pretrain", *composed, *short, *birds, f"--run.dir={folder}")
-    assert trained.returncode == 0, trained.stderr
-    assert "img_size: 32\n  patch_size: 4\n" in trained.stdout
-    looked_at = run(sys.executable, "-c", INSTALLED, f"--encoder={folder}", "--shots=1", "--threads=1")
-    assert looked_at.returncode == 0, looked_at.stderr
-    place, wrong, *_ = looked_at.stdout.splitlines()
-    assert place.startswith(str(site)) and f"wrote {folder}" in looked_at.stdout
-    assert wrong.startswith("--config is cifar11, which is no file; configs by name are acc")
+    env = os.environ | {"PYTHONPATH": str(site)}
+    words = (sys.executable, "-c", INSTALLED, folder, *composed, *short, *birds)
+    ended = subprocess.run(words, cwd=empty, env=env, capture_output=True, text=True)
+    assert "img_size: 32\n  patch_size: 4\n" in ended.stdout and f"wrote {folder}/evaluation" in ended.stdout, ended
+    assert ended.stdout.splitlines()[-1].startswith(str(site))
+    assert ended.returncode == 2 and "--config is cifar11, which is no file; configs by name are acc" in ended.stderr
     assert list(empty.iterdir()) == []

@@ -168,7 +168,7 @@ def test_compiled_training_is_the_same_and_goes_on(pretrain, tmp_path, monkeypat
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
     with monkeypatch.context() as context:
-        kill_at(context, 3)
+        kill_at(context, 2)
         with pytest.raises(Killed):
             pretrain("--run.compile=true", "--model.depth=1")
     resumed = pretrain("--run.compile=true", "--model.depth=1")

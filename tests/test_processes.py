@@ -23,11 +23,11 @@ from mpp.training.checkpoint import newest_step
 
 
 def test_two_processes_are_one_run(tmp_path):
-    """As the README starts them, whole."""
+    """As a person starts them, whole; `accelerate launch`, which imports more, is in tests/test_faults.py."""
     arguments = [*TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=64"]
     pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     two = run_command(
-        *("accelerate", "launch", "--config_file", "configs/accelerate/cpu_2.yaml", "--main_process_port", "29617"),
+        *("accelerate-launch", "--config_file", "configs/accelerate/cpu_2.yaml", "--main_process_port", "29617"),
         *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'two'}"),
     )
     assert two.returncode == 0, two.stderr

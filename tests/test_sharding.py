@@ -111,9 +111,8 @@ def test_a_run_goes_on_in_another_layout(tmp_path, monkeypatch):
 
 KINDS = {
     "relative, sgd": ("--model.position=relative", "--model.depth=3", "--optim.name=sgd", "--optim.lr=0.1"),
-    "shared": ("--model.position=learned_2d", "--model.position_at=every_shared", "--model.depth=3"),
     "shared, again": ("--model.position_at=every_shared", "--model.depth=3", "--model.activation_checkpointing=true"),
-    "axial": ("--model.mixing=axial", "--model.stride=4"),
+    "axial": ("--model.mixing=axial", "--model.stride=4", "--model.position=learned_2d"),
     "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2"),
     "arguments": ('--model.arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": true}',),
 }

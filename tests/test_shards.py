@@ -97,12 +97,13 @@ def test_a_samples_looks_do_not_depend_on_who_reads_it(parquet):
         assert all(looks[image] == rest for _, image, *rest in seen)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 10, 11, 12, 65, 66, 67, 100])
-def test_a_lane_goes_on_where_it_was(parquet, count):
-    whole, _ = read(lanes(parquet), 0, count + 30)
-    before, place = read(lanes(parquet), 0, count)
-    after, _ = read(lanes(parquet), 0, 30, place)
-    assert before + after == whole
+def test_a_lane_goes_on_where_it_was(parquet):
+    reader = lanes(parquet)
+    whole, _ = read(reader, 0, 130)
+    for count in (1, 3, 4, 10, 11, 12, 65, 66, 67, 100):
+        before, place = read(reader, 0, count)
+        after, _ = read(lanes(parquet), 0, 30, place)
+        assert before + after == whole[: count + 30]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -112,7 +113,7 @@ def test_batches_come_from_lanes_in_turn_and_resume(parquet, workers):
     views, layout = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2)), BatchLayout(2, 1, 1, 0)
     whole = list(streaming_loader(views, layout, 0, 12, {}))
     assert [int(batch.place[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
-    for stop in (1, 2, 5, 7):
+    for stop in (1, 5):
         places = {}
         for batch in whole[:stop]:
             lane, *place = batch.place.tolist()

@@ -36,8 +36,8 @@ KINDS = {
     "registers, layer scale": dict(arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}),
 }
 HYBRID = dict(name="vit_tiny_r_s16_p8_224", width=None, heads=None, patch_size=None)
-PARTS = ["none", "rope", "stride", "axial"]  # of other kinds
-RESUMED = ["relative", "every", "stride, rope", "axial, relative_bias", "registers, layer scale"]
+PARTS = ["none", "rope", "stride", "axial", "relative_bias", "axial, relative"]  # of other kinds
+RESUMED = ["relative", "every", "axial, relative_bias"]
 GRID, HEADS, WIDTH = (3, 4), 2, 8  # of the attention that loops are compared with
 
 
