@@ -39,9 +39,14 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
-    """Accelerate keeps its state in the process: every test starts without."""
+    """Accelerate keeps its state in the process: every test starts without, and with one thread.
+
+    Beside another worker of pytest-xdist, two threads on two cores take longer than one.
+    """
+    import torch
     from accelerate.state import AcceleratorState
 
+    torch.set_num_threads(1)
     AcceleratorState._reset_state(True)
 
 
