@@ -113,8 +113,9 @@ def kill_at(monkeypatch, step: int) -> None:
 
 
 def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
-    """Step -> value of a scalar in metrics.jsonl."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Step -> value of a scalar in metrics.jsonl; of a run that writes, the last line may not be whole."""
+    whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    lines = [json.loads(line) for line in whole.splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
 
 
