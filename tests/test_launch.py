@@ -196,3 +196,10 @@ def test_a_tracker_that_is_not_there_is_named():
     check_trackers(RunConfig())
     with pytest.raises(ValueError, match=r"run\.trackers: nonsense not installed; installed are .*tensorboard"):
         check_trackers(RunConfig(trackers=("tensorboard", "nonsense")))
+
+
+def test_an_empty_number_of_threads_is_none(monkeypatch):
+    """Several processes would end in Accelerate's traceback."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    launch.start(RunConfig(trackers=(), threads=1))
+    assert "OMP_NUM_THREADS" not in os.environ

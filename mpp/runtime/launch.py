@@ -71,6 +71,8 @@ def start(run: RunConfig) -> Accelerator:
         UserError: the launcher promised several processes and started one, or wants a precision or a parallelism
             that there is not; a tracker is not installed.
     """
+    if not os.environ.get("OMP_NUM_THREADS", "unset"):
+        del os.environ["OMP_NUM_THREADS"]  # empty, which Accelerate takes for a number
     check_promise()
     check_sharding()
     check_trackers(run)
