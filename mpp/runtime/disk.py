@@ -27,7 +27,7 @@ def put(aside: Path, folder: Path) -> None:
     earlier = folder.with_name(f".{folder.name}.earlier")
     shutil.rmtree(earlier, ignore_errors=True)
     if folder.exists():
-        folder.replace(earlier)  # not deleted where it lies: a crash could leave half of it
-    aside.replace(folder)
+        os.replace(folder, earlier)  # not deleted where it lies: a crash could leave half of it
+    os.replace(aside, folder)
     sync(folder.parent)
     shutil.rmtree(earlier, ignore_errors=True)
