@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
         sys.exit(1)
 
 
+@lru_cache
+def logs() -> tempfile.TemporaryDirectory:
+    """A folder that goes when the tests end."""
+    return tempfile.TemporaryDirectory()
+
+
 class Command:
     """A command of ours as one or more processes, in one process group.
 
@@ -66,7 +73,7 @@ class Command:
         sharded: bool = False,
         environments: list[dict[str, str]] | None = None,
     ):
-        self.log = Path(tempfile.mkstemp(suffix=".log")[1])
+        self.log = Path(tempfile.mkstemp(suffix=".log", dir=logs().name)[1])
         self.processes = []
         for rank, own in enumerate(environments or environments_of(processes, sharded)):
             group = self.processes[0].pid if rank else 0

@@ -67,6 +67,7 @@ run("mpp.pretrain", "--config", "cifar11")
 """  # as `python -m` each, in one process
 
 
+@pytest.mark.faults
 def test_an_installed_package_works_from_an_empty_folder(tmp_path):
     """Not editable, not from a checkout: modules and configs come from what was installed."""
     source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"

@@ -1,6 +1,7 @@
 """The main job, whole: what it writes, how it resumes, how it fails."""
 
 import json
+import re
 import weakref
 from functools import partial
 
@@ -133,6 +134,8 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatc
         kill_at(context, step)
         with pytest.raises(Killed):
             pretrain(*arguments)
+    for events in (tmp_path / "run").glob("events.*"):  # of an earlier second: TensorBoard sorts by these, then by text
+        events.rename(events.with_name(re.sub(r"(?<=tfevents\.)\d+", "1" * 10, events.name)))
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # torn by the kill
     resumed = pretrain(*arguments)
@@ -177,7 +180,9 @@ def test_compiled_training_is_the_same_and_goes_on(pretrain, tmp_path, monkeypat
     assert list(mpp.load_encoder(resumed).state_dict()) == list(mpp.load_encoder(whole).state_dict())
 
 
-@pytest.mark.parametrize("setting", ["--run.compile=true", "--model.activation_checkpointing=true"])
+@pytest.mark.parametrize(
+    "setting", [pytest.param("--run.compile=true", marks=pytest.mark.faults), "--model.activation_checkpointing=true"]
+)
 def test_a_probe_while_training_changes_nothing(pretrain, tmp_path, monkeypatch, setting):
     """It looks at the blocks of the model that is trained."""
     compiled = torch.nn.Module.compile

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, launched, read_metrics, run_command
+from conftest import TINY, launched, read_metrics
 from safetensors.torch import load_file, save_file
 from server import Command, context, die_at
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,15 +23,12 @@ from mpp.training.checkpoint import newest_step
 
 
 def test_two_processes_are_one_run(tmp_path):
-    """As a person starts them, whole; `accelerate launch`, which imports more, is in tests/test_faults.py."""
+    """Whole, a probe and a loader process each too; `accelerate launch` starts them in tests/test_faults.py."""
     arguments = [*TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=64"]
     pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
-    two = run_command(
-        *("accelerate-launch", "--config_file", "configs/accelerate/cpu_2.yaml", "--main_process_port", "29617"),
-        *("mpp/pretrain.py", *arguments, f"--run.dir={tmp_path / 'two'}"),
-    )
-    assert two.returncode == 0, two.stderr
-    assert "2 processes on cpu" in two.stdout
+    two = Command("pretrain", *arguments, f"--run.dir={tmp_path / 'two'}", processes=2)
+    assert two.wait() == [0, 0], two.said
+    assert "2 processes on cpu" in two.said
     losses = read_metrics(tmp_path / "one")
     assert len(losses) == 10
     assert read_metrics(tmp_path / "two") == pytest.approx(losses, abs=1e-4)
@@ -42,6 +39,7 @@ def test_two_processes_are_one_run(tmp_path):
         assert len(theirs) == 1 and ours == pytest.approx(theirs, abs=0.02)  # of 64 one may be a tie
 
 
+@pytest.mark.faults
 def test_three_processes_share_the_default_batch(tmp_path):
     """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""
     arguments = [word for word in TINY if "global_batch_size" not in word]
@@ -117,6 +115,7 @@ def test_the_config_of_one_gpu_is_one_process(pretrain, tmp_path, monkeypatch, c
     assert "1 process on" in capsys.readouterr().out
 
 
+@pytest.mark.faults
 def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     """As on two nodes, with a process each in place of eight."""
     config = ("--config_file", "configs/accelerate/gpu_2x8.yaml", "--num_processes", "2")

@@ -155,6 +155,7 @@ def test_an_overlay_changes_the_method_and_fits_the_recipe(recipe, overlay):
     build_objective(config.objective, numbers["patch_size"])
 
 
+@pytest.mark.faults
 def test_overlays_are_one_run_on_two_processes(pretrain, tmp_path):
     runs = [[f"--config={overlay}", *TINY, f"--run.dir={tmp_path / 'two' / overlay}", "then"] for overlay in OVERLAYS]
     two = Command("pretrain", *(word for run in runs for word in run), processes=2)

@@ -255,7 +255,7 @@ def components_by_depth(features: Sequence[Tensor]) -> list[Components]:
             inside = torch.zeros(coordinates.shape[1:3], dtype=torch.bool)
             inside[1:-1, 1:-1] = True
             like = torch.ones(COLORS)
-            like[0] = -coordinates[:, ~inside, 0].mean()  # the mean of all is 0
+            like[0] = -coordinates[..., 0][:, ~inside].mean()  # the mean of all is 0
         found.append(Components(coordinates * torch.where(like < 0, -1, 1), shares))
     return found[::-1]
 
