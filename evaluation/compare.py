@@ -39,9 +39,10 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse, to_yaml
-from mpp.training.checkpoint import images_of, is_finished
 from mpp.training.flops import update_flops
-from mpp.training.task import ImageTask, first_weights, train
+from mpp.training.run import first_weights, train
+from mpp.training.run_folder import images_of, is_finished
+from mpp.training.task import ImageTask
 from mpp.training.tracking import last_scalars
 
 KNOWN_FLOPS: dict[str, int] = {}  # of an update, by command and settings

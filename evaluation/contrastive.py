@@ -32,7 +32,8 @@ from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation
 from mpp.training.flops import executed_flops
 from mpp.training.loop import due
-from mpp.training.task import ImageTask, train
+from mpp.training.run import train
+from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker, last_evaluation
 
 PANEL_IMAGES = 8

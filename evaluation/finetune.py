@@ -28,7 +28,7 @@ from mpp.data.views import BatchLayout
 from mpp.encoder import checkpoint_activations, fingerprint
 from mpp.errors import Diverged, UserError
 from mpp.runtime.launch import command
-from mpp.training.task import train
+from mpp.training.run import train
 from mpp.training.tracking import last_evaluation, last_scalars
 
 

@@ -33,7 +33,7 @@ from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED
 from mpp.training.flops import executed_flops
-from mpp.training.task import train
+from mpp.training.run import train
 from mpp.training.tracking import last_evaluation
 
 

@@ -50,7 +50,7 @@ from mpp.panels import prediction_columns
 from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.runtime.launch import command, start
-from mpp.training.checkpoint import saved_settings
+from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
 
 Picture = Literal[

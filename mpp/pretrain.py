@@ -28,17 +28,19 @@ from mpp.probe import Probe
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
-from mpp.training.checkpoint import restore_trained, saved_settings
+from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.loop import due
-from mpp.training.task import ImageTask, train
+from mpp.training.run import train
+from mpp.training.run_folder import saved_settings
+from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker, last_evaluation
 
 PANEL_IMAGES = 8
 
 
 class Pretraining(ImageTask):
-    """The task that `fit` trains: predict what the corrupted patches looked like."""
+    """The task: predict what the corrupted patches looked like."""
 
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)

@@ -22,7 +22,6 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.encoder import build_encoder, checkpoint_activations, export_encoder
 from mpp.features import features_at, stages
-from mpp.runtime.parsing import read_saved
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
 
@@ -73,22 +72,6 @@ def test_supervised_goes_on_with_the_same_bits(tmp_path, monkeypatch, arguments)
         run("killed")
     assert run("killed") == whole
     assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
-
-
-def test_a_run_whose_head_had_a_name_is_gone_on_with(tmp_path, monkeypatch):
-    def run(name, *arguments):
-        supervised.main([*BASE, *SMALL, *arguments, f"--run.dir={tmp_path / name}"])
-        return (tmp_path / name / "encoder" / "model.safetensors").read_bytes()
-
-    whole, saved = run("whole"), tmp_path / "killed" / "config.yaml"
-    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
-        kill_at(context, 3)
-        run("killed")
-    saved.write_text(saved.read_text().replace("  kind: mlp_tanh\n", "  name: mlp\n"))
-    assert read_saved(saved)["head"] == {"kind": "mlp_tanh", "pooling": "auto"}
-    with pytest.raises(ValueError, match=r"another config: head\.kind differ"):
-        run("killed", "--head.kind=linear")
-    assert run("killed") == whole
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnetv2_50x1_bit", marks=pytest.mark.faults), "vit_tiny_r_s16_p8_224"])

@@ -11,7 +11,7 @@ from server import Command
 from torch._dynamo.utils import counters
 
 from mpp.training.checkpoint import newest_step
-from mpp.training.update import Update
+from mpp.training.loop import Update
 
 CLUSTER = ("--model.attention=fused", "--model.activation_checkpointing=true", "--model.drop_path=0.1")
 

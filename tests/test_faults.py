@@ -475,7 +475,7 @@ def test_a_bomb_is_refused_in_little_memory(tally):
 def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp.data import images
-    from mpp.training.update import Update
+    from mpp.training.loop import Update
 
     decode, call = images.decode, Update.__call__
     images.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
@@ -501,7 +501,7 @@ def stuck() -> None:
 
     from mpp.data import images
     from mpp.errors import UserError
-    from mpp.training.update import Update
+    from mpp.training.loop import Update
 
     decode, calls = images.decode, count()
     images.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
@@ -521,7 +521,7 @@ def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
 
 def poison() -> None:
     """On the second of two processes, the gradient of update 5 is infinite."""
-    from mpp.training.update import Update
+    from mpp.training.loop import Update
 
     call = Update.__call__
 

@@ -20,8 +20,8 @@ from mpp.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.launch import command, start
 from mpp.runtime.processes import set_timeout
+from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer
-from mpp.training.update import Update
 
 DEVICE = os.environ.get("GPU_SUITE_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"

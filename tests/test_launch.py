@@ -21,7 +21,7 @@ from mpp.runtime import launch
 from mpp.runtime.hardware import bf16_is_native, uses_gpu
 from mpp.runtime.launch import check_promise, check_trackers, choose_precision, choose_threads, user_message
 from mpp.runtime.parsing import known_keys
-from mpp.training.update import Update
+from mpp.training.loop import Update
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

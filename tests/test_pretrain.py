@@ -20,8 +20,8 @@ from mpp.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
+from mpp.training.loop import Update
 from mpp.training.optim import Muon
-from mpp.training.update import Update
 
 
 def weights(folder):
@@ -334,7 +334,7 @@ def test_a_gpu_is_not_waited_for_between_log_lines(pretrain, monkeypatch, optimi
     call, counts = Update.__call__, {}
 
     def watched(self, step, micro, measure):
-        self.at_once = False
+        self.finite.at_once = False
         read.clear()
         with Reads():
             result = call(self, step, micro, measure)
@@ -357,7 +357,7 @@ def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeyp
     call, weights = Update.__call__, {}
 
     def poisoned(self, step, micro, measure):
-        self.at_once = False
+        self.finite.at_once = False
         if step == 2:
             micro = [batch._replace(images=batch.images * float("nan")) for batch in micro]
         result = call(self, step, micro, measure)

@@ -10,12 +10,11 @@ from conftest import Killed, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.suite.inheritance import check_unseen, parse_with_images
-from mpp.config import Config, DataConfig, ModelConfig, SourceConfig
+from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record, revision
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.encoder import build_encoder, export_encoder
 from mpp.errors import UserError
-from mpp.runtime.parsing import parse_saved
 
 CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
@@ -90,17 +89,6 @@ def test_replicates_never_move_the_test_set():
         return test.choose(10, DataConfig(**settings).cut_seed).origin.indices.tolist()
 
     assert held_out() == held_out(eval_seed=1) != held_out(cut_seed=1)
-
-
-def test_a_run_from_before_the_cut_had_a_seed_keeps_its_cut(pretrain, image_folder):
-    options = (f"--data.path={image_folder}", *CUT, "--data.eval_seed=5")
-    folder = pretrain(*options, "--data.cut_seed=5")
-    saved = folder / "config.yaml"
-    saved.write_text(saved.read_text().replace("  cut_seed: 5\n", ""))
-    assert parse_saved(Config, saved).data.cut_seed == 5
-    with pytest.raises(UserError, match=r"data\.cut_seed differ"):
-        pretrain(*options)
-    pretrain(*options, "--data.cut_seed=5")
 
 
 def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, capsys):

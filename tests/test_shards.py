@@ -20,7 +20,7 @@ import torch
 from conftest import TINY, Killed, encoded, kill_at, picture, read_metrics
 from server import Command
 
-import mpp.training.task
+import mpp.training.run
 from mpp.config import CorruptionConfig, DataConfig
 from mpp.data.shards import ROW_BITS, Lanes, Place, Shards, load_streamed, streaming_loader
 from mpp.data.views import BatchLayout, ViewDataset
@@ -48,11 +48,11 @@ def parquet(tmp_path_factory):
     return folder
 
 
-def lanes(folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, places=None) -> Lanes:
+def lanes(folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, cursors=None) -> Lanes:
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
     views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2))
-    return Lanes(views, BatchLayout(batch * processes, 1, processes, rank), start, stop, places or {})
+    return Lanes(views, BatchLayout(batch * processes, 1, processes, rank), start, stop, cursors or {})
 
 
 def read(lanes: Lanes, lane: int, count: int, place: Place = START) -> tuple[list[tuple], Place]:
@@ -114,11 +114,11 @@ def test_batches_come_from_lanes_in_turn_and_resume(parquet, workers):
     whole = list(streaming_loader(views, layout, 0, 12, {}))
     assert [int(batch.place[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
     for stop in (1, 5):
-        places = {}
+        cursors = {}
         for batch in whole[:stop]:
             lane, *place = batch.place.tolist()
-            places[lane] = place
-        rest = list(streaming_loader(views, layout, stop, 12, places))
+            cursors[lane] = place
+        rest = list(streaming_loader(views, layout, stop, 12, cursors))
         assert [b.indices.tolist() for b in rest] == [b.indices.tolist() for b in whole[stop:]]
         assert all(torch.equal(a.images, b.images) for a, b in zip(rest, whole[stop:], strict=True))
 
@@ -191,8 +191,8 @@ def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_
     stopped = pretrain(*options, dir=tmp_path / "stopped", without="--data.workers")
     weights = [(folder / "encoder" / "model.safetensors").read_bytes() for folder in (whole, stopped)]
     assert weights[0] == weights[1] and read_metrics(whole) == read_metrics(stopped)
-    places = json.loads((whole / "checkpoints" / "step_00000024" / "places.json").read_text())
-    assert {lane: place[:2] for lane, place in places[0].items()} == {"0": [2, SHARDS], "1": [2, SHARDS]}
+    cursors = json.loads((whole / "checkpoints" / "step_00000024" / "cursors.json").read_text())
+    assert {lane: place[:2] for lane, place in cursors[0].items()} == {"0": [2, SHARDS], "1": [2, SHARDS]}
 
 
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):
@@ -254,7 +254,7 @@ def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, par
 
 def begin_on(machines: int, cache: Path) -> None:
     """Two processes on one machine, or each on its own, with its own disk; what is read for evaluation is said."""
-    start, blocks = mpp.training.task.start, Shards.blocks
+    start, blocks = mpp.training.run.start, Shards.blocks
 
     def start_there(run):
         rank = os.environ["RANK"]
@@ -267,7 +267,7 @@ def begin_on(machines: int, cache: Path) -> None:
             print(f"process {os.environ['RANK']} reads {self.split}")
         return blocks(self, *args)
 
-    mpp.training.task.start, Shards.blocks = start_there, blocks_said
+    mpp.training.run.start, Shards.blocks = start_there, blocks_said
 
 
 @pytest.mark.parametrize("machines", [1, 2])
@@ -281,8 +281,8 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
     readers = {line for line in run.said.splitlines() if " reads " in line}
     assert readers == {f"process {rank} reads {split}" for rank in range(machines) for split in ("train", "test")}
     assert len(list((tmp_path / "cache").rglob("rows.arrow"))) == 2 * machines
-    places = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "places.json").read_text())
-    assert [sorted(each) for each in places] == [["0", "1"]] * 2
+    cursors = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "cursors.json").read_text())
+    assert [sorted(each) for each in cursors] == [["0", "1"]] * 2
     assert np.isfinite(list(read_metrics(tmp_path / "two").values())).all()
     assert 8 in read_metrics(tmp_path / "two", "knn/depth_01")
 
@@ -316,12 +316,12 @@ def test_a_stream_is_resumed_as_it_was(pretrain, parquet, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"data\.path has 5 shards to train on; the run began with 6"):
         pretrain(*options)
     (folder / "data.json").unlink()
-    places = folder / "checkpoints" / "step_00000004" / "places.json"
-    places.write_text(places.read_text().replace("10", "24"))
+    cursors = folder / "checkpoints" / "step_00000004" / "cursors.json"
+    cursors.write_text(cursors.read_text().replace("10", "24"))
     capsys.readouterr()
     with pytest.raises(ValueError, match="began with 6"):
         pretrain(*options)
-    assert "step_00000004 is damaged (places.json)" in capsys.readouterr().err
+    assert "step_00000004 is damaged (cursors.json)" in capsys.readouterr().err
 
 
 def test_a_folder_sorted_by_class_is_mixed(tmp_path):

@@ -28,9 +28,9 @@ from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_lo
 from mpp.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
+from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer
 from mpp.training.parallel import prepare
-from mpp.training.update import Update
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
 LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then
@@ -93,7 +93,7 @@ def set_up(bench: Bench) -> Framework:
     task = Pretraining(config, accelerator, layout)
     batch = collate([task.views(task.train)[0, index % len(task.train)] for index in range(layout.batch_size)])
     parallel = prepare(task.model, accelerator, config.optim, config.run)
-    update = Update(task, accelerator, parallel.trained, parallel.optimizer, config.optim, layout, config.run)
+    update = Update(task, accelerator, parallel, config.optim, config.run, layout)
     return Framework(task, update, parallel.trained, parallel.optimizer, batch)
 
 
@@ -104,7 +104,7 @@ def mpp_update(bench: Bench) -> Contender:
     def step() -> None:
         ours.update(0, [ours.batch], measure=False)
         if next(calls) % LOOKED_AT == 0:
-            ours.update.check_finite()
+            ours.update.finite.check()
 
     return counted(step, bench, ours.task.model)
 

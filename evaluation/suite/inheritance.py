@@ -18,7 +18,7 @@ from mpp.config import SourceConfig, refuse_idle
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.parsing import read
-from mpp.training.checkpoint import saved_settings
+from mpp.training.run_folder import saved_settings
 
 ConfigT = TypeVar("ConfigT")
 OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("plumbing")]

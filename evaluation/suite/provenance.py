@@ -7,7 +7,7 @@ from typing import Any
 from mpp.config import SourceConfig
 from mpp.data.record import record
 from mpp.data.sources import load_image_datasets
-from mpp.runtime.parsing import plain, renamed, settings
+from mpp.runtime.parsing import plain, settings
 
 
 def result_settings(config: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def completed(noted: dict[str, Any] | None, config: Any) -> dict[str, Any] | Non
     """
     if noted is None or config is None:
         return noted
-    return result_settings(type(config)()) | renamed(noted)
+    return result_settings(type(config)()) | noted
 
 
 def images_at(data: SourceConfig) -> dict[str, Any] | None:

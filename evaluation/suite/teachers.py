@@ -17,7 +17,8 @@ from mpp.config import OptimConfig, require
 from mpp.encoder import encoder_folder, fingerprint, set_attention
 from mpp.errors import UserError
 from mpp.runtime.hardware import uses_gpu
-from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained, saved_settings
+from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
+from mpp.training.run_folder import saved_settings
 
 SETTING = "distill.teacher"
 A_TEACHER = "the folder of a finished supervised or fine-tuned run, or a folder of timm's with a classification head"

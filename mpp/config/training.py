@@ -37,6 +37,8 @@ class RunConfig:
     """Accelerate trackers that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
     project: str = plumbing("mpp", trackers="wandb")
     """Project of wandb, in which each run folder is one run."""
+    print_config: bool = plumbing(False)
+    """Print all settings when the run begins, in place of those that are not the defaults. config.yaml has all."""
 
     def __post_init__(self):
         for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):

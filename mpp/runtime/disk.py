@@ -14,6 +14,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that is complete or absent."""
+    aside = file.with_name(f".{file.name}.partial")
+    aside.write_text(text)
+    sync(aside)
+    aside.replace(file)
+
+
 def put(aside: Path, folder: Path) -> None:
     """Let a folder of files that was written aside take the place of `folder`, if there is one; durably.
 

@@ -4,17 +4,15 @@
 (`--optim.lr 1e-3`). Whatever is wrong with them is one line.
 """
 
-import copy
 import dataclasses
 import difflib
 import itertools
 import sys
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -27,22 +25,6 @@ CONFIG_HELP = "YAML file of settings, or the name of one that the package brings
 PACKAGE = Path(__file__).parent.parent
 CONFIGS = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), PACKAGE)
 """The configs: installed within the package; in a checkout beside it."""
-
-
-class Moved(NamedTuple):
-    """A setting that saved configs of earlier releases have under another name."""
-
-    group: str
-    earlier: str
-    now: str
-    values: Mapping[str, str] = {}  # which have another name too, by the earlier one
-    stays: bool = False  # the earlier name is still that of a setting
-
-
-MOVED = (
-    Moved("data", "eval_seed", "cut_seed", stays=True),  # the cut's seed, before it had one of its own
-    Moved("head", "name", "kind", {"mlp": "mlp_tanh"}),
-)
 
 
 def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
@@ -190,11 +172,6 @@ def to_yaml(config: Any) -> str:
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """What a saved config says, in today's terms; nothing where there is none."""
-    return in_todays_terms(as_written(path))
-
-
-def as_written(path: Path) -> dict[str, Any]:
     """What a saved config says; nothing where there is none."""
     try:
         saved = yaml.safe_load(path.read_text())
@@ -203,41 +180,19 @@ def as_written(path: Path) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def in_todays_terms(saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved config with every setting where it is today (see MOVED)."""
-    saved = copy.deepcopy(saved)
-    for group, earlier, now, values, stays in MOVED:
-        written = saved.get(group)
-        if isinstance(written, dict) and earlier in written:
-            value = written[earlier] if stays else written.pop(earlier)
-            written.setdefault(now, values.get(str(value), value))
-    return saved
-
-
-def renamed(flat: dict[str, Any]) -> dict[str, Any]:
-    """Saved settings by their dotted names, with every setting where it is today (see MOVED)."""
-    flat = dict(flat)
-    for group, earlier, now, values, stays in MOVED:
-        name = f"{group}.{earlier}"
-        if name in flat:
-            value = flat[name] if stays else flat.pop(name)
-            flat.setdefault(f"{group}.{now}", values.get(str(value), value))
-    return flat
-
-
 def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
     """The config that was saved at `path`.
 
     Raises:
         UserError: it is none of this kind.
     """
-    written, now = as_written(path), read_saved(path)
-    if now == written:
-        return read(config_class, ["--config", str(path)])
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(yaml.safe_dump(now, sort_keys=False))
-        return read(config_class, ["--config", str(file)])
+    return read(config_class, ["--config", str(path)])
+
+
+def differing(config: Any) -> dict[str, Any]:
+    """Dotted key -> value of the settings that are not the defaults."""
+    usual = flatten(type(config)())
+    return {key: value for key, value in flatten(config).items() if value != usual[key]}
 
 
 def changed_keys(config: Any, path: Path) -> list[str]:

@@ -1,10 +1,15 @@
 """The processes of a run together: what they exchange on their hosts, and how long each waits for another."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch.distributed import ProcessGroup, distributed_c10d
+
+from mpp.errors import UserError
 
 BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
 TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
@@ -22,6 +27,19 @@ def hosts() -> ProcessGroup:
 def group_beside(world: ProcessGroup) -> ProcessGroup:
     """A group of the same processes, by gloo."""
     return torch.distributed.new_group(backend="gloo")
+
+
+def on_main_process(accelerator: Accelerator, act: Callable[[], None]) -> None:
+    """Call `act` on the main process alone; where that fails, raise UserError on every process."""
+    problem = None
+    if accelerator.is_main_process:
+        try:
+            act()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problems = [each for each in gather_object([problem]) if each]
+    if problems:
+        raise UserError(problems[0])
 
 
 def set_timeout(timeout: timedelta) -> None:

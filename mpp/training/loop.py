@@ -1,30 +1,33 @@
-"""The one training loop: whatever is trained here, it is trained by `fit`.
+"""The one training loop: whatever is trained here, it is trained by `Loop.train`, an `Update` at a time.
 
 It knows a model, a loss, batches, an optimiser and a schedule, and nothing of what they mean. All of its state is the
 step, the weights and the optimiser's, so that a killed run goes on exactly.
 """
 
+import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.data.views import Batch, BatchLayout
 from mpp.errors import ReadFailed, UserError
-from mpp.metrics import Sums, total
+from mpp.metrics import Sums, add, total
 from mpp.runtime.preemption import Ending, Preemption
-from mpp.training.checkpoint import Places, restore, save_checkpoint, snapshot
+from mpp.runtime.randomness import Stream, random_words
+from mpp.training.checkpoint import Cursors, resume, save
 from mpp.training.feed import Feed
-from mpp.training.optim import averaged_weights
-from mpp.training.parallel import prepare
+from mpp.training.finite import FiniteCheck
+from mpp.training.optim import averaged_weights, learning_rate
+from mpp.training.parallel import Parallel, prepare, whole_tensor
 from mpp.training.tracking import HELD_OUT_LOSS, Speed, Tracker, last_step, progress_bar
-from mpp.training.update import Update
 
 
 class Task(Protocol):
@@ -32,8 +35,8 @@ class Task(Protocol):
 
     model: nn.Module
 
-    def batches(self, start: int, places: Places) -> Iterable[Batch]:
-        """This process's batches from update `start` on; a stream goes on from its places."""
+    def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
+        """This process's batches from update `start` on; a stream goes on from its cursors."""
 
     def name(self, index: int) -> str:
         """What a person finds a training image by."""
@@ -51,91 +54,144 @@ class Task(Protocol):
         """Write the trained encoder, from the main process. `model` is without wrappers."""
 
 
-def due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many updates is done after update `step`; the last one counts."""
-    return every > 0 and (step % every == 0 or step == last)
+class Update:
+    """One optimiser update: forward, loss, backward, clip, check, step."""
 
+    def __init__(
+        self,
+        task: Task,
+        accelerator: Accelerator,
+        parallel: Parallel,
+        optim: OptimConfig,
+        run: RunConfig,
+        layout: BatchLayout,
+    ):
+        self.task, self.accelerator, self.optim, self.run, self.layout = task, accelerator, optim, run, layout
+        self.model, self.optimizer = parallel.trained, parallel.optimizer
+        self.finite = FiniteCheck(accelerator, parallel.optimizer, task.name)
 
-def fit(loop: "Loop", preemption: Preemption) -> None:
-    """Train from the newest checkpoint of the run's folder to its last step, then export.
+    def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
+        """Do update `step` (from 0); its loss, gradient norm and learning rate, and the task's sums if `measure`."""
+        self.model.train()
+        rate = learning_rate(self.optim, step, self.run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        losses, sums = [], {}
+        for number, batch in enumerate(micro):
+            torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place
+            last = number == len(micro) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss, measured = self.task.loss(self.model, batch, measure)
+                self.accelerator.backward(loss / self.layout.parts(number))
+            losses.append(loss.detach())
+            sums = add(sums, measured)
+        norm = whole_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf))
+        shared = sum(each / self.layout.parts(number) for number, each in enumerate(losses))
+        loss = self.accelerator.reduce(shared, "mean")
+        self.finite.note(step, loss, norm, losses, micro)
+        if measure or self.finite.at_once:
+            self.finite.check()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm}, sums
 
-    Args:
-        preemption: which is asked once a step.
-    Raises:
-        Diverged: a loss or gradient that is not finite; nothing was updated by it.
-        ReadFailed: images cannot be read; the checkpoint is written.
-        UserError: most images cannot be decoded; the checkpoint is written. Or it cannot be written.
-        Preempted: a signal asked for a stop; the checkpoint is written.
-    """
-    run = loop.run
-    if loop.start and due(loop.start, run.eval_every, run.steps) and not loop.evaluated(loop.start):
-        loop.evaluate(loop.start)  # it failed when this step was done
-    for step in range(loop.start, run.steps):
-        done = step + 1
-        micro, failure = loop.feed.attempt()
-        ending = preemption.agreed(failed=failure is not None)
-        if ending is Ending.FAILURE:
-            loop.fail(step, failure)
-        if ending is Ending.SIGNAL and step > loop.start:
-            loop.stop(step)
-            preemption.leave(f"after step {step}; a checkpoint is written")
-        loop.train(step, micro)
-        if due(done, run.eval_every, run.steps):
-            loop.evaluate(done)
-        if due(done, run.checkpoint_every, run.steps):
-            loop.save(done)
-    loop.bar.close()
-    loop.export()
+    def seed_of(self, step: int, micro: int) -> int:
+        """The seed of everything that is drawn inside the model: distinct for (seed, step, micro-step, rank)."""
+        place = micro * self.layout.world_size + self.layout.rank
+        return int(random_words(Stream.MODEL, self.run.seed, step, place, 1)[0] >> np.uint64(1))
 
 
 class Loop:
-    """A run under way, from its newest checkpoint on: what is done in a step, around it, and where it ends.
+    """A run under way, from its newest checkpoint on.
 
     Args:
-        config: the whole config, for the trackers alone.
+        config: the whole config, of which `run` and `optim` are used, and the trackers note the rest.
         flops: executed by an update.
+        preemption: which is asked once a step.
     """
 
     def __init__(
         self,
         task: Task,
         accelerator: Accelerator,
-        run: RunConfig,
-        optim: OptimConfig,
+        config: Any,
         layout: BatchLayout,
         folder: Path,
-        config: Any,
         flops: int,
+        preemption: Preemption,
     ):
-        self.task, self.accelerator, self.run, self.optim, self.layout = task, accelerator, run, optim, layout
-        self.folder, self.flops = folder, flops
-        self.parallel = prepare(task.model, accelerator, optim, run)
+        self.task, self.accelerator, self.run, self.optim = task, accelerator, config.run, config.optim
+        self.layout, self.folder, self.flops, self.preemption = layout, folder, flops, preemption
+        self.parallel = prepare(task.model, accelerator, self.optim, self.run)
         self.model, self.optimizer = self.parallel.model, self.parallel.optimizer.optimizer  # without wrappers
-        self.start, self.places = resume(accelerator, folder, self.model, self.optimizer)
+        self.start, self.cursors = resume(accelerator, folder, self.model, self.optimizer)
         self.saved = self.start  # the step of the newest checkpoint
         self.tracker = Tracker(accelerator, folder, config, self.start)
-        self.update = Update(task, accelerator, self.parallel.trained, self.parallel.optimizer, optim, layout, run)
-        self.speed, self.bar = (
-            Speed(flops, layout.images, accelerator.device),
-            progress(accelerator, run.steps, self.start),
+        self.update = Update(task, accelerator, self.parallel, self.optim, self.run, layout)
+        self.speed = Speed(flops, layout.images, accelerator.device)
+        self.bar = progress_bar(
+            total=self.run.steps,
+            initial=self.start,
+            unit="step",
+            desc="training",
+            disable=not accelerator.is_main_process,
         )
-        self.feed = Feed(task.batches(self.start, self.places), layout.accumulation_steps)
+        self.feed = Feed(task.batches(self.start, self.cursors), layout.accumulation_steps)
 
-    def train(self, step: int, micro: list[Batch]) -> None:
-        """Do update `step` (from 0) on its batches, and log it where that is due."""
-        done = step + 1
-        log = due(done, self.run.log_every, self.run.steps)
-        values, sums = self.update(step, micro, measure=log)
-        self.places |= places_after(micro)
+    def train(self) -> None:
+        """Train from the newest checkpoint of the run's folder to its last step, then export.
+
+        Raises:
+            Diverged: a loss or gradient that is not finite; nothing was updated by it.
+            ReadFailed: images cannot be read; the checkpoint is written.
+            UserError: most images cannot be decoded; the checkpoint is written. Or it cannot be written.
+            Preempted: a signal asked for a stop; the checkpoint is written.
+        """
+        run = self.run
+        if self.start and due(self.start, run.eval_every, run.steps) and not self.evaluated(self.start):
+            self.evaluate(self.start)  # it failed when this step was done
+        for step in range(self.start, run.steps):
+            micro = self.next_batches(step)
+            done, log = step + 1, due(step + 1, run.log_every, run.steps)
+            values, sums = self.update(step, micro, measure=log)
+            self.count(micro)
+            if log:
+                self.log(done, values, sums)
+            if due(done, run.eval_every, run.steps):
+                self.evaluate(done)
+            if due(done, run.checkpoint_every, run.steps):
+                self.save(done)
+        self.bar.close()
+        with self.trained() as model:
+            if self.accelerator.is_main_process:
+                self.task.export(model, self.folder)
+
+    def next_batches(self, step: int) -> list[Batch]:
+        """This process's batches of update `step`; on a signal, or without images on any process, all end the run."""
+        micro, failure = self.feed.attempt()
+        ending = self.preemption.agreed(failed=failure is not None)
+        if ending is Ending.FAILURE:
+            self.fail(step, failure)
+        if ending is Ending.SIGNAL and step > self.start:
+            self.stop(step)
+            self.preemption.leave(f"after step {step}; a checkpoint is written")
+        return micro
+
+    def count(self, micro: list[Batch]) -> None:
+        """Note what an update was made of: how far a stream is read, and images that could not be decoded."""
+        reached = (batch.place.tolist() for batch in micro if batch.place is not None)
+        self.cursors |= {lane: cursor for lane, *cursor in reached}
         self.speed.updates += 1
         self.tracker.warn_unreadable(self.feed.undecoded)
         self.bar.update()
-        if log:
-            scalars = {name: float(value) for name, value in values.items()} | self.task.describe(total(sums))
-            scalars |= self.speed.read(self.feed) | {"compute/pflop": self.flops * done / 1e15}
-            scalars |= {"unreadable": self.tracker.count_unreadable()}
-            self.tracker.log(done, scalars)
-            self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+
+    def log(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> None:
+        """The scalars of the update that was done last."""
+        scalars = {name: float(value) for name, value in values.items()} | self.task.describe(total(sums))
+        scalars |= self.speed.read(self.feed) | {"compute/pflop": self.flops * done / 1e15}
+        scalars |= {"unreadable": self.tracker.count_unreadable()}
+        self.tracker.log(done, scalars)
+        self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
 
     def evaluate(self, done: int) -> None:
         """Evaluate on the held-out images, and log what was found."""
@@ -166,11 +222,10 @@ class Loop:
         """Write a checkpoint, of finite updates alone, unless it is there."""
         if step == self.saved:
             return
-        self.update.check_finite()
+        self.update.finite.check()
         with self.speed.paused():
-            checkpoint(
-                self.accelerator, self.folder, step, self.model, self.optimizer, self.places, self.run.keep_checkpoints
-            )
+            keep = self.run.keep_checkpoints
+            save(self.accelerator, self.folder, step, self.model, self.optimizer, self.cursors, keep)
         self.saved = step
 
     def stop(self, step: int) -> None:
@@ -185,60 +240,7 @@ class Loop:
         saved = f"a checkpoint after step {step} is written, " if step else ""
         raise type(error)(f"{error}; {saved}and the same command goes on")
 
-    def export(self) -> None:
-        """Write the trained encoder."""
-        with self.trained() as model:
-            if self.accelerator.is_main_process:
-                self.task.export(model, self.folder)
 
-
-def resume(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer) -> tuple[int, Places]:
-    """Load the newest complete checkpoint, if there is one: the updates that are done, and this process's places."""
-    start, places = restore(folder, model, optimizer)
-    if len(set(gather_object([start]))) > 1:
-        raise UserError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
-    if start:
-        accelerator.print(f"resuming {folder} after step {start}")
-    return start, own_places(places, accelerator)
-
-
-def places_after(batches: list[Batch]) -> Places:
-    """How far the lanes that these batches came from are in their stream."""
-    found = (batch.place.tolist() for batch in batches if batch.place is not None)
-    return {lane: place for lane, *place in found}
-
-
-def own_places(places: list[Places], accelerator: Accelerator) -> Places:
-    """Of the places in the stream that a checkpoint has for each process, this one's."""
-    if any(places) and len(places) != accelerator.num_processes:
-        raise UserError(
-            f"{accelerator.num_processes} processes; a stream is resumed with as many as before ({len(places)})"
-        )
-    return places[accelerator.process_index] if any(places) else {}
-
-
-def checkpoint(
-    accelerator: Accelerator, folder: Path, step: int, model: nn.Module, optimizer, places: Places, keep: int
-) -> None:
-    """Save from the main process; UserError on every process where that fails."""
-    problem, everywhere = None, gather_object([places])
-    tensors = snapshot(model, optimizer, wanted=accelerator.is_main_process)
-    if accelerator.is_main_process:
-        try:
-            save_checkpoint(folder, step, tensors, keep, everywhere)
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    problems = [each for each in gather_object([problem]) if each]
-    if problems:
-        raise UserError(problems[0])
-
-
-def progress(accelerator: Accelerator, steps: int, start: int) -> tqdm:
-    """The progress bar: steps, time left, loss, images/s; on the main process."""
-    return progress_bar(
-        total=steps,
-        initial=start,
-        unit="step",
-        desc="training",
-        disable=not accelerator.is_main_process,
-    )
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many updates is done after update `step`; the last one counts."""
+    return every > 0 and (step % every == 0 or step == last)

@@ -1,0 +1,120 @@
+"""From a config to a finished run folder: what every training command does around the loop."""
+
+import dataclasses
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import release_memory
+
+from mpp.data.views import BatchLayout
+from mpp.data.workers import deaths_explained, kill_workers
+from mpp.encoder import fingerprint
+from mpp.runtime.launch import start
+from mpp.runtime.lock import exclusive
+from mpp.runtime.parsing import differing, to_yaml
+from mpp.runtime.preemption import Preemption
+from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
+from mpp.training.flops import update_flops
+from mpp.training.loop import Loop
+from mpp.training.run_folder import is_finished, open_run, write_config, write_record
+from mpp.training.task import ImageTask
+
+Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
+"""From a config to its task; raises UserError where config and data do not fit."""
+
+
+def train(config: Any, build: Build) -> Path:
+    """Carry out the run that `config` describes, or what is left of it.
+
+    Args:
+        config: has `run`, `data` and `optim`.
+    Returns:
+        The run folder, finished.
+    """
+    accelerator = start(config.run)
+    given, config = config, settled(config, accelerator)
+    folder = open_run(config, accelerator)
+    if is_finished(folder, config.run.steps):
+        accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
+        return folder
+    with Preemption(accelerator, folder) as preemption:
+        with cleared_up(accelerator), deaths_explained():
+            accelerator.print(to_yaml(config) if config.run.print_config else said(given))
+            carry_out(config, folder, build, accelerator, preemption)
+        accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
+        if preemption.asked_of_any():
+            preemption.leave("when this run was finished")  # there may be others to come
+    return folder
+
+
+def settled(config: Any, accelerator: Accelerator) -> Any:
+    """The config as it is carried out and saved: what was left to the machine and to the length has a value."""
+    precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
+    run, optim = dataclasses.replace(config.run, precision=precision), config.optim.settled(config.run.steps)
+    return dataclasses.replace(config, run=run, optim=optim)
+
+
+def said(config: Any) -> str:
+    """A config in a line: the settings that are not the defaults."""
+    settings = " ".join(f"{key}={value}" for key, value in differing(config).items())
+    return f"settings: {settings or 'the defaults'} (all of them: --run.print_config true)"
+
+
+def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator, preemption: Preemption) -> None:
+    """Build the task, and train it in a folder that is ours."""
+    layout = BatchLayout.of(
+        config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
+    )
+    if layout.smallest < layout.batch_size:
+        passes = layout.accumulation_steps * layout.world_size
+        shares = f"{passes} shares of {layout.smallest} or {layout.batch_size}"
+        accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
+    task = build(config, accelerator, layout)
+    accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
+    with exclusive(folder, accelerator):
+        on_main_process(accelerator, lambda: write_config(config, folder))
+        on_main_process(accelerator, lambda: write_record(folder, task.record() | first_weights(config)))
+        flops, preemption.finish_step = update_flops(task, layout.images, config.optim), True
+        set_timeout(TRAINING)
+        Loop(task, accelerator, config, layout, folder, flops, preemption).train()
+        accelerator.wait_for_everyone()
+
+
+def first_weights(config: Any) -> dict[str, Any]:
+    """Which weights a run begins from, for its record; nothing where they are random, or not there any more."""
+    path = getattr(getattr(config, "model", None), "init_from", None)
+    weights = fingerprint(Path(path)) if path else None
+    return {"model.init_from": {"weights": weights}} if weights else {}
+
+
+@contextmanager
+def cleared_up(accelerator: Accelerator) -> Iterator[None]:
+    """At the end, however it comes: no loader process, tracker or memory is held; the process group stays."""
+    try:
+        yield
+    except BaseException as error:
+        kill_workers()
+        forget_variables(error)
+        raise
+    finally:
+        for tracker in accelerator.trackers:
+            try:
+                tracker.finish()
+            except OSError as error:  # a full disk, which is not to take the place of what ended the run
+                print(f"warning: {tracker.name} cannot be closed: {error}", file=sys.stderr)
+        accelerator.free_memory()
+        release_memory()  # once more, without accelerate's references: a prepared model refers to itself
+        torch.compiler.reset()  # what is compiled for this model would count against the next
+
+
+def forget_variables(error: BaseException | None) -> None:
+    """Let go of what an exception keeps alive while somebody handles it: the variables of the functions it left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

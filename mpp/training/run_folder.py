@@ -1,0 +1,109 @@
+"""The run folder: whose it is, what it says of itself, whether it is finished.
+
+config.yaml                        the resolved config
+data.json                          which images it is of (mpp/data/record.py)
+metrics.jsonl, events.out.*        scalars; pictures
+checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
+encoder/                           timm's layout, when the run is finished
+preempted                          the marker of a run that a signal stopped (mpp/runtime/preemption.py)
+.lock                              held while a process writes here (mpp/runtime/lock.py)
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from mpp.data.record import differences, not_listed, together
+from mpp.errors import UserError
+from mpp.runtime import lock
+from mpp.runtime.disk import write_whole
+from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
+from mpp.runtime.preemption import MARKER
+from mpp.training.checkpoint import newest_step
+
+CONFIG, IMAGES = "config.yaml", "data.json"
+
+
+def open_run(config: Any, accelerator: Accelerator) -> Path:
+    """The run folder of `config.run.dir`, new or to be resumed. Every process may call it; only the marker goes.
+
+    Raises:
+        UserError: the folder holds something else, or a run of another config (the keys that differ are named).
+    """
+    folder = Path(config.run.dir)
+    if accelerator.is_main_process and folder.is_dir() and is_ours(folder):
+        (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat what has the marker
+    check_owner(config, folder)
+    return folder
+
+
+def check_owner(config: Any, folder: Path) -> None:
+    """Raise UserError where a folder holds something else, or a run of another config."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"run.dir is {folder}, which is not a folder")
+    if not is_ours(folder):
+        raise UserError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
+    saved = folder / CONFIG
+    different = changed_keys(config, saved) if saved.is_file() else []
+    if different:
+        raise UserError(
+            f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
+            "choose another run.dir, or the same values to resume"
+        )
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is a run's, or has nothing in it but what a run leaves that ended before it began."""
+    if (folder / CONFIG).is_file() or not folder.is_dir():
+        return True
+    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER}
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether a run of so many steps is at its end, and its encoder written."""
+    return newest_step(folder) == steps and (folder / "encoder").is_dir()
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """What a run folder's config.yaml says, whatever command wrote it; nothing where there is none."""
+    return read_saved(folder / CONFIG)
+
+
+def write_config(config: Any, folder: Path) -> None:
+    """Save the resolved config, before anything else is written; UserError where the folder is not the run's."""
+    check_owner(config, folder)  # once more: building the task may have taken long
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / CONFIG, to_yaml(config))
+
+
+def write_record(folder: Path, images: dict[str, Any]) -> None:
+    """Save which images (and first weights) a run is of.
+
+    That the images of a run that goes on cannot be compared is said on stderr.
+
+    Raises:
+        UserError: the run began with others; nothing is saved.
+    """
+    before = images_of(folder) or images
+    changed = differences(before, images)
+    if changed:
+        raise UserError(
+            f"run.dir is {folder}, a run that began otherwise: {'; '.join(changed)}; "
+            "choose another run.dir, or put back what it began with"
+        )
+    for part in sorted(not_listed(before) | not_listed(images)) if before is not images else ():
+        when = "now" if part in not_listed(images) else "when the run began"
+        unknown = f"the files could not be listed {when}; whether they are those that the run began with is unknown"
+        print(f"warning: {folder}: {part}: {unknown}", file=sys.stderr)
+    write_whole(folder / IMAGES, json.dumps(together(before, images), indent=1))
+
+
+def images_of(folder: Path) -> dict[str, Any] | None:
+    """Which images a run is of; None where nothing says so."""
+    try:
+        return json.loads((folder / IMAGES).read_text())
+    except (OSError, ValueError):
+        return None
