@@ -55,9 +55,9 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
         images: (B, 3, H, W) uint8, clean.
         corruption: what the model saw.
     """
-    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells)
-    if truth is None:
+    if objective.bits is None:
         return {}
+    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells)
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
     patches = images[0, 0].numel() // objective.patch_size**2
     two = nearest_visible(corruption.positions, patches).unbind(-1)

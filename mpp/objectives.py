@@ -10,7 +10,6 @@ B images, K patches, P side of a patch, C classes.
 import math
 from collections.abc import Callable
 from functools import reduce
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from mpp.errors import UserError
 DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss}
 """Means over all numbers of all patches."""
 ORIENTATIONS = 9  # of a histogram of oriented gradients
+GREY = 128  # what is no colour
 LEGIBLE = 16  # pixels of a cell's side in a picture of one
 
 
@@ -68,78 +68,61 @@ def entropy_of(logits: Tensor) -> Tensor:
     return torch.distributions.Categorical(logits=logits).entropy() / math.log(2)
 
 
-class Objective(Protocol):
-    """What the training step, the reference lines and the pictures need of an objective."""
+class Objective:
+    """What is predicted of each corrupted patch. A new one sets `outputs`, and says `targets` and `loss`.
 
-    patch_size: int
+    All else serves accuracy and pictures, and has a default.
+    """
+
     outputs: int
     """Numbers that the head predicts for a patch."""
-    bits: int
-    """Bits per channel of the colour classes that accuracy is counted in."""
-    shown: str
+    bits: int | None = None
+    """Bits per channel of the colour classes that accuracy is counted in. None: no accuracy is measured."""
+    shown = "grey, for want of a picture"
     """What pictures show of a prediction, in a few words."""
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int):
+        self.patch_size = patch_size
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         """Clean images (B, 3, H, W) uint8 to the targets of their patches at positions (B, K): (B, K, ...)."""
+        raise NotImplementedError
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Predictions (B, K, outputs) float32 and targets to the mean loss over all patches, a scalar."""
+        raise NotImplementedError
 
     def decide(self, predictions: Tensor) -> Tensor:
         """The most likely targets, (B, K, ...)."""
+        return predictions
 
-    def labels(self, targets: Tensor) -> Tensor | None:
-        """The colour classes of targets, (B, K, cells) int64: accuracy is the share of classes that are right. None
-        where targets do not say a patch's colour: then no accuracy is measured."""
+    def labels(self, targets: Tensor) -> Tensor:
+        """The colour classes of targets, (B, K, cells) int64, where there are `bits`: accuracy is the share of classes
+        that are right."""
+        raise NotImplementedError
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         """Targets as pixels, (B, K, 3, P, P) uint8, or s times as large to be legible, for a whole s. Where they lack
         what pixels need, it is `clean`'s, the true patches (B, K, 3, P, P) uint8; then `shown` says so."""
+        return torch.full_like(clean, GREY)
 
     def entropy(self, predictions: Tensor) -> Tensor | None:
         """How unsure the predictions are, in bits, (B, K, cells); None where no distribution is predicted."""
+        return None
 
 
-class MeanColor:
-    """Classify the patch's mean colour: one of 2**(3 * bits) classes. Accuracy: the share of patches that are right."""
-
-    shown = "mean colours"
-
-    def __init__(self, config: ObjectiveConfig, patch_size: int):
-        self.bits, self.patch_size = config.bits, patch_size
-        self.outputs = 2 ** (3 * config.bits)
-
-    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
-        sums = patches_at(images, positions, self.patch_size).sum((-2, -1), dtype=torch.int32)  # (B, K, 3)
-        return quantize(sums, 255 * self.patch_size**2, self.bits)  # (B, K)
-
-    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(predictions.flatten(0, 1), targets.flatten())
-
-    def decide(self, predictions: Tensor) -> Tensor:
-        return predictions.argmax(-1)
-
-    def labels(self, targets: Tensor) -> Tensor:
-        return targets[..., None]
-
-    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        return repeat(colors_of(targets, self.bits), "b k c -> b k c h w", h=self.patch_size, w=self.patch_size)
-
-    def entropy(self, predictions: Tensor) -> Tensor:
-        return entropy_of(predictions)[..., None]
-
-
-class GridColor:
+class GridColor(Objective):
     """Classify the mean colour of each cell of a grid over the patch. Accuracy: the share of cells that are right."""
 
     shown = "colours of a grid over each patch"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int):
-        if patch_size % config.grid:
-            raise UserError(f"objective.grid is {config.grid}; it must divide the patch size ({patch_size})")
-        self.bits, self.patch_size, self.grid = config.bits, patch_size, config.grid
-        self.classes = 2 ** (3 * config.bits)
-        self.outputs = self.classes * config.grid**2
+    def __init__(self, config: ObjectiveConfig, patch_size: int, grid: int | None = None):
+        super().__init__(config, patch_size)
+        self.bits, self.grid = config.bits, grid or config.grid
+        if patch_size % self.grid:
+            raise UserError(f"objective.grid is {self.grid}; it must divide the patch size ({patch_size})")
+        self.classes = 2 ** (3 * self.bits)
+        self.outputs = self.classes * self.grid**2
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         patches = patches_at(images, positions, self.patch_size)
@@ -164,7 +147,19 @@ class GridColor:
         return entropy_of(predictions.unflatten(-1, (-1, self.classes)))
 
 
-class Pixels:
+class MeanColor(GridColor):
+    """Classify the patch's mean colour: one of 2**(3 * bits) classes. It is a grid of one cell.
+
+    Accuracy: the share of patches that are right.
+    """
+
+    shown = "mean colours"
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int):
+        super().__init__(config, patch_size, grid=1)
+
+
+class Pixels(Objective):
     """Regress the patch's pixels, scaled to [-1, 1], by their mean squared (L2) or mean absolute (L1, SimMIM) error.
 
     Accuracy: the share of patches whose mean predicted pixel falls in the colour class of the true mean.
@@ -173,7 +168,8 @@ class Pixels:
     shown = "pixels"
 
     def __init__(self, config: ObjectiveConfig, patch_size: int):
-        self.bits, self.patch_size, self.distance = config.bits, patch_size, DISTANCES[config.loss]
+        super().__init__(config, patch_size)
+        self.bits, self.distance = config.bits, DISTANCES[config.loss]
         self.outputs = 3 * patch_size**2
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
@@ -192,16 +188,13 @@ class Pixels:
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         return targets
 
-    def entropy(self, predictions: Tensor) -> None:
-        return None  # a regression says nothing of its doubts
-
 
 def to_pixels(scaled: Tensor) -> Tensor:
     """From [-1, 1] to uint8; what lies outside is cut off."""
     return ((scaled + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-class NormalizedPixels:
+class NormalizedPixels(Pixels):
     """Regress the patch's pixels, less their mean and over their deviation, of all three channels together (MAE).
 
     The deviation is the unbiased one, of pixels scaled to [-1, 1], with 1e-6 added to its square, as in MAE's code.
@@ -212,8 +205,8 @@ class NormalizedPixels:
     shown = "pixels, put back by each patch's true mean and deviation"
 
     def __init__(self, config: ObjectiveConfig, patch_size: int):
-        self.bits, self.patch_size, self.distance = config.bits, patch_size, DISTANCES[config.loss]
-        self.outputs = 3 * patch_size**2
+        super().__init__(config, patch_size)
+        self.bits = None
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         pixels, mean, deviation = self.moments(patches_at(images, positions, self.patch_size))
@@ -231,18 +224,12 @@ class NormalizedPixels:
     def decide(self, predictions: Tensor) -> Tensor:
         return predictions.unflatten(-1, (3, self.patch_size, self.patch_size))
 
-    def labels(self, targets: Tensor) -> None:
-        return None
-
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         _, mean, deviation = self.moments(clean)
         return to_pixels(targets * deviation + mean)
 
-    def entropy(self, predictions: Tensor) -> None:
-        return None
 
-
-class Hog:
+class Hog(Objective):
     """Regress the histograms of oriented gradients of the patch's cells, in each colour channel (MaskFeat).
 
     No accuracy: a histogram of edges has no colour. Pictures show a line for each orientation, along its edge and as
@@ -252,10 +239,11 @@ class Hog:
     shown = "HOG, as its edges"
 
     def __init__(self, config: ObjectiveConfig, patch_size: int):
+        super().__init__(config, patch_size)
         self.cell = min(config.cell, patch_size)
         if patch_size % self.cell:
             raise UserError(f"objective.cell is {config.cell}; it must divide the patch size ({patch_size})")
-        self.bits, self.patch_size, self.distance = config.bits, patch_size, DISTANCES[config.loss]
+        self.distance = DISTANCES[config.loss]
         self.side = patch_size // self.cell  # of the patch, in cells
         self.outputs = self.side**2 * 3 * ORIENTATIONS
 
@@ -266,21 +254,12 @@ class Hog:
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return self.distance(predictions, targets)
 
-    def decide(self, predictions: Tensor) -> Tensor:
-        return predictions
-
-    def labels(self, targets: Tensor) -> None:
-        return None
-
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, 3, ORIENTATIONS))
         lines = edges(self.cell * -(-LEGIBLE // self.cell)).to(targets.device)  # (9, h, w)
         drawn = (share[..., None, None] * line for share, line in zip(shares.unbind(-1), lines, strict=True))
         brightest = (255 * reduce(torch.maximum, drawn)).to(torch.uint8)
         return rearrange(brightest, "b k g f c h w -> b k c (g h) (f w)")
-
-    def entropy(self, predictions: Tensor) -> None:
-        return None
 
 
 def oriented_gradients(images: Tensor, cell: int) -> Tensor:

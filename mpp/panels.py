@@ -5,9 +5,8 @@ from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, corrupt
-from mpp.objectives import Objective, at, patchify
+from mpp.objectives import GREY, Objective, at, patchify
 
-GREY = 128  # what is behind a [mask]
 PANEL_SIDE = 128  # of an image in a panel, at least half of it
 
 
