@@ -32,8 +32,8 @@ from evaluation.suite.reports import write_json
 from mpp.config import Config
 from mpp.data.record import differences
 from mpp.data.views import BatchLayout
-from mpp.encoder import fingerprint
 from mpp.errors import Diverged, UserError
+from mpp.models.encoder import fingerprint
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
@@ -156,7 +156,7 @@ class Job:
         return config and replace(config, optim=config.optim.settled(config.run.steps))
 
     def provenance(self) -> dict[str, Any]:
-        """What the report depends on: settings, but for the plumbing, and weights."""
+        """What the report depends on: settings, but for operational ones, and weights."""
         trained = self.training if self.training and not self.case.encoder.random else None
         return {
             "settings": result_settings(self.evaluation),

@@ -23,10 +23,10 @@ from mpp.config import DataConfig, ModelConfig, OptimConfig, ProbeConfig, RunCon
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
-from mpp.features import extract
+from mpp.frozen_features import extract
 from mpp.metrics import Sums
-from mpp.panels import prediction_panel
 from mpp.probe import Probe
+from mpp.reconstructions import prediction_panel
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation

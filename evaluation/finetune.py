@@ -23,10 +23,10 @@ from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.labelled import load_labelled
 from evaluation.suite.networks import HeadedEncoder, Pooling, zero_head
 from evaluation.suite.reports import table, write_json
-from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, group, plumbing, require
+from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, group, operational, require
 from mpp.data.views import BatchLayout
-from mpp.encoder import checkpoint_activations, fingerprint
 from mpp.errors import Diverged, UserError
+from mpp.models.encoder import checkpoint_activations, fingerprint
 from mpp.runtime.launch import command
 from mpp.training.run import train
 from mpp.training.tracking import last_evaluation, last_scalars
@@ -48,7 +48,7 @@ class FinetuneConfig:
     """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
     drop_path: float | None = None
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
-    activation_checkpointing: bool = plumbing(False)
+    activation_checkpointing: bool = operational(False)
     """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
     """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
@@ -58,7 +58,7 @@ class FinetuneConfig:
     """Updates of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
     test: bool = True
     """Train on all of train at the best rate and test. False: stop after the comparison."""
-    out: str | None = plumbing(None)
+    out: str | None = operational(None)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = group(
         lambda: RunConfig(dir="runs/birds_finetuned", steps=500),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.suite.reports import report_path, table, write_json
-from mpp.config import plumbing
+from mpp.config import operational
 from mpp.errors import UserError
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
@@ -33,7 +33,7 @@ class MaskedConfig:
 
     encoder: str = "runs/birds"
     """Folder of a pre-training run."""
-    out: str | None = plumbing(None)
+    out: str | None = operational(None)
     """File that is written. null: evaluation/ in the run folder."""
 
 

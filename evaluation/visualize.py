@@ -40,15 +40,15 @@ from evaluation.suite.inspection import (
 )
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
-from mpp.config import RunConfig, as_lists, needs, plumbing, require
+from mpp.config import RunConfig, as_lists, needs, operational, require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.features import Representation
-from mpp.panels import prediction_columns
+from mpp.frozen_features import Representation
 from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
+from mpp.reconstructions import prediction_columns
 from mpp.runtime.launch import command, start
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
@@ -81,7 +81,7 @@ class VisualizeConfig(EncoderConfig):
     """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
     representation: Representation = needs("mean", pictures=("rank", "accuracy_by_depth"))
     """What rank and accuracy_by_depth are of."""
-    threads: int = plumbing(0)
+    threads: int = operational(0)
     """CPU threads. 0: all cores."""
 
     def __post_init__(self):

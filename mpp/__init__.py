@@ -3,6 +3,6 @@
 The shape vocabulary of the whole package: B images, N patches, K corrupted patches, D width, C classes, P patch side.
 """
 
-from mpp.encoder import load_encoder
+from mpp.models.encoder import load_encoder
 
 __all__ = ["load_encoder"]

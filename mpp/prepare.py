@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from mpp.config import ImagesConfig, needs, plumbing, require
+from mpp.config import ImagesConfig, needs, operational, require
 from mpp.data.images import UnreadableImage, decode, to_ppm
 from mpp.data.sources import describe, encoded_bytes, find_image_column, load_splits
 from mpp.errors import UserError
@@ -44,7 +44,7 @@ NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes f
 class PrepareConfig:
     """Turn a data set into parquet shards for training."""
 
-    out: str = plumbing("prepared")
+    out: str = operational("prepared")
     """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
     short_side: int = 256
     """Images whose shorter side is longer are shrunk to this; the others keep their size (as JPEG: every byte)."""
@@ -57,7 +57,7 @@ class PrepareConfig:
     """Images a shard, which a process holds in memory. Streaming needs a shard for each loader process."""
     seed: int = 0
     """Seed of the order of the images, which are shuffled over all shards of their split."""
-    workers: int = plumbing(0)
+    workers: int = operational(0)
     """Processes. 0: one for each core."""
     data: ImagesConfig = field(default_factory=ImagesConfig)
 

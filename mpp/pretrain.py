@@ -19,12 +19,12 @@ from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
-from mpp.encoder import build_encoder, cell_grid
 from mpp.metrics import Sums, add, measure, summarize, total
-from mpp.networks import build_network
+from mpp.models.encoder import build_encoder, cell_grid
+from mpp.models.networks import build_network
 from mpp.objectives import build_objective
-from mpp.panels import COLUMNS, prediction_columns, prediction_panel
 from mpp.probe import Probe
+from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED

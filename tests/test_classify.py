@@ -20,8 +20,8 @@ from evaluation.suite.networks import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
-from mpp.encoder import build_encoder, checkpoint_activations, export_encoder
-from mpp.features import features_at, stages
+from mpp.frozen_features import features_at, stages
+from mpp.models.encoder import build_encoder, checkpoint_activations, export_encoder
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
 

@@ -68,8 +68,8 @@ def test_numbers_of_a_plain_model_have_defaults_and_a_named_one_keeps_its_own():
 def test_only_plumbing_may_change(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(to_yaml(Config()))
-    plumbing = ["--data.workers=7", "--run.log_every=3", "--data.batch_size=2", "--run.checkpoint_every=9"]
-    assert changed_keys(parse(Config, plumbing), saved) == []
+    operational = ["--data.workers=7", "--run.log_every=3", "--data.batch_size=2", "--run.checkpoint_every=9"]
+    assert changed_keys(parse(Config, operational), saved) == []
     science = ["--optim.lr=0.5", "--run.seed=1", "--corruption.rate=0.3"]
     assert changed_keys(parse(Config, science), saved) == ["run.seed", "corruption.rate", "optim.lr"]
 

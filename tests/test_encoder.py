@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import mpp
 from mpp.config import ModelConfig
-from mpp.encoder import build_encoder, export_encoder
+from mpp.models.encoder import build_encoder, export_encoder
 
 
 def export(encoder, folder):

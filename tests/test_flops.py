@@ -9,8 +9,8 @@ from conftest import newton_schulz, read_metrics
 from evaluation.compare import with_compute
 from mpp.config import Config, ModelConfig, OptimConfig
 from mpp.corruption import Corruption
-from mpp.encoder import build_encoder, set_attention
-from mpp.predictor import MaskedPatchPredictor
+from mpp.models.encoder import build_encoder, set_attention
+from mpp.models.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse_saved
 from mpp.training.flops import executed_flops, flop_counter, optimizer_flops
 

@@ -14,9 +14,9 @@ from conftest import TINY, Killed, kill_at, read_metrics, run_command
 from evaluation import features, throughput
 from evaluation.suite.contenders import CEILINGS, FORWARD, TRAINING, Bench
 from mpp.config import ModelConfig, OptimConfig, RunConfig
-from mpp.encoder import build_encoder
 from mpp.errors import Diverged
-from mpp.predictor import MaskedPatchPredictor
+from mpp.models.encoder import build_encoder
+from mpp.models.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.launch import command, start
 from mpp.runtime.processes import set_timeout

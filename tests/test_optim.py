@@ -6,8 +6,8 @@ import timm
 import torch
 
 from mpp.config import ModelConfig, OptimConfig
-from mpp.encoder import build_encoder
-from mpp.predictor import MaskedPatchPredictor
+from mpp.models.encoder import build_encoder
+from mpp.models.predictor import MaskedPatchPredictor
 from mpp.training.optim import build_optimizer, learning_rate
 
 QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt

@@ -5,11 +5,12 @@ import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpp.attention import RELATIVE, take
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, corrupt, draw
-from mpp.encoder import build_encoder, set_attention
-from mpp.predictor import MaskedPatchPredictor, block_at
+from mpp.models.attention import RELATIVE, take
+from mpp.models.blocks import block_at
+from mpp.models.encoder import build_encoder, set_attention
+from mpp.models.predictor import MaskedPatchPredictor
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpp
 from mpp.config import Config
-from mpp.predictor import MaskedPatchPredictor
+from mpp.models.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
@@ -218,7 +218,7 @@ def test_images_decoded_once_train_to_the_same_bits(pretrain, tmp_path, image_fo
 def test_a_finished_run_says_so_and_changes_nothing(pretrain, trained, capsys):
     folder = trained
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    pretrain("--run.log_every=3", "--data.batch_size=2")  # plumbing may differ
+    pretrain("--run.log_every=3", "--data.batch_size=2")  # operational settings may differ
     assert f"{folder} is finished: 4 steps" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 

@@ -28,7 +28,7 @@ from mpp.config import Config, DataConfig
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
-from mpp.encoder import export_encoder
+from mpp.models.encoder import export_encoder
 from mpp.pretrain import Pretraining
 from mpp.probe import Probe, effective_ranks, knn_predict, nearest
 from mpp.runtime.parsing import parse
@@ -157,7 +157,7 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     report = json.loads((tmp_path / "dev.json").read_text())
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
-    for module in ("mpp.features", "mpp.runtime.arrays"):
+    for module in ("mpp.frozen_features", "mpp.runtime.arrays"):
         monkeypatch.setattr(f"{module}.IN_MEMORY", 0)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'files.json'}"])
     files = json.loads((tmp_path / "files.json").read_text())

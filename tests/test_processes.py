@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from evaluation import features, supervised
 from evaluation.suite.classify import Classification
 from evaluation.suite.extraction import load_features
-from mpp import features as frozen
+from mpp import frozen_features as frozen
 from mpp.pretrain import main as pretrain_main
 from mpp.training.checkpoint import newest_step
 

@@ -13,8 +13,8 @@ from evaluation.suite.inheritance import check_unseen, parse_with_images
 from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record, revision
 from mpp.data.sources import load_image_datasets, load_splits
-from mpp.encoder import build_encoder, export_encoder
 from mpp.errors import UserError
+from mpp.models.encoder import build_encoder, export_encoder
 
 CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")

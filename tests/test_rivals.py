@@ -8,10 +8,10 @@ from server import Command
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.corruption import Corruption, draw
-from mpp.encoder import build_encoder
-from mpp.networks import build_network
+from mpp.models.encoder import build_encoder
+from mpp.models.networks import build_network
+from mpp.models.positions import sincos_2d
 from mpp.objectives import build_objective
-from mpp.positions import sincos_2d
 from mpp.runtime.parsing import parse
 
 OVERLAYS = ["rivals/simmim", "rivals/mae", "rivals/mae_mean_color", "rivals/maskfeat"]

@@ -15,7 +15,7 @@ from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
 from mpp.config import Config, ModelConfig
 from mpp.data.images import UnreadableImage, decode
-from mpp.encoder import build_encoder, export_encoder
+from mpp.models.encoder import build_encoder, export_encoder
 from mpp.pretrain import is_pretraining
 from mpp.runtime.hashing import digest
 from mpp.runtime.parsing import parse

@@ -12,12 +12,12 @@ from timm.models.vision_transformer import VisionTransformer
 
 import mpp
 from evaluation.suite.inspection import position_similarity
-from mpp.attention import RELATIVE, PositionedAttention, attention_at
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, draw
-from mpp.encoder import build_encoder, cell_grid, export_encoder, set_attention
-from mpp.positions import AbsolutePositions, interpolate_offsets
-from mpp.predictor import MaskedPatchPredictor
+from mpp.models.attention import RELATIVE, PositionedAttention, attention_at
+from mpp.models.encoder import build_encoder, cell_grid, export_encoder, set_attention
+from mpp.models.positions import AbsolutePositions, interpolate_offsets
+from mpp.models.predictor import MaskedPatchPredictor
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
 KINDS = {
@@ -283,15 +283,15 @@ def test_weights_of_a_plain_encoder_are_taken_where_patches_overlap(tmp_path):
 def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks():
     encoder = build(stride=4)
     model = MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3)
-    windows = model.windows
+    masking = model.pixel_masking
     assert encoder.patch_embed.grid_size == (7, 7) and cell_grid(encoder) == ((4, 4), 8)
-    assert windows.tokens.tolist() == [14 * row + 2 * column for row in range(4) for column in range(4)]
+    assert masking.tokens.tolist() == [14 * row + 2 * column for row in range(4) for column in range(4)]
     positions = torch.tensor([[0, 1, 5]])  # two beside each other, and one below the second
     zeros = torch.zeros_like(positions)
-    hidden = windows.hidden(Corruption(positions, zeros, positions, zeros)).view(7, 7)
+    hidden = masking.hidden(Corruption(positions, zeros, positions, zeros)).view(7, 7)
     assert hidden.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 2]]
     kept = torch.full_like(positions, int(Kind.KEEP))
-    assert not windows.hidden(Corruption(positions, kept, positions, zeros)).any()
+    assert not masking.hidden(Corruption(positions, kept, positions, zeros)).any()
 
 
 @pytest.mark.parametrize("kind", ["relative", "every", "stride, rope", "axial"])
@@ -306,10 +306,10 @@ def test_what_timm_offers_and_this_cannot_do_is_refused_and_the_rest_works(kind)
 
 
 def test_a_random_cell_has_the_pixels_of_its_source():
-    windows = MaskedPatchPredictor(build(stride=4), 5, (0.5,) * 3, (0.5,) * 3).windows
+    masking = MaskedPatchPredictor(build(stride=4), 5, (0.5,) * 3, (0.5,) * 3).pixel_masking
     images, one = torch.randn(1, 3, 32, 32), torch.tensor([[6]])
     corruption = Corruption(one, torch.full_like(one, int(Kind.RANDOM)), torch.tensor([[9]]), torch.zeros_like(one))
-    seen = windows.corrupt(images, corruption)
+    seen = masking.corrupt(images, corruption)
     expected = images.clone()
     expected[..., 8:16, 16:24] = images[..., 16:24, 8:16]
     assert torch.equal(seen, expected)

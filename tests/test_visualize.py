@@ -32,7 +32,7 @@ from evaluation.suite.inspection import (
 )
 from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig
-from mpp.encoder import build_encoder
+from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
 from mpp.training.tracking import HELD_OUT_LOSS, last_scalars
 

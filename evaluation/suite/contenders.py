@@ -25,7 +25,7 @@ from evaluation.suite.encoders import load_frozen
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, OptimConfig, RunConfig
 from mpp.data.images import decode, to_ppm
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
-from mpp.encoder import build_encoder, set_attention
+from mpp.models.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
 from mpp.training.loop import Update

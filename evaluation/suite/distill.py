@@ -20,8 +20,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from evaluation.suite.networks import HeadedEncoder, Pooling
-from mpp.config import ModelConfig, needs, plumbing, require
-from mpp.encoder import (
+from mpp.config import ModelConfig, needs, operational, require
+from mpp.frozen_features import pool
+from mpp.models.encoder import (
     architecture,
     build_encoder,
     encoder_folder,
@@ -31,7 +32,6 @@ from mpp.encoder import (
     load_weights,
     set_attention,
 )
-from mpp.features import pool
 
 DISTILLED = "deit_base_distilled_patch16_224"  # timm's ViT with a distillation token, built to other numbers
 STUDENTS = ("vision_transformer", "deit")  # timm's modules that have plain ViTs
@@ -43,7 +43,7 @@ WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
 class DistillConfig:
     """Learning from a teacher too, through a distillation token with a head of its own (DeiT)."""
 
-    teacher: str | None = plumbing(None)  # it may move: teacher_sha256 says which it is
+    teacher: str | None = operational(None)  # it may move: teacher_sha256 says which it is
     """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
     null: no teacher, and no such token."""
     kind: Literal["hard", "soft"] = needs("hard", teacher=True)

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from evaluation.suite.encoders import FrozenEncoder, load_frozen
 from evaluation.suite.labelled import load_labelled
-from mpp.config import SourceConfig, plumbing, require
+from mpp.config import SourceConfig, operational, require
 from mpp.data.sources import ImageDataset
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.features import Representation, extract
+from mpp.frozen_features import Representation, extract
 from mpp.runtime.arrays import in_blocks, let_go, map_array, select
 from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
@@ -78,7 +78,7 @@ class FeaturesConfig(EncoderConfig):
     """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
     depth: int | Literal["last", "all", "dev"] = "last"
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
-    out: str | None = plumbing(None)
+    out: str | None = operational(None)
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
 
     def variant(self) -> str:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
-from mpp.panels import COLUMNS
+from mpp.reconstructions import COLUMNS
 
 matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
 PALETTE = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value

@@ -21,7 +21,7 @@ from mpp.runtime.parsing import read
 from mpp.training.run_folder import saved_settings
 
 ConfigT = TypeVar("ConfigT")
-OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("plumbing")]
+OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
 WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder
-from mpp.attention import RELATIVE, Biases, RelativeKeys, is_known
-from mpp.encoder import set_attention
-from mpp.features import tokens_at
+from mpp.frozen_features import tokens_at
+from mpp.models.attention import RELATIVE, Biases, RelativeKeys, is_known
+from mpp.models.encoder import set_attention
 
 COLORS = 3  # principal components that are shown: red, green, blue
 NOISE = 1e-10  # a component with so small a share of the first one's variance is rounding

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpp.config import ModelConfig, require
-from mpp.encoder import Normalize, build_encoder, checkpoint_activations
-from mpp.features import pool
+from mpp.frozen_features import pool
+from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations
 
 Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]

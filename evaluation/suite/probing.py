@@ -11,8 +11,8 @@ from accelerate import Accelerator
 
 from evaluation.suite.extraction import Features, FeaturesConfig, extract_features, load_features
 from evaluation.suite.reports import report_path, summarize, write_report
-from mpp.config import RunConfig, plumbing, require
-from mpp.encoder import fingerprint
+from mpp.config import RunConfig, operational, require
+from mpp.models.encoder import fingerprint
 from mpp.runtime.launch import start
 
 LATEST: dict[str, dict[int, Features]] = {}
@@ -25,7 +25,7 @@ class ProbeConfig(FeaturesConfig):
 
     features: str | None = None
     """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
-    threads: int = plumbing(0)
+    threads: int = operational(0)
     """CPU threads of the encoder. 0: all cores."""
 
     def __post_init__(self):

@@ -12,7 +12,7 @@ from mpp.runtime.parsing import plain, settings
 
 def result_settings(config: Any) -> dict[str, Any]:
     """The settings that a result depends on, as JSON has them."""
-    return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("plumbing")}
+    return {key: plain(value) for key, field, value in settings(config) if not field.metadata.get("operational")}
 
 
 def completed(noted: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:

@@ -14,8 +14,8 @@ from evaluation.suite.encoders import FrozenEncoder, create, load_frozen
 from evaluation.suite.inheritance import learned_labels, run_folder
 from evaluation.suite.networks import HeadedEncoder, build_head
 from mpp.config import OptimConfig, require
-from mpp.encoder import encoder_folder, fingerprint, set_attention
 from mpp.errors import UserError
+from mpp.models.encoder import encoder_folder, fingerprint, set_attention
 from mpp.runtime.hardware import uses_gpu
 from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
 from mpp.training.run_folder import saved_settings

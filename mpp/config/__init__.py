@@ -1,13 +1,13 @@
 """Settings: typed, frozen, validated, and the only place where a default is written.
 
-The names are those of the command line (mpp/runtime/parsing.py): `--optim.lr 1e-3`. Fields marked `plumbing` change
+The names are those of the command line (mpp/runtime/parsing.py): `--optim.lr 1e-3`. Fields marked `operational` change
 how a run is carried out and watched, not what it computes: only they may differ when a run is resumed. Fields marked
 `needs` have an effect only beside certain others, and are refused where they are given without.
 """
 
 from dataclasses import dataclass, field
 
-from mpp.config.checks import as_lists, group, needs, plumbing, refuse_idle, require
+from mpp.config.checks import as_lists, group, needs, operational, refuse_idle, require
 from mpp.config.data import AugmentConfig, DataConfig, ImagesConfig, SourceConfig
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import ModelConfig, check_grid
@@ -30,7 +30,7 @@ __all__ = [
     "check_grid",
     "group",
     "needs",
-    "plumbing",
+    "operational",
     "refuse_idle",
     "require",
 ]

@@ -7,9 +7,9 @@ from typing import Any
 from mpp.errors import UserError
 
 
-def plumbing(default: Any, **others: Any) -> Any:
+def operational(default: Any, **others: Any) -> Any:
     """A field whose value may change when a run is resumed: it does not enter the science. `others`: see `needs`."""
-    return field(default=default, metadata={"plumbing": True, "needs": others})
+    return field(default=default, metadata={"operational": True, "needs": others})
 
 
 def needs(default: Any, **others: Any) -> Any:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from mpp.config.checks import needs, plumbing, require
+from mpp.config.checks import needs, operational, require
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ImagesConfig:
     """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
     max_pixels: int = 100_000_000
     """Images with more pixels are refused from their header, before they are decoded."""
-    read_retries: int = plumbing(6)
+    read_retries: int = operational(6)
     """How often a file that cannot be read is tried again, after 1, 2, 4, ... (at most 60) seconds; then a run ends."""
 
     def __post_init__(self):
@@ -48,9 +48,9 @@ class SourceConfig(ImagesConfig):
     """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
     train_images: int | None = None
     """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
-    batch_size: int | None = plumbing(None)
+    batch_size: int | None = operational(None)
     """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64."""
-    workers: int = plumbing(2)
+    workers: int = operational(2)
     """Loader processes per training process, and as many more that stay for its evaluations. 0: the training process
     loads; where one or two threads of a CPU train on decoded images (data.cache_gb), it loads these anyway."""
 
@@ -80,7 +80,7 @@ class DataConfig(SourceConfig):
     """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
     eval_images: int = 2048
     """At most so many held-out images, a seeded choice, are evaluated."""
-    cache_gb: float = plumbing(0.5, streaming=False)
+    cache_gb: float = operational(0.5, streaming=False)
     """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
     whose loader processes share them (for a moment it needs twice as much). 0: none are."""
     streaming: bool = False

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config.checks import plumbing, require
+from mpp.config.checks import operational, require
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ModelConfig:
     """Channel means that the input is normalised with (of pixels scaled to [0, 1])."""
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Channel deviations that the input is normalised with."""
-    activation_checkpointing: bool = plumbing(False)
+    activation_checkpointing: bool = operational(False)
     """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     init_from: str | None = None
     """Run folder, encoder folder or .safetensors file to start the encoder from. null: random weights."""
@@ -61,7 +61,7 @@ class ModelConfig:
         return {name: plain.get(name) if value is None else value for name, value in given.items()}
 
     def is_variant(self) -> bool:
-        """Whether timm has no such plain ViT, and it is one of mpp/variants.py."""
+        """Whether timm has no such plain ViT, and it is one of mpp/models/variants.py."""
         at_stem = self.position in ("learned", "none", "sincos_2d") and self.position_at == "stem"
         strided = self.stride not in (None, self.numbers()["patch_size"])
         return not at_stem or strided or self.mixing != "full"

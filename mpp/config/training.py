@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mpp.config.checks import needs, plumbing, require
+from mpp.config.checks import needs, operational, require
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The run: where it is written, how long it is, how it is watched."""
 
-    dir: str = plumbing("runs/birds")
+    dir: str = operational("runs/birds")
     """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
     steps: int = 1600
     """Optimiser updates."""
@@ -23,21 +23,21 @@ class RunConfig:
     """Type in which gradients are averaged over several processes. bf16 halves what they send."""
     compile: bool = False
     """Compile the model with torch.compile (meant for GPUs)."""
-    log_every: int = plumbing(20)
+    log_every: int = operational(20)
     """Updates between two lines of metrics."""
-    eval_every: int = plumbing(400)
+    eval_every: int = operational(400)
     """Updates between two evaluations on the held-out images."""
-    checkpoint_every: int = plumbing(400)
+    checkpoint_every: int = operational(400)
     """Updates between two checkpoints."""
-    keep_checkpoints: int = plumbing(2)
+    keep_checkpoints: int = operational(2)
     """How many of the newest checkpoints stay on disk."""
-    threads: int = plumbing(0)
+    threads: int = operational(0)
     """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
-    trackers: tuple[str, ...] = plumbing(("tensorboard",))
+    trackers: tuple[str, ...] = operational(("tensorboard",))
     """Accelerate trackers that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
-    project: str = plumbing("mpp", trackers="wandb")
+    project: str = operational("mpp", trackers="wandb")
     """Project of wandb, in which each run folder is one run."""
-    print_config: bool = plumbing(False)
+    print_config: bool = operational(False)
     """Print all settings when the run begins, in place of those that are not the defaults. config.yaml has all."""
 
     def __post_init__(self):
@@ -116,11 +116,11 @@ class OptimConfig:
 class ProbeConfig:
     """The frozen features while training: effective rank and, with labels, kNN accuracy. The loss shows neither."""
 
-    every: int = plumbing(400)
+    every: int = operational(400)
     """Updates between two probes: every so many, where run.eval_every is due too. 0: never."""
-    images: int = plumbing(2000)
+    images: int = operational(2000)
     """At most so many labelled training images, a seeded choice, are compared with."""
-    neighbours: int = plumbing(20)
+    neighbours: int = operational(20)
     """Neighbours that vote."""
 
     def __post_init__(self):

@@ -204,7 +204,7 @@ def describe(config: ImagesConfig) -> str:
 
 def as_arguments(config: SourceConfig) -> str:
     """The settings that say which images these are, where they are not as usual, as a command line has them."""
-    names = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("plumbing")]
+    names = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
     usual = SourceConfig()
     changed = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
     return "".join(f" --data.{name} {shlex.quote('null' if value is None else str(value))}" for name, value in changed)

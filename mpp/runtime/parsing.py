@@ -196,7 +196,7 @@ def differing(config: Any) -> dict[str, Any]:
 
 
 def changed_keys(config: Any, path: Path) -> list[str]:
-    """Keys outside the plumbing in which `config` differs from the one saved at `path`.
+    """Keys of settings that are not operational in which `config` differs from the one saved at `path`.
 
     Raises:
         UserError: the saved file is not a config of this kind.
@@ -205,4 +205,5 @@ def changed_keys(config: Any, path: Path) -> list[str]:
         saved = flatten(parse_saved(type(config), path))
     except ValueError as error:
         raise UserError(f"{path} is not a config of this command ({error})") from None
-    return [key for key, field, value in settings(config) if not field.metadata.get("plumbing") and value != saved[key]]
+    kept = ((key, value) for key, field, value in settings(config) if not field.metadata.get("operational"))
+    return [key for key, value in kept if value != saved[key]]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import nn
 
+from mpp.models.variants import VariantViT
 from mpp.training.tracking import HELD_OUT_LOSS, last_scalars
-from mpp.variants import VariantViT
 
 CARD = """---
 library_name: timm

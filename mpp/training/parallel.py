@@ -66,8 +66,8 @@ class Sharded:
     """FSDP2 (`fully_shard`): weights, gradients and optimiser state are split over the processes by rows.
 
     A unit is a block, which is gathered for its own forward and backward pass. The last block of each stack goes with
-    all that is outside of blocks: its parts are called one by one (mpp/predictor.py), and its backward pass is the
-    first. Accelerate would choose units by class, and shards on GPUs alone; so it starts the processes, and torch
+    all that is outside of blocks: its parts are called one by one (mpp/models/blocks.py), and its backward pass is
+    the first. Accelerate would choose units by class, and shards on GPUs alone; so it starts the processes, and torch
     shards.
 
     Weights are kept and gathered in float32, so that they are computed with as DDP's are, under autocast.

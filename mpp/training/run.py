@@ -14,7 +14,7 @@ from accelerate.utils import release_memory
 
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.encoder import fingerprint
+from mpp.models.encoder import fingerprint
 from mpp.runtime.launch import start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import differing, to_yaml

@@ -16,7 +16,7 @@ from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, hold, training_loader
 from mpp.data.workers import FORKS
-from mpp.encoder import export_encoder
+from mpp.models.encoder import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
 

@@ -1,7 +1,7 @@
 """The masked autoencoder (He et al., CVPR 2022): embed, drop what is corrupted, encode, decode, predict.
 
 The encoder's compute falls with the patches that it sees. What the loss does not look at is not computed in the
-decoder's last block, as in mpp/predictor.py.
+decoder's last block, as in mpp/models/predictor.py.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from timm.layers import LayerNorm, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from mpp.attention import take
 from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
-from mpp.encoder import Normalize, has_fused_attention, set_attention
-from mpp.positions import sincos_2d
-from mpp.predictor import block_at, through
-from mpp.variants import VariantViT
+from mpp.models.attention import take
+from mpp.models.blocks import block_at, through
+from mpp.models.encoder import Normalize, has_fused_attention, set_attention
+from mpp.models.positions import sincos_2d
+from mpp.models.variants import VariantViT
 
 WIDTH, DEPTH, HEAD = 512, 8, 32  # MAE's decoder: 16 heads of 32
 

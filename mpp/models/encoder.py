@@ -1,7 +1,8 @@
 """The encoder: any Vision Transformer of timm's. Build it, start it from weights, export it, load it.
 
 An exported encoder is a folder in timm's own layout (`model.safetensors`, `config.json`), so that timm loads it by
-`timm.create_model("local-dir:FOLDER", pretrained=True)`: alone, or after `import mpp` where it is of mpp/variants.py.
+`timm.create_model("local-dir:FOLDER", pretrained=True)`: alone, or after `import mpp` where it
+is of mpp/models/variants.py.
 """
 
 import difflib
@@ -24,11 +25,11 @@ from torch import Tensor, nn
 
 from mpp.config import ModelConfig, check_grid, require
 from mpp.errors import UserError, one_line
-from mpp.positions import Grid, sincos_2d
+from mpp.models.positions import Grid, sincos_2d
+from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
 from mpp.runtime.disk import put
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.hashing import digest
-from mpp.variants import OverlappingPatchEmbed, VariantViT, resample
 
 FIXED = "sincos_2d"  # positions that are not learned
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from mpp.autoencoder import MaskedAutoencoder
 from mpp.config import NetworkConfig
 from mpp.errors import UserError
-from mpp.predictor import MaskedPatchPredictor
+from mpp.models.autoencoder import MaskedAutoencoder
+from mpp.models.predictor import MaskedPatchPredictor
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "predictor": lambda *parts, config: MaskedPatchPredictor(*parts),

@@ -13,8 +13,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from mpp.attention import RELATIVE, PositionedAttention
-from mpp.positions import ABSOLUTE, AbsolutePositions, Grid
+from mpp.models.attention import RELATIVE, PositionedAttention
+from mpp.models.positions import ABSOLUTE, AbsolutePositions, Grid
 
 __all__ = ["VariantViT"]  # timm adds the models that are registered here
 

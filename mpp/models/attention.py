@@ -14,7 +14,7 @@ from timm.layers import Attention, RelPosBias, RotaryEmbeddingCat, apply_rot_emb
 from torch import Tensor, nn
 
 from mpp.config import require
-from mpp.positions import Grid, interpolate_offsets
+from mpp.models.positions import Grid, interpolate_offsets
 
 RELATIVE = ("relative", "relative_bias", "rope")
 

@@ -11,11 +11,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import Corruption, Kind, corrupt
-from mpp.encoder import cell_grid
+from mpp.models.encoder import cell_grid
 from mpp.objectives import patchify
 
 
-class Windows(nn.Module):
+class PixelMasking(nn.Module):
     """Corruption of whole cells of pixels, before they are embedded.
 
     Cells are squares that do not overlap, as large as a patch (of a hybrid: as the pixels from one token to the next).
