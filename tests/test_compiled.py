@@ -48,7 +48,7 @@ def test_blocks_that_are_shared_are_compiled_one_by_one(tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("precision", "processes", "tolerance"), [("bf16", 2, 1e-3), ("fp32", 1, 1e-5)])
+@pytest.mark.parametrize(("precision", "processes", "tolerance"), [("bf16", 2, 5e-3), ("fp32", 1, 1e-5)])
 def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, processes, tolerance):
     """Uncompiled, and compiled; then compiled again, killed on its way and resumed."""
     words = [word for word in TINY if not word.startswith(("--run.precision", "--run.steps"))]
