@@ -2,17 +2,18 @@
 
     python evaluation/compare.py --config configs/compare/birds.yaml
 
-Encoders that are not there yet are trained first. Resumable: what is done, by the same settings, is not done again,
-and neither is what diverged.
+Encoders that are not there yet are trained first. A result is known by a digest of its settings: what is done is not
+done again, here or, with `--extends results.json`, in another comparison; neither is what diverged.
 Started several times, on the GPUs of a machine or on machines that share the folder, the processes share the work:
 none does what another is doing.
 """
 
+import hashlib
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,12 +24,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
-from evaluation.suite.divergence import DIVERGED, once, told
-from evaluation.suite.findings import COMPUTE, Results, unique, write_findings
+from evaluation.suite.findings import Row, write_findings
 from evaluation.suite.plan import Case, CompareConfig, Options, plan
 from evaluation.suite.probing import forget_features
-from evaluation.suite.provenance import completed, images_at, result_settings
 from evaluation.suite.reports import write_json
+from evaluation.suite.run_images import images_at
 from mpp.config import Config
 from mpp.data.record import differences
 from mpp.data.views import BatchLayout
@@ -38,7 +38,7 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import parse, to_yaml
+from mpp.runtime.parsing import differing, parse, plain, settings, to_yaml
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
 from mpp.training.run_folder import images_of, is_finished
@@ -91,27 +91,54 @@ def with_compute(command: str, config: Any, pflop: float) -> Any:
     return replace(config, run=replace(config.run, steps=steps))
 
 
+def digest_of(content: dict[str, Any]) -> str:
+    """The first 16 digits of the SHA-256 of something that JSON has, in any order."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+PATHS = ("encoder", "checkpoint", "out", "run.dir")  # of an evaluation's config: where things are, not what they are
+
+
+def substance(config: Any) -> dict[str, Any]:
+    """The settings that a result depends on: those that are not the defaults, not operational, and no paths."""
+    kept = {key for key, field, _ in settings(config) if key not in PATHS and not field.metadata.get("operational")}
+    return {key: plain(value) for key, value in differing(config).items() if key in kept}
+
+
 @dataclass(frozen=True)
 class Job:
-    """How a case is evaluated, and what says that it was."""
+    """How a case is evaluated, and where its report is: under a name that says by which settings.
+
+    The report also says of which images and weights it is. With others it does not count.
+    """
 
     case: Case
     folder: Path
 
+    @cached_property
+    def training_digest(self) -> str | None:
+        """What the encoder's training is known by: its settings. None: nothing says how it is trained."""
+        entry = self.case.encoder
+        if self.requested is None:
+            return None
+        return digest_of({"command": entry.train, "settings": substance(self.requested), "compute": entry.compute})
+
+    @cached_property
+    def digest(self) -> str:
+        """What a result is known by: the settings of the evaluation and of the encoder's training."""
+        entry, seed, evaluation, _ = self.case
+        encoder = self.training_digest or fingerprint(self.weights) or entry.encoder
+        at = self.weights.name if "checkpoint" in entry.options else None
+        settings = substance(self.evaluation)
+        return digest_of(
+            {"command": evaluation.command, "settings": settings, "encoder": encoder, "at": at}
+            | {"random": entry.random, "seed": seed}
+        )
+
     @property
     def report(self) -> Path:
         """Where the evaluation's report is."""
-        return self.folder / "reports" / f"{self.case.slug}.json"
-
-    @property
-    def note(self) -> Path:
-        """Where stands of what settings and weights the report is."""
-        return self.report.with_suffix(".done.json")
-
-    @property
-    def divergence(self) -> Path:
-        """Where stands that the evaluation, a fine-tuning, diverged."""
-        return self.report.with_suffix(f".{DIVERGED}")
+        return self.folder / "reports" / f"{self.case.slug}-{self.digest}.json"
 
     @property
     def weights(self) -> Path:
@@ -119,15 +146,15 @@ class Job:
         entry, seed, *_ = self.case
         return Path(str(entry.options.get("checkpoint") or entry.encoder).replace("{seed}", str(seed)))
 
-    def arguments(self) -> list[str]:
+    def arguments(self, out: Path) -> list[str]:
         """The evaluation's command line."""
         entry, seed, evaluation, dataset = self.case
         if evaluation.command == "masked":  # reads a run's folder: no images, no other settings
-            return command_line(evaluation.options | {"encoder": entry.encoder, "out": str(self.report)}, seed)
+            return command_line(evaluation.options | {"encoder": entry.encoder, "out": str(out)}, seed)
         options = dataset.options | evaluation.options | entry.options
-        options |= {"encoder": entry.encoder, "out": str(self.report)}
+        options |= {"encoder": entry.encoder, "out": str(out)}
         if evaluation.command == "finetune":
-            options |= {"run.dir": str(self.folder / "finetuned" / self.case.slug), "run.seed": seed}
+            options |= {"run.dir": str(self.folder / "finetuned" / out.stem), "run.seed": seed}
             options |= {"init": "random"} if entry.random else {}
         else:
             options |= {"random": entry.random, "seed": seed}
@@ -136,7 +163,11 @@ class Job:
     @cached_property
     def evaluation(self) -> Any:
         """The evaluation's config."""
-        return parse(EVALUATIONS[self.case.evaluation.command][0], self.arguments())
+        return self.writing_to(Path(f"{self.case.slug}.json"))
+
+    def writing_to(self, out: Path) -> Any:
+        """The evaluation's config with the place of its report."""
+        return parse(EVALUATIONS[self.case.evaluation.command][0], self.arguments(out))
 
     @cached_property
     def requested(self) -> Any:
@@ -155,43 +186,34 @@ class Job:
             config = with_compute(entry.train, config, entry.compute)
         return config and replace(config, optim=config.optim.settled(config.run.steps))
 
-    def provenance(self) -> dict[str, Any]:
-        """What the report depends on: settings, but for operational ones, and weights."""
-        trained = self.training if self.training and not self.case.encoder.random else None
+    def looked_at(self) -> dict[str, Any]:
+        """Which images and weights the report would be of, now."""
+        trained = self.requested if not self.case.encoder.random else None
         return {
-            "settings": result_settings(self.evaluation),
+            "digest": self.digest,
             "images": images_at(self.evaluation.data) if hasattr(self.evaluation, "data") else None,
-            "trained": trained and result_settings(trained) | {"images": images_at(trained.data)},
-            "encoder_sha256": fingerprint(self.weights),
+            "trained_on": trained and images_at(trained.data),
+            "weights": fingerprint(self.weights),
         }
 
-    def today(self, noted: dict[str, Any]) -> dict[str, Any]:
-        """A noted provenance in the terms of this release."""
-        of_evaluation = completed(noted.get("settings"), self.evaluation)
-        return noted | {"settings": of_evaluation, "trained": completed(noted.get("trained"), self.training)}
-
-    def training_today(self, noted: dict[str, Any]) -> dict[str, Any]:
-        """Noted settings of the training in the terms of this release."""
-        return completed(noted, self.training)
-
     def found(self) -> dict[str, Any] | None:
-        """The report, if there is one of these settings and weights."""
-        try:
-            done = self.note.is_file() and self.today(json.loads(self.note.read_text())) == self.provenance()
-            return json.loads(self.report.read_text()) if done else None
-        except (UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder or report there; a torn one
-            return None
+        """The report, if there is one of these settings, images and weights."""
+        with suppress(UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder or report there; a torn one
+            report = json.loads(self.report.read_text())
+            return report if report.get("comparison") == self.looked_at() else None
+        return None
 
-    def diverged(self) -> bool:
-        """Whether the encoder's training or its fine-tuning is known to diverge; random weights were not trained."""
-        if self.training and not self.case.encoder.random:
-            note = Path(self.training.run.dir) / DIVERGED
-            if told(note, result_settings(self.training), self.training_today):
-                return True
-        return self.divergence.is_file() and told(self.divergence, self.provenance(), self.today) is not None
+    @property
+    def divergence(self) -> Path:
+        """Where stands that the encoder's training diverged: by these settings it would again, in the same update."""
+        return self.folder / "reports" / f"training-{self.training_digest}.json"
 
     def prepare(self) -> None:
-        """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on."""
+        """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on.
+
+        Raises:
+            Diverged: now or before.
+        """
         if self.training is None:
             return
         with hold(self.weights, "encoder"):
@@ -200,10 +222,14 @@ class Job:
         folder, task = Path(self.training.run.dir), TRAININGS[self.case.encoder.train][1]
         if not is_finished(folder, self.training.run.steps):
             forget_features()
-        settings = result_settings(self.training)
         try:
-            once(folder / DIVERGED, settings, self.training_today, lambda: train(self.training, task))
+            if self.divergence.is_file():
+                message = json.loads(self.divergence.read_text())["diverged"]
+                raise Diverged(f"{message} ({self.divergence} says so; delete it to try again)")
+            train(self.training, task)
         except Diverged as error:
+            if not self.divergence.is_file():
+                write_json(self.divergence, {"diverged": str(error)})
             if self.case.encoder.random:  # it takes no weights from there, but the architecture
                 raise UserError(f"{folder} has no encoder to take the architecture of: {error}") from error
             raise
@@ -224,16 +250,44 @@ class Job:
 
         Raises:
             Held: another process is at it.
-            Diverged: a training did, now or before.
+            Diverged: a training did.
         """
         with hold(self.report.with_suffix(""), "dir"):
             if self.found() is not None:
                 return
             self.prepare()
-            self.note.unlink(missing_ok=True)  # what it says will not be true of the next report
             evaluate = EVALUATIONS[self.case.evaluation.command][1]
-            once(self.divergence, self.provenance(), self.today, lambda: evaluate(self.evaluation))
-            write_json(self.note, self.provenance())
+            try:
+                evaluate(self.writing_to(self.report))
+                report = json.loads(self.report.read_text())
+            except Diverged as error:  # fine-tuning
+                write_json(self.report, {"diverged": str(error), "comparison": self.looked_at()})
+                raise
+            write_json(self.report, report | {"comparison": self.looked_at()})
+
+    def rows(self) -> list[Row]:
+        """The results that the report has; none where there is no report."""
+        entry, seed, evaluation, dataset = self.case
+        never_trained = self.divergence.is_file() and not entry.random
+        report = {"diverged": True} if never_trained else self.found()
+        if report is None:
+            return []
+        pflop = self.training_pflop()
+        about = {"encoder": entry.name, "encoder_seed": seed, "evaluation": evaluation.name, "dataset": dataset.name}
+        about |= {"group": dataset.group, "digest": self.digest} | ({} if pflop is None else {"training_pflop": pflop})
+        if "diverged" in report:
+            return [about | {"kind": "diverged"}]
+        by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
+        dev = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
+        return [about | row for row in (*rows_of(self.case, report), *dev)]
+
+    def training_pflop(self) -> float | None:
+        """PFLOP that training the encoder executed; 0 of random weights; None: nothing says so."""
+        if self.case.encoder.random:
+            return 0.0
+        with suppress(UserError):  # no run: a folder from elsewhere, or timm's name
+            return last_scalars(self.weights, "compute/pflop")["compute/pflop"]
+        return None
 
 
 def share_out(jobs: Sequence[Job]) -> list[str]:
@@ -263,30 +317,12 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
     return failures
 
 
-def collect(jobs: Sequence[Job]) -> Results:
-    """What the reports that are there say."""
-    results = Results()
-    for job in jobs:
-        report = job.found()
-        about = {"encoder": job.case.encoder.name, "encoder_seed": job.case.seed}
-        about |= {"evaluation": job.case.evaluation.name, "dataset": job.case.dataset.name}
-        if report is None:
-            with suppress(UserError):  # how it would be trained cannot be said: its images are not there
-                results.diverged += [about | {"group": job.case.dataset.group}] if job.diverged() else []
-            continue
-        results.rows += [about | {"group": job.case.dataset.group} | row for row in rows_of(job.case, report)]
-        by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
-        about["seed"] = 0
-        results.curves += [about | {"depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
-    return results
-
-
-def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of a report; of several depths the one that counts."""
+def rows_of(case: Case, report: dict[str, Any]) -> list[Row]:
+    """The results of a report on test images; of several depths the one that counts."""
     chosen = report["protocol"].get("chosen_depth")
     key = {"fewshot": "shots", "knn": "neighbours"}.get(case.evaluation.command)
     return [
-        {"case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
+        {"kind": "test", "case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
         | {"accuracy": result["accuracy"]}
         | {name: result[name] for name in ("depth", "lr", "pflop") if name in result}
         for result in report["results"]
@@ -294,19 +330,25 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def compute_of(jobs: Sequence[Job], encoders: Iterable[str]) -> dict[str, float]:
-    """PFLOP that training these encoders executed, of those that say it; random weights cost none."""
-    found: dict[str, float] = {}
-    for job in jobs:
-        entry = job.case.encoder
-        if entry.name not in encoders or entry.name in found:  # another seed's is the same
-            continue
-        if entry.random:
-            found[entry.name] = 0.0
-        elif (job.weights / "encoder").is_dir():
-            with suppress(UserError):  # a folder from elsewhere
-                found[entry.name] = last_scalars(job.weights, "compute/pflop")["compute/pflop"]
+def published(file: str | None) -> dict[str, list[Row]]:
+    """The results of another comparison's results.json, by their digests.
+
+    Raises:
+        UserError: it is none.
+    """
+    found: dict[str, list[Row]] = {}
+    try:
+        for row in json.loads(Path(file).read_text())["results"] if file else ():
+            found.setdefault(row["digest"], []).append(row)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
     return found
+
+
+def renamed(rows: list[Row], case: Case) -> list[Row]:
+    """Results of another comparison by the names that this one has for them."""
+    names = {"encoder": case.encoder.name, "encoder_seed": case.seed, "evaluation": case.evaluation.name}
+    return [row | names | {"dataset": case.dataset.name, "group": case.dataset.group} for row in rows]
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -317,19 +359,15 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise UserError("a comparison is one process; start the command several times, and they share the work")
-    folder = Path(config.dir)
+    folder, known = Path(config.dir), published(config.extends)
     questions, cases = plan(config)
-    jobs = [Job(case, folder) for case in cases]
-    for job in jobs:
-        _ = job.evaluation, job.requested  # parsed: a bad setting is named at once
-    failures = [] if config.tabulate else share_out(jobs)
-    results = collect(jobs)
-    for question in questions:
-        if question.x in COMPUTE:
-            results.compute |= compute_of(jobs, question.encoders or unique(results.rows, "encoder"))
+    jobs = [Job(case, folder) for case in cases]  # their settings are parsed below: a bad one is named at once
+    missing = [job for job in jobs if job.digest not in known]
+    failures = [] if config.tabulate else share_out(missing)
+    rows = [row for job in jobs for row in renamed(known.get(job.digest, []), job.case) or job.rows()]
     asked = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        found = write_findings(folder, questions, results, asked)
+        found = write_findings(folder, questions, rows, asked)
     if failures:
         raise UserError(f"{len(failures)} of {len(jobs)} evaluations failed, such as {failures[0]}")
     return found

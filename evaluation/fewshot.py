@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.suite.extraction import Features
-from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
+from evaluation.suite.run_images import parse_with_images
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select

@@ -19,10 +19,10 @@ from accelerate import Accelerator, PartialState
 
 from evaluation.suite.classify import Classification
 from evaluation.suite.encoders import load_frozen
-from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.labelled import load_labelled
 from evaluation.suite.networks import HeadedEncoder, Pooling, zero_head
 from evaluation.suite.reports import table, write_json
+from evaluation.suite.run_images import parse_with_images
 from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, group, operational, require
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError

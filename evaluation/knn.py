@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from evaluation.suite.extraction import Features
-from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
+from evaluation.suite.run_images import parse_with_images
 from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.probe import knn_predict

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.suite.extraction import Features
-from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.probing import ProbeConfig, probe
+from evaluation.suite.run_images import parse_with_images
 from mpp.config import as_lists, needs, require
 from mpp.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks

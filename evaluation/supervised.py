@@ -22,10 +22,10 @@ from evaluation.suite.distill import (
     build_student,
     distillation_loss,
 )
-from evaluation.suite.inheritance import refuse_seen
 from evaluation.suite.labelled import load_labelled
 from evaluation.suite.networks import HeadConfig, HeadedEncoder, build_backbone, build_head
 from evaluation.suite.reports import table, write_json
+from evaluation.suite.run_images import refuse_seen
 from evaluation.suite.teachers import load_teacher
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.views import BatchLayout, collate

@@ -24,7 +24,6 @@ from evaluation import fewshot
 from evaluation.suite import figures
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
 from evaluation.suite.extraction import EncoderConfig, extract_features, views_for
-from evaluation.suite.inheritance import parse_with_images
 from evaluation.suite.inspection import (
     Unavailable,
     attention_distance,
@@ -40,6 +39,7 @@ from evaluation.suite.inspection import (
 )
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
+from evaluation.suite.run_images import parse_with_images
 from mpp.config import RunConfig, as_lists, needs, operational, require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader

@@ -16,8 +16,8 @@ from evaluation.finetune import FinetuneConfig
 from evaluation.suite import plan, probing
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
-from evaluation.suite.findings import Question, Results, draw, numbers_of, table_of, write_findings
-from evaluation.suite.provenance import completed, images_of_source, result_settings
+from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
+from evaluation.suite.run_images import record_of
 from evaluation.supervised import SupervisedConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime.parsing import parse
@@ -119,8 +119,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
         rows = [
             row
             for row in report["results"]
-            if row["encoder"] == name
-            and row["evaluation"] == evaluation
+            if (row["kind"], row["encoder"], row["evaluation"]) == ("test", name, evaluation)
             and row["case"] == "".join(shots)
             and place in (row["dataset"], row["group"])
         ]
@@ -137,32 +136,62 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
             monkeypatch.setitem(commands, name, (kind, lambda config: pytest.fail("done twice")))
     compare.main(["--config", str(small)])
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
-    notes = list((tmp_path / "out" / "reports").glob("*.done.json"))
-    for note in notes:  # as a release left them that did not have these settings yet
-        known = json.loads(note.read_text())
-        del known["settings"]["data.cut_seed"]
-        if known["trained"]:
-            del known["trained"]["model.mixing"], known["trained"]["model.stride"]
-        note.write_text(json.dumps(known))
+    config = yaml.safe_load(small.read_text())
+    config["encoders"][0]["train_options"]["model.stride"] = None  # the default
+    config["evaluations"][0]["options"]["data.cut_seed"] = 0
+    small.write_text(yaml.safe_dump(config))
     compare.main(["--config", str(small)])
-    assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
-    assert any(json.loads(note.read_text())["trained"] for note in notes)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["results"] == report["results"]
 
 
-def test_what_was_done_before_a_setting_came_was_done_at_its_default():
-    usual = SupervisedConfig()
-    noted = result_settings(usual)
-    del noted["model.stride"], noted["head.kind"]
-    noted["head.name"] = "mlp"  # what an earlier release called it
-    assert completed(noted, usual) == result_settings(usual)
-    other = dataclasses.replace(usual, model=dataclasses.replace(usual.model, stride=4))
-    assert completed(noted, other) != result_settings(other)
-    assert completed(noted, None) == noted and completed(None, usual) is None
+def jobs_of(file, folder):
+    """The jobs of a comparison, by encoder, seed, evaluation and dataset."""
+    cases = plan.plan(parse(plan.CompareConfig, ["--config", str(file)])).cases
+    return {(c.encoder.name, c.seed, c.evaluation.name, c.dataset.name): compare.Job(c, folder) for c in cases}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "evaluation" / "results").glob("*/results.json")), ids=str)
+def test_published_results_are_found_by_their_digests(path, tmp_path):
+    """So `extends` computes none of them again."""
+    jobs = jobs_of(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml", tmp_path)
+    known = compare.published(str(path))
+    assert {job.digest for job in jobs.values()} == set(known)
+    for rows in known.values():
+        for row in rows:
+            about = (row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"])
+            assert jobs[about].digest == row["digest"]
+
+
+def test_another_comparison_goes_on_from_published_results(small, tmp_path, monkeypatch):
+    """By other names, in another folder, without the encoders: what is new is done, and nothing else."""
+    config = yaml.safe_load(small.read_text())
+    config["evaluations"] = config["evaluations"][:1]
+    small.write_text(yaml.safe_dump(config))
+    compare.main(["--config", str(small)])
+    first = json.loads((tmp_path / "out" / "results.json").read_text())
+    shutil.rmtree(tmp_path / "encoders")
+    again = {"name": "more", "command": "fewshot", "options": FAST | {"shots": [2]}}
+    config["evaluations"] = [config["evaluations"][0] | {"name": "again"}, again]
+    config["encoders"] = config["encoders"][-1:]
+    other = config | {"dir": str(tmp_path / "other"), "extends": str(tmp_path / "out" / "results.json")}
+    small.write_text(yaml.safe_dump(other))
+    done, (kind, run) = [], compare.EVALUATIONS["fewshot"]
+    noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
+    monkeypatch.setitem(compare.EVALUATIONS, "fewshot", noted)
+    compare.main(["--config", str(small)])
+    second = json.loads((tmp_path / "other" / "results.json").read_text())
+    assert done == [(2,)] * 2
+    before = {name: cell for name, cell in first["summary"]["comparison"]["floor"].items()}
+    after = second["summary"]["comparison"]["floor"]
+    assert all(after[name.replace("few-shot", "again")] == cell for name, cell in before.items())
+    small.write_text(yaml.safe_dump(other | {"extends": str(small)}))
+    with pytest.raises(UserError, match=r"extends is .*compare\.yaml; it must be the results\.json of a comparison"):
+        compare.main(["--config", str(small)])
 
 
 @pytest.fixture
 def floors(small, tmp_path):
-    """Few-shot accuracy of a floor: compares within a second. floors(shots=[1]) -> the report of its only case."""
+    """Few-shot accuracy of a floor: compares within a second. floors(shots=[1]) -> the results."""
     config = yaml.safe_load(small.read_text())
     config |= {"encoders": config["encoders"][-1:], "datasets": config["datasets"][:1]}
     config["evaluations"] = config["evaluations"][:1]
@@ -171,22 +200,22 @@ def floors(small, tmp_path):
         config["evaluations"][0]["options"] |= options
         small.write_text(yaml.safe_dump(config | {"encoders": [*config["encoders"], *encoders]}))
         compare.main(["--config", str(small)])
-        (path,) = (p for p in (tmp_path / "out" / "reports").glob("floor*.json") if ".done" not in p.name)
-        return json.loads(path.read_text())
+        rows = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+        return [row for row in rows if row["kind"] == "test"]
 
     return run
 
 
-def test_a_report_of_other_settings_never_passes_for_these(floors, monkeypatch, tmp_path):
-    floors(shots=[1])
+def test_a_report_that_was_cut_off_is_none(floors, monkeypatch, tmp_path):
+    whole = floors(shots=[5])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(compare, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        floors(shots=[5])  # killed between its report and the note of what that is
-    assert [row["shots"] for row in floors(shots=[1])["results"]] == [1, 1, 1]
-    for report in (tmp_path / "out" / "reports").glob("floor*.json"):
-        if ".done" not in report.name:
-            report.unlink()
-    assert [row["shots"] for row in floors(shots=[1])["results"]] == [1, 1, 1]  # the note alone is no report
+        floors(shots=[1])  # killed between its report and the mark of which images and weights it is
+    done, (kind, run) = [], compare.EVALUATIONS["fewshot"]
+    noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
+    monkeypatch.setitem(compare.EVALUATIONS, "fewshot", noted)
+    assert [row["case"] for row in floors(shots=[1])] == ["1"] * 3 and done == [(1,)]
+    assert floors(shots=[5]) == whole and done == [(1,)]
 
 
 def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, monkeypatch, capsys):
@@ -212,7 +241,7 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert [line.split() for line in lines if "wild" in line] == [["|", "wild", "|", "diverged", "|", "diverged", "|"]]
     assert run() == first and len(trained) == 2
-    assert f"{tmp_path}/encoders/0/diverged.json says so; delete it to try again" in capsys.readouterr().err
+    assert "says so; delete it to try again" in capsys.readouterr().err
 
     shutil.rmtree(tmp_path / "encoders" / "1")
     config["encoders"][0]["train_options"]["optim.lr"] = 1e-3
@@ -237,7 +266,7 @@ def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small
         trained.prepare()
     with pytest.raises(UserError, match=r"encoders/0 has no encoder to take the architecture of: .*nan"):
         random.prepare()
-    assert trained.diverged() and not random.diverged()
+    assert trained.divergence.is_file()
 
 
 def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypatch):
@@ -254,8 +283,10 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
 
 def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
     about = {"encoder": "a", "dataset": "birds", "group": None, "evaluation": "kNN"}
-    rows = [about | {"encoder_seed": seed, "seed": 0, "case": "20", "accuracy": 0.5} for seed in (0, 1)]
-    numbers = numbers_of(rows, [about | {"encoder_seed": 2}])
+    test = about | {"kind": "test", "seed": 0, "case": "20", "accuracy": 0.5}
+    numbers = numbers_of(
+        [*(test | {"encoder_seed": seed} for seed in (0, 1)), about | {"kind": "diverged", "encoder_seed": 2}]
+    )
     assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "diverged": 1}
     assert "50.0 ± 0.0 (1 diverged)" in table_of(numbers)
 
@@ -303,7 +334,7 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
 def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
     def row(encoder, dataset, accuracy, seed=0):
         about = {"encoder": encoder, "encoder_seed": seed, "dataset": dataset, "accuracy": accuracy}
-        return about | {"seed": 0, "evaluation": "kNN", "case": "", "group": "natural"}
+        return about | {"kind": "test", "seed": 0, "evaluation": "kNN", "case": "", "group": "natural"}
 
     whole = [row("a", "easy", 0.9), row("a", "hard", 0.3), row("a", "easy", 0.5, seed=1)]
     numbers = numbers_of([*whole, row("b", "easy", 0.85)])
@@ -331,7 +362,7 @@ def test_processes_share_a_comparison(small, tmp_path):
     said = [command.said for command in both]
     for seed in (0, 1):
         assert sum(f"wrote {tmp_path}/encoders/{seed}: encoder/" in each for each in said) == 1
-    reports = [path for path in (tmp_path / "out" / "reports").glob("*.json") if ".done" not in path.name]
+    reports = list((tmp_path / "out" / "reports").glob("*.json"))
     assert len(reports) == 2 * (2 + 2 + 1)
     for report in reports:
         assert sum(each.count(f"wrote {report}\n") for each in said) == 1
@@ -370,8 +401,10 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
     columns = report["summary"]["length"]["longer"]
     for line, name in (("model", "accuracy"), ("two nearest", "two_nearest"), ("nearest", "nearest")):
         assert columns[f"hidden {line}"]["mean"] == read_metrics(tmp_path / "longer", f"heldout/{name}")[6]
-    assert report["training_pflop"]["longer"] == pytest.approx(3 * report["training_pflop"]["pre-trained"])
-    depths = {(row["encoder"], row["encoder_seed"], row["depth"]) for row in report["dev_by_depth"]}
+    pflop = {row["encoder"]: row["training_pflop"] for row in report["results"] if "training_pflop" in row}
+    assert pflop["longer"] == pytest.approx(3 * pflop["pre-trained"]) and pflop["random"] == 0 and "floor" not in pflop
+    dev = [row for row in report["results"] if row["kind"] == "dev"]
+    depths = {(row["encoder"], row["encoder_seed"], row["depth"]) for row in dev}
     assert {("pre-trained", 1, 1), ("pre-trained", 1, 2), ("random", 0, 2), ("floor", 0, 1)} <= depths
     text = (tmp_path / "out" / "table.md").read_text()
     assert text.startswith("### Hidden?\n\n| accuracy (%)") and text.count("accuracy (%)") == 3
@@ -445,7 +478,7 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     monkeypatch.setitem(compare.EVALUATIONS, "fewshot", again)
 
     def judge():
-        images_of_source.cache_clear()  # as in a new process
+        record_of.cache_clear()  # as in a new process
         compare.main(["--config", str(small)])
 
     small.write_text(yaml.safe_dump(config))
@@ -494,19 +527,18 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
 def test_lines_go_through_encoders_against_all_compute(tmp_path):
     rows = [
         {"encoder": name, "encoder_seed": 0, "seed": 0, "evaluation": "tuned", "dataset": "birds", "group": None}
-        | {"case": "", "accuracy": accuracy, "pflop": 2.0}
-        for name, accuracy in (("short", 0.1), ("long", 0.3), ("scratch", 0.2))
+        | {"kind": "test", "case": "", "accuracy": accuracy, "pflop": 2.0, "training_pflop": pflop}
+        for name, accuracy, pflop in (("short", 0.1, 1.0), ("long", 0.3, 4.0), ("scratch", 0.2, 0.0))
     ]
-    results = Results(rows, compute={"short": 1.0, "long": 4.0, "scratch": 0.0})
     lines = {"pre-trained": ["long", "short"], "from scratch": ["scratch"], "both": ["scratch", "short"]}
     question = Question("q", plot="lines", x="total compute", lines=lines)
-    axes = draw(question, results, {}).axes[0]
+    axes = plot_question(question, rows, {}).axes[0]
     drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in axes.containers}
     assert drawn["pre-trained"] == [[3.0, pytest.approx(10)], [6.0, pytest.approx(30)]]
     assert drawn["both"] == [[2.0, pytest.approx(20)], [3.0, pytest.approx(10)]]
     assert drawn["from scratch"] == [[2.0, pytest.approx(20)]] and axes.get_xticks().tolist() == [2, 3, 6]
 
-    write_findings(tmp_path, [dataclasses.replace(question, encoders=["long", "scratch"])], results, {})
+    write_findings(tmp_path, [dataclasses.replace(question, encoders=["long", "scratch"])], rows, {})
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "table.md").read_text().split("\n")
     ]

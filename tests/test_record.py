@@ -9,7 +9,7 @@ import torch
 from conftest import Killed, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
-from evaluation.suite.inheritance import check_unseen, parse_with_images
+from evaluation.suite.run_images import check_unseen, parse_with_images
 from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record, revision
 from mpp.data.sources import load_image_datasets, load_splits

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,11 @@ from evaluation.suite.reports import percent, table, write_json
 from mpp.config import require
 
 Row = dict[str, Any]
+"""A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
+
+test: an accuracy, of a case (such as 5 shots) and a seed; dev: an accuracy on the dev split at a depth, of a seed;
+diverged: no more.
+"""
 Numbers = dict[str, dict[str, dict[str, float]]]
 """Encoder -> column -> mean, standard deviation, count; how many seeds diverged, where any did; PFLOP, where asked."""
 
@@ -55,41 +60,24 @@ class Question:
         require(numbered or self.plot != "lines", "questions: encoders", self.encoders, "{name: number} to plot lines")
 
 
-@dataclass
-class Results:
-    """What all evaluations together found."""
+def chosen(rows: list[Row], question: Question) -> list[Row]:
+    """Those that a question is about, encoders in its order."""
+    asked = list(question.encoders) if question.encoders is not None else unique(rows, "encoder")
+    evaluations = question.evaluations or unique(rows, "evaluation")
+    kept = [row for row in rows if row["encoder"] in asked and row["evaluation"] in evaluations]
+    return sorted(kept, key=lambda row: (asked.index(row["encoder"]), evaluations.index(row["evaluation"])))
 
-    rows: list[Row] = field(default_factory=list)
-    """Accuracies: encoder, encoder_seed, evaluation, dataset, group, case, seed, accuracy."""
-    curves: list[Row] = field(default_factory=list)
-    """Accuracies on the dev split by depth: encoder, encoder_seed, evaluation, dataset, depth, seed, accuracy."""
-    diverged: list[Row] = field(default_factory=list)
-    """What a training that diverged leaves without a result: encoder, encoder_seed, evaluation, dataset, group."""
-    compute: dict[str, float] = field(default_factory=dict)
-    """PFLOP that training an encoder executed."""
 
-    def of(self, question: Question) -> "Results":
-        """Those that a question is about, encoders in its order."""
-        everything = [*self.rows, *self.diverged]
-        asked = list(question.encoders) if question.encoders is not None else unique(everything, "encoder")
-        evaluations = question.evaluations or unique(everything, "evaluation")
+def of_kind(rows: list[Row], kind: str) -> list[Row]:
+    """The accuracies on `test` images, those on the `dev` split by depth, or what `diverged`."""
+    return [row for row in rows if row["kind"] == kind]
 
-        def chosen(rows: list[Row]) -> list[Row]:
-            kept = [row for row in rows if row["encoder"] in asked and row["evaluation"] in evaluations]
-            return sorted(kept, key=lambda row: (asked.index(row["encoder"]), evaluations.index(row["evaluation"])))
 
-        return Results(chosen(self.rows), chosen(self.curves), chosen(self.diverged), self.compute)
-
-    def place(self, question: Question, row: Row) -> float | None:
-        """Where an accuracy lies on the question's x-axis; None: that is not known."""
-        places = self.compute if question.x in COMPUTE else dict(question.encoders or {})
-        of_encoder = places.get(row["encoder"])
-        more = row.get("pflop", 0) if question.x == "total compute" else 0
-        return None if of_encoder is None else of_encoder + more
-
-    def pflop(self, question: Question, row: Row) -> float | None:
-        """What an accuracy took, where the question is about that."""
-        return self.place(question, row) if question.x in COMPUTE else None
+def place(question: Question, row: Row) -> float | None:
+    """Where an accuracy lies on the question's x-axis; None: that is not known."""
+    at = row.get("training_pflop") if question.x in COMPUTE else dict(question.encoders or {}).get(row["encoder"])
+    more = row.get("pflop", 0) if question.x == "total compute" else 0
+    return None if at is None else at + more
 
 
 def unique(rows: list[Row], key: str) -> list[Any]:
@@ -120,17 +108,15 @@ def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
     return columns
 
 
-def numbers_of(
-    rows: list[Row], diverged: Sequence[Row] = (), pflop: Callable[[Row], float | None] = lambda row: None
-) -> Numbers:
+def numbers_of(rows: list[Row], pflop: Callable[[Row], float | None] = lambda row: None) -> Numbers:
     """The numbers of a table, and in how many of an encoder's seeds a training `diverged` that they need.
 
     `pflop` says what an accuracy took, where the table says it: the mean.
     """
-    lost = without_a_result(rows, diverged)
-    numbers: Numbers = {encoder: {} for encoder in unique([*rows, *lost], "encoder")}
-    for name, belongs in columns_of([*rows, *lost]).items():
-        column = [row for row in rows if belongs(row)]
+    measured, lost = of_kind(rows, "test"), without_a_result(rows)
+    numbers: Numbers = {encoder: {} for encoder in unique([*measured, *lost], "encoder")}
+    for name, belongs in columns_of([*measured, *lost]).items():
+        column = [row for row in measured if belongs(row)]
         datasets = set(unique(column, "dataset"))
         for encoder, cells in numbers.items():
             own = complete([row for row in column if row["encoder"] == encoder], datasets)
@@ -143,12 +129,12 @@ def numbers_of(
     return numbers
 
 
-def without_a_result(rows: list[Row], diverged: Sequence[Row]) -> list[Row]:
+def without_a_result(rows: list[Row]) -> list[Row]:
     """What diverged, once for each case that its evaluation has where it does not; where it never does, for `""`."""
     cases: dict[str, list[str]] = {}
-    for evaluation, case in dict.fromkeys((row["evaluation"], row["case"]) for row in rows):
+    for evaluation, case in dict.fromkeys((row["evaluation"], row["case"]) for row in of_kind(rows, "test")):
         cases.setdefault(evaluation, []).append(case)
-    return [row | {"case": case} for row in diverged for case in cases.get(row["evaluation"], [""])]
+    return [row | {"case": case} for row in of_kind(rows, "diverged") for case in cases.get(row["evaluation"], [""])]
 
 
 def complete(rows: list[Row], datasets: set[str]) -> list[Row]:
@@ -199,41 +185,39 @@ def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
     }
 
 
-def draw(question: Question, results: Results, numbers: Numbers) -> Figure | None:
+def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figure | None:
     """The question's plot; None: there is nothing to draw yet."""
     if question.plot == "depth":
-        curves = curves_of(results.curves, "encoder", lambda row: row["depth"])
+        curves = curves_of(of_kind(rows, "dev"), "encoder", lambda row: row["depth"])
         return plot_depths(curves) if curves else None
     if question.plot == "lines":
-        rows = [row for row in results.rows if results.place(question, row) is not None]
+        drawn = [row for row in of_kind(rows, "test") if place(question, row) is not None]
         if question.lines is not None:
             named = question.lines.items()  # one encoder may begin several lines
-            rows = [row | {"case": line} for line, encoders in named for row in rows if row["encoder"] in encoders]
-        curves = curves_of(rows, "case", partial(results.place, question))
-        return plot_lines(curves, COMPUTE.get(question.x, question.x)) if rows else None
+            drawn = [row | {"case": line} for line, encoders in named for row in drawn if row["encoder"] in encoders]
+        curves = curves_of(drawn, "case", partial(place, question))
+        return plot_lines(curves, COMPUTE.get(question.x, question.x)) if drawn else None
     return plot_bars(numbers) if numbers else None
 
 
-def write_findings(folder: Path, questions: Sequence[Question], results: Results, settings: Row) -> Row:
+def write_findings(folder: Path, questions: Sequence[Question], rows: list[Row], settings: dict[str, Any]) -> Row:
     """Write results.json, table.md and the plots, and print the tables; the summary: question -> numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     summary, texts, drawn = {}, [], []
     for question in questions:
-        asked = results.of(question)
-        numbers = summary[question.name] = numbers_of(asked.rows, asked.diverged, partial(asked.pflop, question))
+        asked = chosen(rows, question)
+        took = partial(place, question) if question.x in COMPUTE else lambda row: None
+        numbers = summary[question.name] = numbers_of(asked, took)
         heading = f"### {question.title}\n\n" if question.title else ""
         if numbers and question.plot != "depth":  # what that draws are no test accuracies
             texts.append(heading + table_of(numbers))
-    about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
-    found = {"results": results.rows, "dev_by_depth": results.curves}
-    found |= {"diverged": results.diverged, "training_pflop": results.compute}
-    write_json(folder / "results.json", {"summary": summary, **found, "versions": about, "settings": settings})
-    text = "\n\n".join(texts) or "no results yet"
-    (folder / "table.md").write_text(text + "\n")
-    for question in questions:
-        figure = draw(question, results.of(question), summary[question.name])
+        figure = plot_question(question, asked, numbers)
         if figure:
             drawn.append(f"{question.name}.png")
             figure.savefig(folder / drawn[-1], dpi=DPI)
+    about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+    write_json(folder / "results.json", {"summary": summary, "results": rows, "versions": about, "settings": settings})
+    text = "\n\n".join(texts) or "no results yet"
+    (folder / "table.md").write_text(text + "\n")
     print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', *drawn])}; see reports/")
-    return {"results": results.rows, "summary": summary}
+    return {"results": rows, "summary": summary}

@@ -2,7 +2,7 @@
 
 from accelerate import Accelerator
 
-from evaluation.suite.inheritance import check_unseen
+from evaluation.suite.run_images import check_unseen
 from mpp.config import SourceConfig
 from mpp.data.sources import ImageDataset, describe, load_image_datasets
 from mpp.errors import UserError

@@ -78,6 +78,8 @@ class CompareConfig:
     """{name, options, group}: options have data.path and the like."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
     """{name, title, encoders, evaluations, plot, x, lines}: a table and a plot each. Only what is asked for is done."""
+    extends: str | None = None
+    """The results.json of another comparison: results with the same digest are taken from there, and not done again."""
     tabulate: bool = False
     """Only write what is there already: a look at a comparison that is under way."""
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from evaluation.suite.distill import DistillConfig, DistilledEncoder, averaged
 from evaluation.suite.encoders import FrozenEncoder, create, load_frozen
-from evaluation.suite.inheritance import learned_labels, run_folder
 from evaluation.suite.networks import HeadedEncoder, build_head
+from evaluation.suite.run_images import learned_labels, run_folder
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.models.encoder import encoder_folder, fingerprint, set_attention

@@ -9,12 +9,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mpp.config import SourceConfig, refuse_idle
+from mpp.data.record import record
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.parsing import read
@@ -143,3 +145,19 @@ def check_unseen(encoder: str, data: SourceConfig, train: ImageDataset, test: Im
             f"note: {encoder} was trained with labels of these training images: what is chosen on a part of them, "
             "such as a depth, a rate or a penalty, is chosen for images that it knows"
         )
+
+
+def images_at(data: SourceConfig) -> dict[str, Any] | None:
+    """The record of the images that these settings mean, now. None: a stream, which is not looked through."""
+    if getattr(data, "streaming", False):
+        return None
+    return record_of(
+        SourceConfig(**{field.name: getattr(data, field.name) for field in dataclasses.fields(SourceConfig)})
+    )
+
+
+@lru_cache
+def record_of(source: SourceConfig) -> dict[str, Any]:
+    """The record of both splits, looked at once."""
+    splits = zip(("train", "held_out"), load_image_datasets(source), strict=True)
+    return {part: record(dataset, labels=True, retries=source.read_retries) for part, dataset in splits}
