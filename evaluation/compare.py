@@ -24,8 +24,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
+from evaluation.config import CompareConfig
 from evaluation.suite.findings import Row, write_findings
-from evaluation.suite.plan import Case, CompareConfig, Options, plan
+from evaluation.suite.plan import Case, Options, plan
 from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
 from evaluation.suite.run_images import images_at
@@ -33,12 +34,12 @@ from mpp.config import Config
 from mpp.data.record import differences
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
-from mpp.models.encoder import fingerprint
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import differing, parse, plain, settings, to_yaml
+from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
 from mpp.training.run_folder import images_of, is_finished

@@ -9,17 +9,17 @@ every probe takes it; the projection head is left out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from evaluation.suite.contrast import Everyone, TwoViews, ViewsConfig, nt_xent
+from evaluation.config import ContrastiveConfig
+from evaluation.suite.contrast import Everyone, TwoViews, nt_xent
 from evaluation.suite.networks import HeadedEncoder, build_backbone, synchronized
-from mpp.config import DataConfig, ModelConfig, OptimConfig, ProbeConfig, RunConfig, require
+from mpp.config import require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
@@ -37,52 +37,6 @@ from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker, last_evaluation
 
 PANEL_IMAGES = 8
-
-
-@dataclass(frozen=True)
-class ProjectionConfig:
-    """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
-
-    pooling: Literal["class", "mean"] = "mean"
-    """What it is on: the `class` token, or the `mean` over patches or places."""
-    hidden: int | None = None
-    """Width of the hidden layer. null: the encoder's."""
-    outputs: int = 128
-    """Numbers that it gives a view."""
-
-    def __post_init__(self):
-        require(self.hidden is None or self.hidden >= 1, "head.hidden", self.hidden, "at least 1, or null")
-        require(self.outputs >= 1, "head.outputs", self.outputs, "at least 1")
-
-
-@dataclass(frozen=True)
-class ContrastConfig:
-    """The loss: NT-Xent. The negatives are all other views of a forward pass, whose size then matters."""
-
-    temperature: float = 0.1
-    """What similarities are divided by (SimCLR: 0.1; 0.5 on CIFAR-10)."""
-
-    def __post_init__(self):
-        require(self.temperature > 0, "contrast.temperature", self.temperature, "above 0")
-
-
-@dataclass(frozen=True)
-class ContrastiveConfig:
-    """Contrastive pre-training (SimCLR). The paper's LARS is not there: `optim.name` is muon, adam or sgd."""
-
-    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
-    data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))
-    model: ModelConfig = field(default_factory=ModelConfig)
-    views: ViewsConfig = field(default_factory=ViewsConfig)
-    head: ProjectionConfig = field(default_factory=ProjectionConfig)
-    contrast: ContrastConfig = field(default_factory=ContrastConfig)
-    optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
-    )
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
-
-    def __post_init__(self):
-        self.optim.check_warmup(self.run.steps)
 
 
 class Contrastive(ImageTask):

@@ -8,7 +8,8 @@ The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D
 
 from collections.abc import Sequence
 
-from evaluation.suite.extraction import FeaturesConfig, extract_features, save_features
+from evaluation.config import FeaturesConfig
+from evaluation.suite.extraction import extract_features, save_features
 from evaluation.suite.reports import report_path
 from evaluation.suite.run_images import parse_with_images
 from mpp.config import RunConfig, require

@@ -8,7 +8,6 @@ class, features whitened by the support set, a penalised bias of 100, targets -1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,35 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evaluation.config import FewshotConfig
 from evaluation.suite.extraction import Features
-from evaluation.suite.probing import ProbeConfig, probe
+from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
-from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.launch import command
 
 BIAS = 100.0
 BLOCK = 4096  # test images scored at a time: what bounds the memory
-
-
-@dataclass(frozen=True)
-class FewshotConfig(ProbeConfig):
-    """Few-shot accuracy of frozen features."""
-
-    shots: int | tuple[int, ...] = (1, 5, 10, 25)
-    """Images a class in the support set; 5 is the standard."""
-    seeds: int | tuple[int, ...] = (0, 1, 2)
-    """Seeds of the draws."""
-    l2: float | tuple[float, ...] = (2.0**10,)
-    """Penalties. Where there are several, each has a line of its own: none is chosen on test labels."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        as_lists(self, "shots", "seeds", "l2")
-        require(len(self.shots) > 0 and min(self.shots) >= 1, "shots", list(self.shots), "a list of numbers from 1")
-        require(len(self.seeds) > 0 and min(self.seeds) >= 0, "seeds", list(self.seeds), "a list of numbers from 0")
-        require(len(self.l2) > 0 and min(self.l2) > 0, "l2", list(self.l2), "a list of positive numbers")
 
 
 def orders(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:

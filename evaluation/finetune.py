@@ -11,86 +11,26 @@ other.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator, PartialState
 
+from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.suite.classify import Classification
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.labelled import load_labelled
-from evaluation.suite.networks import HeadedEncoder, Pooling, zero_head
+from evaluation.suite.networks import HeadedEncoder, zero_head
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import parse_with_images
-from mpp.config import AugmentConfig, DataConfig, OptimConfig, RunConfig, as_lists, group, operational, require
+from mpp.config import require
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
-from mpp.models.encoder import checkpoint_activations, fingerprint
+from mpp.models.encoder import checkpoint_activations
 from mpp.runtime.launch import command
+from mpp.runtime.weights import fingerprint
 from mpp.training.run import train
 from mpp.training.tracking import last_evaluation, last_scalars
-
-
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """Fine-tune an encoder on labelled images."""
-
-    encoder: str = "runs/birds"
-    """Run folder, encoder folder, or timm model name (randomly initialised, or with --checkpoint)."""
-    checkpoint: str | None = None
-    """Local .safetensors file with the weights of a timm model name."""
-    init: Literal["encoder", "random"] = "encoder"
-    """random: the same architecture and recipe from random weights."""
-    img_size: int | None = None
-    """Side of the images; position embeddings are interpolated in 2-D. The paper: 384. null: the encoder's own."""
-    pooling: Pooling = "auto"
-    """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
-    drop_path: float | None = None
-    """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
-    activation_checkpointing: bool = operational(False)
-    """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
-    lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
-    """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
-    dev_fraction: float = 0.1
-    """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
-    dev_steps: int | None = None
-    """Updates of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
-    test: bool = True
-    """Train on all of train at the best rate and test. False: stop after the comparison."""
-    out: str | None = operational(None)
-    """JSON file of the result. null: finetune.json in run.dir."""
-    run: RunConfig = group(
-        lambda: RunConfig(dir="runs/birds_finetuned", steps=500),
-        eval_every="each run of fine-tuning is evaluated once, at its end",
-    )
-    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    optim: OptimConfig = group(
-        lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
-        lr="the rates of fine-tuning are lrs (--lrs 0.01)",
-    )
-
-    def __post_init__(self):
-        as_lists(self, "lrs")
-        require(len(self.lrs) > 0 and min(self.lrs) > 0, "lrs", list(self.lrs), "a list of positive numbers")
-        drop_path = self.drop_path
-        require(drop_path is None or 0 <= drop_path < 1, "drop_path", drop_path, "at least 0 and below 1, or null")
-        require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
-        self.optim.check_warmup(self.run.steps)
-        if self.dev_steps is not None:
-            require(self.dev_steps >= 1, "dev_steps", self.dev_steps, "at least 1, or null")
-            self.optim.check_warmup(self.dev_steps, "dev_steps")
-
-
-@dataclass(frozen=True)
-class OneRunConfig(FinetuneConfig):
-    """One of the runs that fine-tuning consists of: `optim.lr` is its rate."""
-
-    on_dev: bool = False
-    """Train without the dev split and evaluate on it, in place of all of train and the held-out split."""
-    encoder_sha256: str = ""
-    """Of the weights that it starts from: a run is not resumed, or taken for done, from others."""
 
 
 class Finetuning(Classification):

@@ -4,40 +4,18 @@ python evaluation/knn.py --encoder runs/birds
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from evaluation.config import KnnConfig
 from evaluation.suite.extraction import Features
-from evaluation.suite.probing import ProbeConfig, probe
+from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
-from mpp.config import as_lists, require
 from mpp.metrics import is_right
 from mpp.probe import knn_predict
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command
-
-
-@dataclass(frozen=True)
-class KnnConfig(ProbeConfig):
-    """Weighted kNN accuracy of frozen features."""
-
-    neighbours: int | tuple[int, ...] = (10, 20, 100, 200)
-    """How many of the nearest training images vote."""
-    temperature: float = 0.07
-    """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        as_lists(self, "neighbours")
-        require(
-            len(self.neighbours) > 0 and min(self.neighbours) >= 1,
-            "neighbours",
-            list(self.neighbours),
-            "numbers from 1",
-        )
-        require(self.temperature > 0, "temperature", self.temperature, "above 0")
 
 
 def evaluate(features: Features, config: KnnConfig) -> list[dict]:

@@ -9,18 +9,17 @@ training set; the classifier is then fitted to all of it, and tested once.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from evaluation.config import LinearConfig
 from evaluation.suite.extraction import Features
-from evaluation.suite.probing import ProbeConfig, probe
+from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
-from mpp.config import as_lists, needs, require
 from mpp.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import uses_gpu
@@ -29,36 +28,6 @@ from mpp.training.tracking import progress_bar
 
 LOGITS = 2**24  # computed at a time: what bounds the memory
 QUICK = 2**27  # numbers in the features: up to here fitting takes seconds, and shows no progress bar
-
-
-@dataclass(frozen=True)
-class LinearConfig(ProbeConfig):
-    """Full-data linear probe of frozen features."""
-
-    solver: Literal["lbfgs", "sgd"] = "lbfgs"
-    """lbfgs: to convergence, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
-    l2: float | tuple[float, ...] = needs((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), solver="lbfgs")
-    """Penalties that L-BFGS chooses among, of the mean loss."""
-    lr: float | tuple[float, ...] = needs((0.01, 0.03, 0.1, 0.3), solver="sgd")
-    """Learning rates that SGD chooses among."""
-    epochs: int = needs(100, solver="sgd")
-    """Epochs of SGD."""
-    sgd_batch_size: int = needs(1024, solver="sgd")
-    """Batch of SGD."""
-    seeds: int | tuple[int, ...] = needs((0, 1, 2), solver="sgd")
-    """Seeds of SGD's order; L-BFGS has none."""
-    iterations: int = needs(500, solver="lbfgs")
-    """At most so many iterations of L-BFGS."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        as_lists(self, "l2", "lr", "seeds")
-        for name in ("l2", "lr", "seeds"):
-            require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
-        require(min(self.l2) >= 0, "l2", list(self.l2), "a list of numbers from 0")
-        require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
-        for name in ("epochs", "sgd_batch_size", "iterations"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 def fit_lbfgs(

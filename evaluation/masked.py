@@ -7,12 +7,11 @@ The numbers are those of the run's last evaluation; nothing is computed anew.
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evaluation.config import MaskedConfig
 from evaluation.suite.reports import report_path, table, write_json
-from mpp.config import operational
 from mpp.errors import UserError
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
@@ -25,16 +24,6 @@ LINES = {
     "most frequent": "most_frequent",
 }
 """What the table calls a line, and what the run's metrics do."""
-
-
-@dataclass(frozen=True)
-class MaskedConfig:
-    """Held-out accuracy on masked patches."""
-
-    encoder: str = "runs/birds"
-    """Folder of a pre-training run."""
-    out: str | None = operational(None)
-    """File that is written. null: evaluation/ in the run folder."""
 
 
 def run(config: MaskedConfig) -> dict[str, Any]:

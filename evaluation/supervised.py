@@ -9,25 +9,18 @@ and its encoder/ are as pre-training's, so that every probe takes it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from accelerate import Accelerator, PartialState
 from torch import Tensor
 
+from evaluation.config import SupervisedConfig
 from evaluation.suite.classify import Classification
-from evaluation.suite.distill import (
-    DistillConfig,
-    DistilledEncoder,
-    averaged,
-    build_student,
-    distillation_loss,
-)
+from evaluation.suite.distill import DistilledEncoder, averaged, build_student, distillation_loss
 from evaluation.suite.labelled import load_labelled
-from evaluation.suite.networks import HeadConfig, HeadedEncoder, build_backbone, build_head
+from evaluation.suite.networks import HeadedEncoder, build_backbone, build_head
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import refuse_seen
 from evaluation.suite.teachers import load_teacher
-from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.views import BatchLayout, collate
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
@@ -35,22 +28,6 @@ from mpp.runtime.randomness import FIXED
 from mpp.training.flops import executed_flops
 from mpp.training.run import train
 from mpp.training.tracking import last_evaluation
-
-
-@dataclass(frozen=True)
-class SupervisedConfig:
-    """Supervised pre-training from scratch."""
-
-    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_supervised"))
-    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    head: HeadConfig = field(default_factory=HeadConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
-
-    def __post_init__(self):
-        self.optim.check_warmup(self.run.steps)
 
 
 class Supervised(Classification):

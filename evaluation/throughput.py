@@ -14,19 +14,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import timm
 import torch
 
+from evaluation.config import ThroughputConfig
 from evaluation.suite import contenders
 from evaluation.suite.contenders import CEILINGS, FORWARD, TRAINING, Bench, Contender
 from evaluation.suite.reports import table, write_json
-from mpp.config import RunConfig, needs, require
+from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import bf16_is_native
 from mpp.runtime.launch import command, start
@@ -34,38 +35,6 @@ from mpp.runtime.parsing import parse
 
 BLOCK = 6  # updates in a row when loading is a part of it
 DRAIN = 4  # before them, so that what was loaded meanwhile is used up
-
-
-@dataclass(frozen=True)
-class ThroughputConfig:
-    """Throughput of training, against other code and the machine's limits."""
-
-    model: str = needs("vit_tiny_patch16_224", sizes=False)
-    """A timm VisionTransformer, at its own image size."""
-    batch_size: int = 16
-    """Images a step."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type. auto: bf16 where the hardware computes in it."""
-    compile: bool = False
-    """Compile all models that are trained with torch.compile."""
-    device: Literal["auto", "cpu"] = "auto"
-    """auto: a GPU where there is one."""
-    rounds: int = 15
-    """Rounds that count, after three that do not."""
-    jpeg_side: int = needs(256, sizes=False)
-    """Shorter side of the files that are loaded from; mpp.prepare makes them 256."""
-    workers: int = needs(2, sizes=False)
-    """Loader processes of the end-to-end update."""
-    memory: bool = needs(True, sizes=False)
-    """Measure memory too: each contender in a process of its own."""
-    sizes: tuple[str, ...] = ()
-    """In place of all else: these models' update, at half the batch and at the whole one."""
-    out: str | None = None
-    """JSON file of all figures. null: none."""
-
-    def __post_init__(self):
-        for name in ("batch_size", "rounds", "jpeg_side"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 class Ratio(NamedTuple):

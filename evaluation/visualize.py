@@ -8,9 +8,8 @@ Writes PNGs, `.npz` or `.json` with their numbers, and TensorBoard events into o
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +20,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from evaluation import fewshot
+from evaluation.config import EncoderConfig, VisualizeConfig
 from evaluation.suite import figures
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
-from evaluation.suite.extraction import EncoderConfig, extract_features, views_for
+from evaluation.suite.extraction import extract_features, views_for
 from evaluation.suite.inspection import (
     Unavailable,
     attention_distance,
@@ -40,12 +40,11 @@ from evaluation.suite.inspection import (
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
 from evaluation.suite.run_images import parse_with_images
-from mpp.config import RunConfig, as_lists, needs, operational, require
+from mpp.config import RunConfig, require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.frozen_features import Representation
 from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import prediction_columns
@@ -53,42 +52,10 @@ from mpp.runtime.launch import command, start
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
 
-Picture = Literal[
-    "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "rank", "accuracy_by_depth"
-]
 Numbers = dict[str, Any]
-EVERY: tuple[Picture, ...] = get_args(Picture)
 FILTERS = 28  # as in the paper's figure
 DEPTHS = 6  # of pca, at most: more would be too small to see
 BATCH = 4  # a block's weights are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
-
-
-@dataclass(frozen=True)
-class VisualizeConfig(EncoderConfig):
-    """Pictures of what an encoder has learned."""
-
-    out: str | None = None
-    """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
-    pictures: Picture | tuple[Picture, ...] = EVERY
-    """Which pictures."""
-    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca"))
-    """Held-out images in pictures that show some, a choice by data.cut_seed."""
-    attention_images: int = needs(128, pictures="attention_distance")
-    """Held-out images that attention distance is averaged over."""
-    residual: bool = needs(False, pictures="attention_rollout")
-    """Average each layer of the rollout with the identity, for the residual connection."""
-    rollout_from: Literal["auto", "class", "patches"] = needs("auto", pictures="attention_rollout")
-    """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
-    representation: Representation = needs("mean", pictures=("rank", "accuracy_by_depth"))
-    """What rank and accuracy_by_depth are of."""
-    threads: int = operational(0)
-    """CPU threads. 0: all cores."""
-
-    def __post_init__(self):
-        as_lists(self, "pictures")
-        require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(PICTURES)}")
-        for name in ("images", "attention_images"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 class Subject(NamedTuple):

@@ -1,8 +1,36 @@
 """mpp: self-supervised masked patch prediction for Vision Transformers.
 
+    import mpp
+
+    folder = mpp.pretrain()                       # the default run; or of an mpp.Config
+    encoder = mpp.load_encoder(folder)            # timm's model
+    features = mpp.extract_features(encoder, images)  # (B, D) of PIL images, or of a (B, 3, H, W) uint8 tensor
+
 The shape vocabulary of the whole package: B images, N patches, K corrupted patches, D width, C classes, P patch side.
 """
 
-from mpp.models.encoder import load_encoder
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-__all__ = ["load_encoder"]
+__all__ = ["Config", "extract_features", "load_encoder", "pretrain"]
+PLACES = {"Config": "mpp.config", "extract_features": "mpp.frozen_features", "load_encoder": "mpp.models.encoder"}
+
+
+def starts_a_command() -> bool:
+    """Whether this process is `mpp COMMAND`, which reads its settings before it loads torch."""
+    return Path(sys.argv[0]).stem == "mpp" if sys.argv else False
+
+
+def __getattr__(name: str) -> Any:
+    """What is loaded when somebody asks for it: data sets and command lines are not needed to load an encoder."""
+    if name == "pretrain":
+        return import_module("mpp.pretrain")  # which can be called
+    if name in PLACES:
+        return getattr(import_module(PLACES[name]), name)
+    raise AttributeError(f"module mpp has no attribute {name}")
+
+
+if not starts_a_command():
+    import_module("mpp.models.variants")  # timm knows our architectures from here on

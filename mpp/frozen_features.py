@@ -5,20 +5,25 @@ B images, D width.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
+from PIL import Image
+from timm.data import resolve_model_data_config
 from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor
 
+from mpp.config import Representation
+from mpp.data.images import centre_crop, to_rgb
 from mpp.data.views import Batch
 from mpp.errors import UserError
+from mpp.models.encoder import Normalize
 from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
 from mpp.runtime.processes import hosts
 
-Representation = Literal["class", "mean", "both"]
+AT_ONCE = 64  # images that go through the encoder together
 ROWS = 4096  # of each process, sent at a time: what bounds the memory
 
 
@@ -44,6 +49,29 @@ def features_at(
         pool(encoder, of_depth, representation, depth == last).float()
         for depth, of_depth in zip(depths, tokens, strict=True)
     ]
+
+
+@torch.no_grad()
+def extract_features(
+    encoder: nn.Module, images: Tensor | Sequence[Image.Image], representation: Representation = "mean"
+) -> Tensor:
+    """Features of images in memory, as the evaluation sees them: resized, cropped at the centre, normalised.
+
+    Args:
+        encoder: of `mpp.load_encoder`, or timm's without a head; where it lies, it computes.
+        images: PIL's, of any sizes; or (B, 3, H, W) uint8.
+    Returns:
+        (B, D) float32 on the CPU, or (B, 2 D) for `both`.
+    """
+    wanted = resolve_model_data_config(encoder)
+    device = next(encoder.parameters()).device
+    pixels = [each if torch.is_tensor(each) else pil_to_tensor(to_rgb(each)) for each in images]
+    crops = torch.stack([centre_crop(each, wanted["input_size"][-1], wanted["crop_pct"]) for each in pixels])
+    normalize = Normalize(wanted["mean"], wanted["std"]).to(device)
+    found = []
+    for batch in crops.split(AT_ONCE):
+        found += features_at(encoder, normalize(batch.to(device)), [len(stages(encoder))], representation)
+    return torch.cat(found).cpu()
 
 
 def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:

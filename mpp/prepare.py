@@ -15,16 +15,15 @@ import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from mpp.config import ImagesConfig, needs, operational, require
+from mpp.config import PrepareConfig, require
 from mpp.data.images import UnreadableImage, decode, to_ppm
 from mpp.data.sources import describe, encoded_bytes, find_image_column, load_splits
 from mpp.errors import UserError
@@ -38,35 +37,6 @@ from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
 
 NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes for data
-
-
-@dataclass(frozen=True)
-class PrepareConfig:
-    """Turn a data set into parquet shards for training."""
-
-    out: str = operational("prepared")
-    """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
-    short_side: int = 256
-    """Images whose shorter side is longer are shrunk to this; the others keep their size (as JPEG: every byte)."""
-    format: Literal["jpeg", "ppm"] = "jpeg"
-    """jpeg: the images that are shrunk become JPEG. ppm: all images become plain pixels, of which nothing is lost and
-    nothing has to be decoded; they take some ten times the space, and load twice as fast."""
-    quality: int = needs(90, format="jpeg")
-    """JPEG quality of the images that are shrunk."""
-    rows: int = 2048
-    """Images a shard, which a process holds in memory. Streaming needs a shard for each loader process."""
-    seed: int = 0
-    """Seed of the order of the images, which are shuffled over all shards of their split."""
-    workers: int = operational(0)
-    """Processes. 0: one for each core."""
-    data: ImagesConfig = field(default_factory=ImagesConfig)
-
-    def __post_init__(self):
-        for name in ("short_side", "rows"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(1 <= self.quality <= 100, "quality", self.quality, "from 1 to 100")
-        require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
-        require(self.workers >= 0, "workers", self.workers, "0 (one for each core) or more")
 
 
 class Shard(NamedTuple):

@@ -7,14 +7,16 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, ModelConfig, SourceConfig, require
+from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
 from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
@@ -165,6 +167,31 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
 def is_pretraining(folder: Path) -> bool:
     """Whether this is the folder of a pre-training run: its config has an objective."""
     return "objective" in saved_settings(folder)
+
+
+def pretrain(config: Config | None = None) -> Path:
+    """Pre-train as a config says: `mpp.pretrain(config)`, in a notebook say.
+
+    Args:
+        config: None: the default.
+    Returns:
+        The run folder, finished: `mpp.load_encoder` takes it.
+    Raises:
+        UserError: a setting that has no effect, or anything that the command would say in one line.
+    """
+    config = config or Config()
+    refuse_idle(config)
+    return train(config, Pretraining)
+
+
+class CallableModule(ModuleType):
+    """This module, which is `pretrain` when called: `mpp.pretrain` is both."""
+
+    def __call__(self, config: Config | None = None) -> Path:
+        return pretrain(config)
+
+
+sys.modules[__name__].__class__ = CallableModule
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mpp.config import ProbeConfig
+from mpp.config import ProbeConfig, Representation
 from mpp.data.sources import ImageDataset
 from mpp.data.views import ViewDataset
-from mpp.frozen_features import Representation, extract, features_at, stages
+from mpp.frozen_features import extract, features_at, stages
 from mpp.metrics import is_right
 from mpp.runtime.arrays import in_blocks
 from mpp.training.task import ImageTask

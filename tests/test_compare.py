@@ -11,14 +11,12 @@ from conftest import ROOT, encoded, picture, read_metrics
 from server import Command
 
 from evaluation import compare, masked
-from evaluation.contrastive import ContrastiveConfig
-from evaluation.finetune import FinetuneConfig
+from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SupervisedConfig
 from evaluation.suite import plan, probing
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.suite.run_images import record_of
-from evaluation.supervised import SupervisedConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime.parsing import parse
 
@@ -29,7 +27,7 @@ FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        *((path, plan.CompareConfig) for path in COMPARISONS),
+        *((path, CompareConfig) for path in COMPARISONS),
         *((path, SupervisedConfig) for path in sorted((ROOT / "configs" / "supervised").glob("*.yaml"))),
         *((path, FinetuneConfig) for path in sorted((ROOT / "configs" / "finetune").glob("*.yaml"))),
         *((path, ContrastiveConfig) for path in sorted((ROOT / "configs" / "rivals").glob("simclr*.yaml"))),
@@ -46,7 +44,7 @@ def test_config_files_parse_and_say_command_time_and_result(path, kind):
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_every_case_of_a_comparison_file_parses(path):
-    config = parse(plan.CompareConfig, ["--config", str(path)])
+    config = parse(CompareConfig, ["--config", str(path)])
     assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
     frozen = {entry["command"] for entry in config.evaluations} - set(plan.OF_LEARNED_WEIGHTS)
     assert not frozen or any(entry["encoder"].startswith("floor:") for entry in config.encoders)  # and a floor
@@ -146,7 +144,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
 
 def jobs_of(file, folder):
     """The jobs of a comparison, by encoder, seed, evaluation and dataset."""
-    cases = plan.plan(parse(plan.CompareConfig, ["--config", str(file)])).cases
+    cases = plan.plan(parse(CompareConfig, ["--config", str(file)])).cases
     return {(c.encoder.name, c.seed, c.evaluation.name, c.dataset.name): compare.Job(c, folder) for c in cases}
 
 
@@ -259,7 +257,7 @@ def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small
         raise Diverged("the loss is nan")
 
     monkeypatch.setattr(compare, "train", diverge)
-    cases = plan.plan(parse(plan.CompareConfig, ["--config", str(small)])).cases
+    cases = plan.plan(parse(CompareConfig, ["--config", str(small)])).cases
     jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in reversed(cases)}
     trained, random = jobs["pre-trained"], jobs["random"]
     with pytest.raises(Diverged, match="the loss is nan"):
@@ -324,7 +322,7 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     options |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 16, "probe.every": 0}
     trained = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
     judged = [{"name": "kNN", "command": "knn"}, {"name": "masked patches", "command": "masked"}]
-    (case,) = plan.plan(plan.CompareConfig(encoders=[trained], evaluations=judged)).cases
+    (case,) = plan.plan(CompareConfig(encoders=[trained], evaluations=judged)).cases
     job = compare.Job(case, tmp_path)
     assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
     job.prepare()
@@ -515,7 +513,7 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
         for name, of in (("narrow", options), ("wide", wide))
     ]
     small.write_text(yaml.safe_dump(config))
-    asked = plan.plan(parse(plan.CompareConfig, ["--config", str(small)]))
+    asked = plan.plan(parse(CompareConfig, ["--config", str(small)]))
     jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in asked.cases}
     for job in jobs.values():
         an_update = compare.flops_of("pretrain", job.training)

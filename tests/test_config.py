@@ -1,6 +1,5 @@
 """Settings: one source of defaults, files that compose, errors of one line."""
 
-import dataclasses
 import runpy
 
 import pytest
@@ -137,15 +136,6 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
     with pytest.raises(ValueError) as error:
         parse(Config, [f"--config={tmp_path / 'photo.yaml'}"])
     assert "\n" not in str(error.value) and "photo.yaml" in str(error.value)
-
-
-def test_help_documents_every_setting(capsys):
-    with pytest.raises(SystemExit):
-        parse(Config, ["--help"])
-    shown = capsys.readouterr().out
-    assert all(f"--{key}" in shown for key in flatten(Config()))
-    for group in dataclasses.fields(Config):
-        assert type(getattr(Config(), group.name)).__doc__.splitlines()[0].rstrip(".") in shown
 
 
 def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, capsys):

@@ -10,19 +10,20 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from evaluation.compare import CompareConfig
-from evaluation.contrastive import ContrastiveConfig
-from evaluation.fewshot import FewshotConfig
-from evaluation.finetune import FinetuneConfig
-from evaluation.knn import KnnConfig
-from evaluation.linear import LinearConfig
-from evaluation.suite.extraction import FeaturesConfig
-from evaluation.supervised import SupervisedConfig
-from evaluation.throughput import ThroughputConfig
-from evaluation.visualize import VisualizeConfig
-from mpp.config import Config
+from evaluation.config import (
+    CompareConfig,
+    ContrastiveConfig,
+    FeaturesConfig,
+    FewshotConfig,
+    FinetuneConfig,
+    KnnConfig,
+    LinearConfig,
+    SupervisedConfig,
+    ThroughputConfig,
+    VisualizeConfig,
+)
+from mpp.config import Config, PrepareConfig
 from mpp.errors import UserError
-from mpp.prepare import PrepareConfig
 from mpp.runtime.parsing import flatten, parse, to_yaml
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]

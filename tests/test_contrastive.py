@@ -16,7 +16,8 @@ from torchvision.transforms import v2
 
 import mpp
 from evaluation import contrastive
-from evaluation.suite.contrast import TwoViews, ViewsConfig, nt_xent
+from evaluation.config import ViewsConfig
+from evaluation.suite.contrast import TwoViews, nt_xent
 from evaluation.suite.networks import synchronized
 from mpp.config import DataConfig
 from mpp.data.images import random_crop

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
-from evaluation.suite.distill import DistillConfig, averaged, build_student, distillation_loss
+from evaluation.config import DistillConfig
+from evaluation.suite.distill import averaged, build_student, distillation_loss
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.teachers import load_teacher
 from mpp.config import ModelConfig

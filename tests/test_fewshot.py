@@ -8,7 +8,8 @@ import pytest
 from sklearn.linear_model import Ridge
 
 from evaluation import fewshot
-from evaluation.fewshot import FewshotConfig, evaluate, note, orders, predict
+from evaluation.config import FewshotConfig
+from evaluation.fewshot import evaluate, note, orders, predict
 from evaluation.suite.extraction import NAMES, Features, load_features, save_features
 
 

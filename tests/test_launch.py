@@ -12,9 +12,7 @@ import torch
 from conftest import ROOT, Killed, kill_at, launched, read_metrics
 
 import mpp.pretrain
-from evaluation.contrastive import ContrastiveConfig
-from evaluation.finetune import FinetuneConfig
-from evaluation.supervised import SupervisedConfig
+from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfig
 from mpp.config import Config, RunConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime import launch

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evaluation import fewshot, knn, linear
+from evaluation.config import LinearConfig
 from evaluation.features import main as extract
-from evaluation.linear import LinearConfig, fit_lbfgs
+from evaluation.linear import fit_lbfgs
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.extraction import Features, load_features, save_features
 from mpp.config import Config, DataConfig

@@ -3,7 +3,7 @@
 B images, E numbers that the projection head gives a view.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -12,29 +12,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from torchvision.transforms import v2
 
-from mpp.config import needs, require
+from evaluation.config import ViewsConfig
 from mpp.data import images
 from mpp.data.views import ViewDataset
 from mpp.runtime.randomness import FIXED
-
-
-@dataclass(frozen=True)
-class ViewsConfig:
-    """What becomes of a view beyond its crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
-
-    jitter: float = 1.0
-    """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
-    jitter_probability: float = needs(0.8, jitter=True)
-    """Share of the views whose colours are jittered."""
-    grey: float = 0.2
-    """Share of the views that become grey."""
-    blur: float = 0.5
-    """Share of the views that are blurred, by a Gaussian of 0.1 to 2 pixels in a window of a tenth of the side."""
-
-    def __post_init__(self):
-        require(0 <= self.jitter <= 2.5, "views.jitter", self.jitter, "from 0 to 2.5")
-        for name in ("jitter_probability", "grey", "blur"):
-            require(0 <= getattr(self, name) <= 1, f"views.{name}", getattr(self, name), "in [0, 1]")
 
 
 @lru_cache
@@ -58,7 +39,7 @@ class TwoViews(ViewDataset):
     Held-out images (epoch FIXED) have two such views too, by `data.cut_seed`: the same whenever they are looked at.
     """
 
-    distorted: ViewsConfig = ViewsConfig()
+    distorted: ViewsConfig = field(default_factory=ViewsConfig)
     costly = True
 
     def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:

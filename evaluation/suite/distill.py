@@ -6,9 +6,8 @@ other head what the teacher says of the same crop. Where the model is judged, th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import timm
 import torch
@@ -19,55 +18,23 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from evaluation.suite.networks import HeadedEncoder, Pooling
-from mpp.config import ModelConfig, needs, operational, require
+from evaluation.config import DistillConfig, Pooling
+from evaluation.suite.networks import HeadedEncoder
+from mpp.config import ModelConfig, require
 from mpp.frozen_features import pool
 from mpp.models.encoder import (
     architecture,
     build_encoder,
-    encoder_folder,
-    fingerprint,
     fix_positions,
     has_fused_attention,
     load_weights,
     set_attention,
 )
+from mpp.runtime.weights import encoder_folder
 
 DISTILLED = "deit_base_distilled_patch16_224"  # timm's ViT with a distillation token, built to other numbers
 STUDENTS = ("vision_transformer", "deit")  # timm's modules that have plain ViTs
 A_STUDENT = "a plain ViT with distill.teacher: a distillation token is given to no other"
-WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """Learning from a teacher too, through a distillation token with a head of its own (DeiT)."""
-
-    teacher: str | None = operational(None)  # it may move: teacher_sha256 says which it is
-    """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
-    null: no teacher, and no such token."""
-    kind: Literal["hard", "soft"] = needs("hard", teacher=True)
-    """What is learned of the teacher. hard: the class that it finds likeliest; soft: its probabilities."""
-    temperature: float = needs(3.0, teacher=True, kind="soft")
-    """What the logits of both are divided by, of soft (DeiT: 3)."""
-    weight: float | None = needs(None, teacher=True)
-    """Share of the loss that is the teacher's; the rest is the labels'. null: DeiT's, 0.5 of hard and 0.1 of soft."""
-    teacher_sha256: str | None = needs(None, teacher=True)
-    """Of the teacher's weights: a run is not resumed with others. null: looked up when the run begins."""
-
-    def __post_init__(self):
-        require(0 < self.temperature < math.inf, "distill.temperature", self.temperature, "above 0")
-        weight = self.weight
-        require(weight is None or 0 <= weight <= 1, "distill.weight", weight, "from 0 to 1, or null")
-        if self.teacher is not None and self.teacher_sha256 is None:
-            folder, said = Path(self.teacher), " ".join(self.teacher.split())  # in one line
-            require(folder.is_dir(), "distill.teacher", said, "a folder: of a finished run, or of timm's")
-            object.__setattr__(self, "teacher_sha256", fingerprint(folder))
-
-    @property
-    def share(self) -> float:
-        """The teacher's share of the loss."""
-        return WEIGHTS[self.kind] if self.weight is None else self.weight
 
 
 def distillation_loss(

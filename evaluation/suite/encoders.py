@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from mpp.config import check_grid, require
+from mpp.config import Representation, check_grid, require
 from mpp.errors import UserError, one_line
-from mpp.frozen_features import Representation, features_at, stages
+from mpp.frozen_features import features_at, stages
 from mpp.models.encoder import Normalize, load_encoder, set_attention
 from mpp.objectives import patchify, quantize
 from mpp.runtime.hardware import uses_gpu

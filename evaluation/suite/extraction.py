@@ -2,87 +2,30 @@
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
+from evaluation.config import FeaturesConfig, ProbeDataConfig
 from evaluation.suite.encoders import FrozenEncoder, load_frozen
 from evaluation.suite.labelled import load_labelled
-from mpp.config import SourceConfig, operational, require
+from mpp.config import require
 from mpp.data.sources import ImageDataset
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.frozen_features import Representation, extract
+from mpp.frozen_features import extract
 from mpp.runtime.arrays import in_blocks, let_go, map_array, select
 from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
 
 DEV_SEED = 0
-
-
-@dataclass(frozen=True)
-class ProbeDataConfig(SourceConfig):
-    """The labelled images: the training split is learned from, the held-out split is tested on."""
-
-    eval_crop: float | None = None
-    """Share of the shorter side that the centre crop keeps; 1 suits small images. null: the encoder's own."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.eval_crop is None or 0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "in (0, 1], or null"
-        )
-
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """A frozen encoder: which, and the images that it is shown."""
-
-    encoder: str = "runs/birds"
-    """Run folder, encoder folder, timm model name (random, or with --checkpoint), floor:pixels or floor:colors."""
-    checkpoint: str | None = None
-    """Local .safetensors file with the weights of a timm model name."""
-    random: bool = False
-    """Take the architecture with random weights: the floor that pre-training has to beat."""
-    seed: int = 0
-    """Seed of random weights."""
-    img_size: int | None = None
-    """Another input size; position embeddings are resampled. null: the encoder's own."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
-    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
-
-    def variant(self) -> str:
-        """What is not as usual, for the names of files: one report does not take another's place."""
-        parts = [f"random_{self.seed}"] if self.random else []
-        parts += [Path(self.checkpoint).stem] if self.checkpoint else []
-        parts += [f"{self.img_size}px"] if self.img_size else []
-        parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
-        return "".join(f"_{part}" for part in parts)
-
-
-@dataclass(frozen=True)
-class FeaturesConfig(EncoderConfig):
-    """Frozen features: of which encoder, on which images."""
-
-    representation: Representation = "mean"
-    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
-    depth: int | Literal["last", "all", "dev"] = "last"
-    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
-    out: str | None = operational(None)
-    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
-
-    def variant(self) -> str:
-        return super().variant() + (f"_{self.representation}" if self.representation != "mean" else "")
 
 
 class Features(NamedTuple):

@@ -1,7 +1,6 @@
 """What is trained here: an encoder of timm's with a head on it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import timm
@@ -11,24 +10,12 @@ from timm.models import is_model_in_modules
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from evaluation.config import HeadKind, Pooling
 from mpp.config import ModelConfig, require
 from mpp.frozen_features import pool
 from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations
 
-Pooling = Literal["auto", "class", "mean"]
-HeadKind = Literal["mlp_tanh", "linear"]
 VITS = ("vision_transformer", "vision_transformer_hybrid")
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """The classifier on top of the encoder, in supervised training."""
-
-    kind: HeadKind = "mlp_tanh"
-    """mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
-    pooling: Pooling = "auto"
-    """What it is on: `class` token or `mean` over patches or places, equal once each has its own learning rate (paper,
-    appendix D.3); auto: [class] where there is one."""
 
 
 class HeadedEncoder(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from evaluation.config import CompareConfig
 from evaluation.suite.findings import Question
 from mpp.config import require
 from mpp.errors import UserError
@@ -62,30 +63,6 @@ class DatasetEntry:
     """Settings of every evaluation on it, such as {data.path: ...}."""
     group: str | None = None
     """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """A comparison of encoders."""
-
-    dir: str = "runs/compare"
-    """Folder of results.json, table.md, the plots, and each evaluation's report."""
-    encoders: tuple[dict[str, Any], ...] = ()
-    """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed."""
-    evaluations: tuple[dict[str, Any], ...] = ()
-    """{name, command, options}: command is fewshot, knn, linear, finetune or masked."""
-    datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
-    """{name, options, group}: options have data.path and the like."""
-    questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
-    """{name, title, encoders, evaluations, plot, x, lines}: a table and a plot each. Only what is asked for is done."""
-    extends: str | None = None
-    """The results.json of another comparison: results with the same digest are taken from there, and not done again."""
-    tabulate: bool = False
-    """Only write what is there already: a look at a comparison that is under way."""
-
-    def __post_init__(self):
-        for key in ("encoders", "evaluations", "datasets", "questions"):
-            require(len(getattr(self, key)) > 0, key, "empty", "a list in a --config file; see configs/compare")
 
 
 class Case(NamedTuple):

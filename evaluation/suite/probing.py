@@ -2,41 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 
-from evaluation.suite.extraction import Features, FeaturesConfig, extract_features, load_features
+from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig
+from evaluation.suite.extraction import Features, extract_features, load_features
 from evaluation.suite.reports import report_path, summarize, write_report
-from mpp.config import RunConfig, operational, require
-from mpp.models.encoder import fingerprint
+from mpp.config import RunConfig
 from mpp.runtime.launch import start
+from mpp.runtime.weights import fingerprint
 
 LATEST: dict[str, dict[int, Features]] = {}
-OF_AN_ENCODER = [field.name for field in dataclasses.fields(FeaturesConfig) if field.name != "out"]
 
 
-@dataclass(frozen=True)
-class ProbeConfig(FeaturesConfig):
-    """A probe of frozen features."""
-
-    features: str | None = None
-    """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
-    threads: int = operational(0)
-    """CPU threads of the encoder. 0: all cores."""
-
-    def __post_init__(self):
-        if self.features:
-            usual = FeaturesConfig()
-            for name in OF_AN_ENCODER:
-                value = getattr(self, name)
-                require(value == getattr(usual, name), name, value, "left out: features are already of some encoder")
-
-
-def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list[dict]], key: str) -> dict[str, Any]:
+def probe(
+    config: FrozenProbeConfig, command: str, evaluate: Callable[[Features], list[dict]], key: str
+) -> dict[str, Any]:
     """Run a probe and report it: the body of every probe's command.
 
     Args:
@@ -58,7 +42,7 @@ def probe(config: ProbeConfig, command: str, evaluate: Callable[[Features], list
     return report  # the others are done: they do not wait for a probe that may take hours
 
 
-def extract_once(config: ProbeConfig, accelerator: Accelerator) -> dict[int, Features]:
+def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> dict[int, Features]:
     """Features by depth; the latest are kept, for the probes of a comparison that look at the same ones in turn."""
     of_features = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
     key = repr(of_features | {"out": None, "weights": fingerprint(Path(config.checkpoint or config.encoder))})
@@ -74,7 +58,7 @@ def forget_features() -> None:
 
 
 def judge(
-    config: ProbeConfig, by_depth: dict[int, Features], evaluate: Callable[[Features], list[dict]], key: str
+    config: FrozenProbeConfig, by_depth: dict[int, Features], evaluate: Callable[[Features], list[dict]], key: str
 ) -> dict[str, Any]:
     """Results of all depths, and the summary of the one that counts: the last, or the best on the dev split."""
     protocol: dict[str, Any] = dataclasses.asdict(config)

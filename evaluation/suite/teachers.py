@@ -9,14 +9,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from evaluation.suite.distill import DistillConfig, DistilledEncoder, averaged
+from evaluation.config import DistillConfig
+from evaluation.suite.distill import DistilledEncoder, averaged
 from evaluation.suite.encoders import FrozenEncoder, create, load_frozen
 from evaluation.suite.networks import HeadedEncoder, build_head
 from evaluation.suite.run_images import learned_labels, run_folder
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.models.encoder import encoder_folder, fingerprint, set_attention
+from mpp.models.encoder import set_attention
 from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.weights import encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
 from mpp.training.run_folder import saved_settings
 

@@ -7,10 +7,10 @@ how a run is carried out and watched, not what it computes: only they may differ
 
 from dataclasses import dataclass, field
 
-from mpp.config.checks import as_lists, group, needs, operational, refuse_idle, require
-from mpp.config.data import AugmentConfig, DataConfig, ImagesConfig, SourceConfig
+from mpp.config.checks import as_lists, default_of, group, needs, operational, refuse_idle, require
+from mpp.config.data import AugmentConfig, DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
-from mpp.config.model import ModelConfig, check_grid
+from mpp.config.model import ModelConfig, Representation, check_grid
 from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 
 __all__ = [
@@ -23,11 +23,14 @@ __all__ = [
     "NetworkConfig",
     "ObjectiveConfig",
     "OptimConfig",
+    "PrepareConfig",
     "ProbeConfig",
+    "Representation",
     "RunConfig",
     "SourceConfig",
     "as_lists",
     "check_grid",
+    "default_of",
     "group",
     "needs",
     "operational",

@@ -1,7 +1,8 @@
 """Settings of the images: where they are, how they are read, cropped and augmented."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from mpp.config.checks import needs, operational, require
 
@@ -120,3 +121,32 @@ class AugmentConfig:
             require(0 <= getattr(self, name) < math.inf, f"augment.{name}", getattr(self, name), "0 (none) or more")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Turn a data set into parquet shards for training."""
+
+    out: str = operational("prepared")
+    """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
+    short_side: int = 256
+    """Images whose shorter side is longer are shrunk to this; the others keep their size (as JPEG: every byte)."""
+    format: Literal["jpeg", "ppm"] = "jpeg"
+    """jpeg: the images that are shrunk become JPEG. ppm: all images become plain pixels, of which nothing is lost and
+    nothing has to be decoded; they take some ten times the space, and load twice as fast."""
+    quality: int = needs(90, format="jpeg")
+    """JPEG quality of the images that are shrunk."""
+    rows: int = 2048
+    """Images a shard, which a process holds in memory. Streaming needs a shard for each loader process."""
+    seed: int = 0
+    """Seed of the order of the images, which are shuffled over all shards of their split."""
+    workers: int = operational(0)
+    """Processes. 0: one for each core."""
+    data: ImagesConfig = field(default_factory=ImagesConfig)
+
+    def __post_init__(self):
+        for name in ("short_side", "rows"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(1 <= self.quality <= 100, "quality", self.quality, "from 1 to 100")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
+        require(self.workers >= 0, "workers", self.workers, "0 (one for each core) or more")

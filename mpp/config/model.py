@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from mpp.config.checks import operational, require
 
+Representation = Literal["class", "mean", "both"]
+"""Of an image: the [class] token, the mean of the patches, or both side by side."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -29,7 +29,7 @@ from mpp.models.positions import Grid, sincos_2d
 from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
 from mpp.runtime.disk import put
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.hashing import digest
+from mpp.runtime.weights import encoder_folder
 
 FIXED = "sincos_2d"  # positions that are not learned
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
@@ -268,19 +268,3 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
     elif fixed:
         hold_positions(encoder, encoder.pos_embed.data)
     return encoder.eval()
-
-
-def fingerprint(path: Path) -> str:
-    """SHA-256 of the weights in an encoder's folder or a weights file: what results are of. Empty: nothing is there."""
-    if not path.exists():
-        return ""
-    file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
-    return digest(file)
-
-
-def encoder_folder(path: Path) -> Path:
-    """The encoder folder at `path`, which is one or is the run folder that holds one."""
-    for folder in (path / "encoder", path):
-        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
-            return folder
-    raise UserError(f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run")

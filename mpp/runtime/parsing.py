@@ -7,20 +7,29 @@
 import dataclasses
 import difflib
 import itertools
+import json
 import sys
+import textwrap
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
+from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from mpp.config import refuse_idle
+from mpp.config import default_of, refuse_idle
 from mpp.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
+CHANGED_FIRST = (
+    *("encoder", "run.dir", "data.path", "run.steps", "optim.lr", "lrs", "optim.global_batch_size", "data.batch_size"),
+    *("model.width", "model.depth", "model.img_size", "model.patch_size", "objective.name", "network.name", "dir"),
+    *("shots", "neighbours", "solver", "pictures", "depth", "representation", "data.train_images", "out"),
+)
+"""What people change first; of these, help begins with the ten that a command has."""
 CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
 PACKAGE = Path(__file__).parent.parent
 CONFIGS = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), PACKAGE)
@@ -46,6 +55,9 @@ def read(config_class: type[ConfigT], arguments: Sequence[str] | None = None, pr
     """The same, where settings may have no effect, since not all of them were given by somebody."""
     parser = parser_of(config_class, prog)
     arguments = with_packaged_configs(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(arguments):
+        print(help_of(config_class, prog))
+        sys.exit()
     try:
         check_files(config_class, arguments)
         values = parser.parse_args(arguments)
@@ -91,6 +103,44 @@ def parser_of(config_class: type, prog: str | None) -> ArgumentParser:
     parser.add_argument("--config", action="config", help=CONFIG_HELP)
     parser.add_class_arguments(config_class)
     return parser
+
+
+def help_of(config_class: type, prog: str | None) -> str:
+    """What a command takes: the ten settings that people change first, then all others by group."""
+    defaults = {each.name: default_of(each) for each in dataclasses.fields(config_class)}
+    documented = dict(documented_settings(config_class, defaults))
+    first = [key for key in CHANGED_FIRST if key in documented][:10]
+    lines = [f"usage: {prog or Path(sys.argv[0]).name} [--config FILE_OR_NAME ...] [--SETTING VALUE ...]", ""]
+    lines += [" ".join((config_class.__doc__ or "").split()), "", f"--config: {CONFIG_HELP}"]
+    groups = {"What people change first": first}
+    for key in documented:
+        if key not in first:
+            groups.setdefault(key.rpartition(".")[0] or "general", []).append(key)
+    for name, keys in groups.items():
+        about = f"--{name}.*: {type(defaults[name]).__doc__.splitlines()[0]}" if name in defaults else f"{name}:"
+        lines += ["", about, *(line for key in keys for line in documented[key])]
+    return "\n".join(lines)
+
+
+def documented_settings(
+    config_class: type, defaults: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, list[str]]]:
+    """The settings of a config as (dotted key, lines of help): default, choices, and what the setting does."""
+    documented = (parse_from_object(each).params for each in reversed(config_class.__mro__[:-1]))
+    said = {each.arg_name: each.description or "" for params in documented for each in params}
+    for each in dataclasses.fields(config_class):
+        default, key = defaults[each.name], f"{prefix}{each.name}"
+        if dataclasses.is_dataclass(default):
+            yield from documented_settings(type(default), vars(default), f"{key}.")
+            continue
+        choices = f"  ({' | '.join(map(str, get_args(each.type)))})" if get_origin(each.type) is Literal else ""
+        text = textwrap.wrap(" ".join(said[each.name].split()), 110)
+        yield key, [f"  --{key} {as_words(default)}{choices}", *(f"      {line}" for line in text)]
+
+
+def as_words(value: Any) -> str:
+    """A value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(plain(value))
 
 
 def check_files(config_class: type, arguments: Sequence[str]) -> None:

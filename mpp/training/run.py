@@ -14,12 +14,12 @@ from accelerate.utils import release_memory
 
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.models.encoder import fingerprint
 from mpp.runtime.launch import start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import differing, to_yaml
 from mpp.runtime.preemption import Preemption
 from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
+from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.loop import Loop
 from mpp.training.run_folder import is_finished, open_run, write_config, write_record

@@ -1,0 +1,58 @@
+"""The command `mpp`: every command of the package and of the evaluation by its name.
+
+    mpp pretrain --run.dir runs/birds
+
+Settings are read before torch is loaded, so that help and a misspelt setting do not wait for it.
+"""
+
+import difflib
+import sys
+from importlib import import_module
+
+from mpp.errors import UserError
+from mpp.runtime.parsing import read
+
+COMMANDS = {
+    "pretrain": "pre-train by masked patch prediction",
+    "prepare": "turn images into shards that load fast",
+    "fewshot": "few-shot accuracy of frozen features",
+    "knn": "kNN accuracy of frozen features",
+    "linear": "linear probe of frozen features",
+    "finetune": "fine-tune on labelled images",
+    "masked": "accuracy on masked patches, beside trivial baselines",
+    "features": "save frozen features",
+    "visualize": "draw what was learned",
+    "compare": "many encoders in one table",
+    "supervised": "train from labels, from scratch",
+    "contrastive": "pre-train by SimCLR",
+    "throughput": "time training against other code",
+}
+
+
+def places(name: str) -> tuple[str, str, str]:
+    """A command's module, which has `main`; the module and the name of its config."""
+    if name in ("pretrain", "prepare"):
+        return f"mpp.{name}", "mpp.config", "Config" if name == "pretrain" else "PrepareConfig"
+    return f"evaluation.{name}", "evaluation.config", f"{name.capitalize()}Config"
+
+
+def main() -> None:
+    """Carry out the command that the command line names."""
+    name, *words = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: mpp COMMAND [--config FILE_OR_NAME ...] [--SETTING VALUE ...]\n")
+        print("\n".join(f"  {each:12} {does}" for each, does in COMMANDS.items()))
+        print("\n`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ...")
+        return
+    try:
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"unknown command {name}: {hint}allowed: {', '.join(COMMANDS)}")
+        module, configs, config = places(name)
+        read(getattr(import_module(configs), config), words, prog=f"mpp {name}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"mpp {name}", *words]
+    import_module("mpp.runtime.launch").command(import_module(module).main)

@@ -1,0 +1,22 @@
+"""Where the weights of an encoder are, and what they are known by."""
+
+from pathlib import Path
+
+from mpp.errors import UserError
+from mpp.runtime.hashing import digest
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of the weights in an encoder's folder or a weights file: what results are of. Empty: nothing is there."""
+    if not path.exists():
+        return ""
+    file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
+    return digest(file)
+
+
+def encoder_folder(path: Path) -> Path:
+    """The encoder folder at `path`, which is one or is the run folder that holds one."""
+    for folder in (path / "encoder", path):
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
+    raise UserError(f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run")

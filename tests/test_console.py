@@ -1,0 +1,75 @@
+"""The command `mpp`: every command by its name, and what is wrong said before torch is loaded."""
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import TINY, finished, start_command
+
+from mpp.console import COMMANDS, places
+from mpp.runtime.parsing import CHANGED_FIRST, known_keys
+
+LISTED = """
+import sys
+sys.argv = ["mpp", *sys.argv[1:]]
+from mpp.console import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+
+
+def console(*words):
+    """What the command says, and whether torch and numpy were loaded."""
+    ended = subprocess.run([sys.executable, "-c", LISTED, *words], capture_output=True, text=True)
+    *said, loaded = ended.stdout.splitlines()
+    return ended.returncode, "\n".join(said), ended.stderr, loaded
+
+
+def test_help_lists_every_command_and_loads_no_torch():
+    code, said, _, loaded = console("--help")
+    assert (code, loaded) == (0, "False False") and all(f"  {name} " in said for name in COMMANDS)
+    for name in COMMANDS:
+        assert hasattr(import_module(places(name)[0]), "main")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("fewshto",), "error: unknown command fewshto: did you mean fewshot? allowed: pretrain, prepare, fewshot,"),
+        (("pretrain", "--optim.lrr=1"), "error: unknown setting optim.lrr: did you mean optim.lr? allowed: "),
+        (("fewshot", "--shots=0"), "error: shots is [0]; it must be a list of numbers from 1"),
+    ],
+)
+def test_what_is_misspelt_is_one_line_before_torch_is_loaded(words, error):
+    code, _, said, loaded = console(*words)
+    assert (code, loaded) == (2, "False False") and said.startswith(error) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
+    module, configs, config = places(name)
+    config_class = getattr(import_module(configs), config)
+    with pytest.raises(SystemExit):
+        import_module(module).main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
+    assert sorted(shown) == sorted(known_keys(config_class))
+    first = lines.index("What people change first:") + 1
+    assert lines[first].startswith(f"  --{next(key for key in CHANGED_FIRST if key in shown)} ")
+    assert all(after.startswith("      ") for line, after in pairwise(lines) if line.startswith("  --"))  # documented
+    groups = {key.split(".")[0] for key in shown if "." in key}
+    assert groups <= {line.split(".")[0].removeprefix("--") for line in lines if re.match(r"--\w+\.\*: \w", line)}
+
+
+def test_the_installed_command_pretrains(tmp_path):
+    folder = tmp_path / "run"
+    ended = finished(
+        start_command(str(Path(sys.executable).with_name("mpp")), "pretrain", *TINY, f"--run.dir={folder}")
+    )
+    assert ended.returncode == 0 and (folder / "encoder" / "model.safetensors").is_file(), ended.stderr

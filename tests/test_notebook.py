@@ -1,0 +1,59 @@
+"""Python's door: what a notebook calls."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import mpp
+from evaluation.suite.encoders import load_frozen
+
+CELLS = """
+import dataclasses, sys
+import timm, mpp
+assert timm.is_model("mpp_vit") and "accelerate" not in sys.modules
+config = mpp.Config()
+run = dataclasses.replace(config.run, dir=sys.argv[1], steps=2, precision="fp32", threads=1)
+model = dataclasses.replace(config.model, width=16, depth=1, heads=2, img_size=32)
+data = dataclasses.replace(config.data, workers=0, eval_images=8)
+config = dataclasses.replace(config, run=run, model=model, data=data)
+folder = mpp.pretrain(config)
+assert mpp.pretrain(config) == folder  # it is finished
+encoder = mpp.load_encoder(folder)
+import torch
+images = torch.randint(0, 256, (3, 3, 40, 50), dtype=torch.uint8)
+print(tuple(mpp.extract_features(encoder, images).shape))
+try:
+    mpp.pretrain(dataclasses.replace(config, objective=dataclasses.replace(config.objective, grid=2)))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_fresh_kernel_trains_loads_and_extracts(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", CELLS, str(tmp_path / "run")], capture_output=True, text=True)
+    *_, shape, refused = ended.stdout.splitlines()
+    assert shape == "(3, 16)" and refused.startswith("objective.grid is 2; it must be 4 or left out"), ended.stderr
+
+
+def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
+    encoder = mpp.load_encoder(finished_run)
+    images = torch.randint(0, 256, (70, 3, 32, 32), dtype=torch.uint8)
+    timm_config = timm.data.resolve_model_data_config(encoder)
+    assert timm_config["crop_pct"] == 0.875
+    found = mpp.extract_features(encoder, images, representation="both")
+    assert found.shape == (70, 32) and found.dtype == torch.float32
+    arrays = [Image.fromarray(np.asarray(image.permute(1, 2, 0))) for image in images]
+    torch.testing.assert_close(mpp.extract_features(encoder, arrays, representation="both"), found)
+    encoder.pretrained_cfg["crop_pct"] = 1.0  # nothing is resized then
+    (expected,) = load_frozen(str(finished_run))(images, "both", [2])
+    torch.testing.assert_close(mpp.extract_features(encoder, images, representation="both"), expected)
+
+
+def test_what_the_package_has_not_is_said():
+    with pytest.raises(AttributeError, match="module mpp has no attribute train"):
+        _ = mpp.train
