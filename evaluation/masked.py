@@ -1,4 +1,4 @@
-"""How well a pre-training run predicts what it does not see: held-out masked patches, beside lines that need no model.
+"""How well a pre-training run predicts what it does not see: held-out masked patches, beside trivial baselines.
 
     python evaluation/masked.py --encoder runs/birds
 

@@ -1,4 +1,4 @@
-"""How much of what was hidden is predicted, beside three lines that need no model.
+"""How much of what was hidden is predicted, beside three trivial baselines.
 
 Sums are collected batch by batch and process by process, and divided at the end: an uneven last batch weighs what it
 should. B images, N patches, K corrupted patches.
