@@ -23,8 +23,8 @@ from mpp.data.views import (
     EvaluationLoader,
     TrainingBatchSampler,
     ViewDataset,
+    cache_decoded,
     held_out_loader,
-    hold,
     training_loader,
 )
 from mpp.data.workers import deaths_explained, kill_workers
@@ -328,7 +328,7 @@ def test_a_cell_may_hold_a_url(image_folder):
 def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
     (image_folder / "cat" / "01.png").write_bytes(b"no image")
     dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
-    held = hold(dataset, DataConfig(workers=workers))
+    held = cache_decoded(dataset, DataConfig(workers=workers))
     broken = [index for index in range(len(dataset)) if dataset.name(index).endswith("01.png")]
     for index in set(range(len(dataset))) - set(broken):
         assert torch.equal(held.decode(index, 10**6), dataset.decode(index, 10**6))
@@ -337,10 +337,10 @@ def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
         with pytest.raises(UnreadableImage):
             held.decode(index, 10**6)
     needed = sum(held.decoded.shapes.prod(1) * 3)
-    assert hold(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
-    assert not hold(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
+    assert cache_decoded(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
+    assert not cache_decoded(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
     dataset.rows = None  # nothing is read for nothing
-    assert hold(dataset, DataConfig(workers=workers, cache_gb=0)) is dataset
+    assert cache_decoded(dataset, DataConfig(workers=workers, cache_gb=0)) is dataset
 
 
 def test_holding_many_images_opens_few_files():
@@ -350,7 +350,7 @@ def test_holding_many_images_opens_few_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
     try:
-        held = hold(dataset, DataConfig(workers=1))
+        held = cache_decoded(dataset, DataConfig(workers=1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert held.decode(3839, 100).shape == (3, 4, 4)

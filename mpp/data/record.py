@@ -49,14 +49,14 @@ def record(dataset: ImageDataset, labels: bool, retries: int = 0) -> dict[str, A
     return {
         "split": split,
         "images": len(dataset),
-        "files": digest(image_files(whole, dataset.image_column, retries)),
-        "chosen": None if chosen is None else digest([chosen.astype(np.int64).tobytes()]),
-        "labels": digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
+        "files": short_digest(image_files(whole, dataset.image_column, retries)),
+        "chosen": None if chosen is None else short_digest([chosen.astype(np.int64).tobytes()]),
+        "labels": short_digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
         "revision": revision(whole),
     }
 
 
-def digest(parts: Iterator[bytes] | list[bytes]) -> str:
+def short_digest(parts: Iterator[bytes] | list[bytes]) -> str:
     """The first 16 digits of the SHA-256 of all parts."""
     found = hashlib.sha256()
     for part in parts:

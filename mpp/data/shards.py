@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mpp.config import SourceConfig
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import retried
-from mpp.data.record import digest, image_files
+from mpp.data.record import image_files, short_digest
 from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
     ARCHIVES,
@@ -98,11 +98,11 @@ class Shards:
 
     def record(self, retries: int) -> dict[str, Any]:
         """Which images these are: see mpp/data/record.py. Of shards, that is their names and sizes, where known."""
-        numbers = digest([f"{number}\n".encode() for number in self.numbers])
+        numbers = short_digest([f"{number}\n".encode() for number in self.numbers])
         known = {"split": self.split, "shards": self.count, "chosen": numbers}
         if self.rows is not None:
-            return known | {"names": digest(image_files(self.rows, self.image_column, retries))}
-        named = self.files and digest([f"{name}\t{size}\n".encode() for name, size, *_ in self.files])
+            return known | {"names": short_digest(image_files(self.rows, self.image_column, retries))}
+        named = self.files and short_digest([f"{name}\t{size}\n".encode() for name, size, *_ in self.files])
         return known | {"files": named}
 
     def describe(self) -> str:

@@ -29,7 +29,7 @@ from mpp.models.positions import Grid, sincos_2d
 from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
 from mpp.runtime.disk import put
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.hashing import digest
+from mpp.runtime.hashing import sha256_of
 
 FIXED = "sincos_2d"  # positions that are not learned
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
@@ -275,7 +275,7 @@ def fingerprint(path: Path) -> str:
     if not path.exists():
         return ""
     file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
-    return digest(file)
+    return sha256_of(file)
 
 
 def encoder_folder(path: Path) -> Path:
