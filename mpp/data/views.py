@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
-    place: Tensor | None = None  # of a stream: which lane read this, and how far it has come; see mpp/data/shards.py
+    cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/shards.py
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
             for forward in range(self.layout.accumulation_steps):
                 positions = (update * self.layout.images + number for number in self.layout.share(forward))
                 keys = [divmod(position, self.size) for position in positions]
-                yield [(epoch, int(order(epoch)[place])) for epoch, place in keys]
+                yield [(epoch, int(order(epoch)[position])) for epoch, position in keys]
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         model.load_state_dict(read_tensors(checkpoint / MODEL, model.state_dict().get))
         load_flat_state(optimizer, checkpoint / OPTIMIZER)
         cursors = json.loads((checkpoint / CURSORS).read_text())
-        return step_of(checkpoint), [{int(lane): cursor for lane, cursor in each.items()} for each in cursors]
+        return step_of(checkpoint), [{int(worker): cursor for worker, cursor in each.items()} for each in cursors]
     return 0, []
 
 
