@@ -5,6 +5,7 @@ out would be trained on. So a run notes its images, and goes on with the same al
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -69,7 +70,8 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
     yield f"{len(rows)}\n".encode()
     paths = pc.struct_field(rows.data.column(column), "path")
     ends = pc.min_max(paths)
-    shared = common_folder(ends["min"].as_py() or "", ends["max"].as_py() or "")
+    first_and_last = [ends[each].as_py() or "" for each in ("min", "max")]
+    shared = os.path.commonprefix(first_and_last).rfind("/") + 1  # noqa: RUF071  characters, up to a folder's end
     for first in range(0, len(paths), NAMES):
         names = paths.slice(first, NAMES).to_pylist()
         yield "\n".join((name or "")[shared:] for name in names).encode()
@@ -78,12 +80,6 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
             yield hashlib.sha256(encoded_bytes(rows[index][column], retries)).digest()
         except UnreadableImage:
             yield b"unreadable"
-
-
-def common_folder(first: str, last: str) -> int:
-    """How many characters two paths, and so all that sort between them, have in common up to their last folder."""
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first.rfind("/", 0, same) + 1
 
 
 def revision(rows: datasets.Dataset) -> str | None:

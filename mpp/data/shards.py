@@ -255,9 +255,8 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
     splits, files, indexed = open_streams(config)
-    if config.split not in splits:
-        raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
-    train, held_out = splits[config.split], held_out_name(config, list(splits))
+    held_out = held_out_name(config, list(splits))
+    train = splits[config.split]
     if train.features is None:
         raise UserError(f"{describe(config)} says nothing of the types of its columns; it cannot be streamed")
     column = find_image_column(config, train.features)

@@ -164,9 +164,8 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
         UserError: nothing there, no such split, no image column, too few images.
     """
     splits = load_splits(config)
-    if config.split not in splits:
-        raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
-    train, held_out = splits[config.split], held_out_name(config, list(splits))
+    held_out = held_out_name(config, list(splits))
+    train = splits[config.split]
     column = find_image_column(config, train.features)
     parts = {config.split: (train, config.label_column)}
     if held_out is not None:
@@ -233,17 +232,17 @@ def files_at(url: str) -> tuple[str, dict[str, Any]]:
     Args:
         url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders say their split.
     """
-    kinds = {end: kind for end, kind in SHARD_FILES.items() if url.endswith(end)}
-    if kinds:
-        return next(iter(kinds.values())), {"train": url}
+    if Path(url).suffix in SHARD_FILES:
+        return SHARD_FILES[Path(url).suffix], {"train": url}
     system, root = fsspec.url_to_fs(url)
     ends = {Path(file).suffix for file in system.find(root)} & SHARD_FILES.keys()
     if len(ends) != 1:
         raise UserError(f"it must hold files of one sort of {', '.join(SHARD_FILES)}; it has {sorted(ends) or 'none'}")
-    end, patterns = ends.pop(), get_data_patterns(url)
-    only = {split: [pattern_of(pattern, end) for pattern in found] for split, found in patterns.items()}
-    files = {str(split): [f"{url.rstrip('/')}/{pattern}" for pattern in found] for split, found in only.items()}
-    return SHARD_FILES[end], files
+    end, folder = ends.pop(), url.rstrip("/")
+    return SHARD_FILES[end], {
+        str(split): [f"{folder}/{pattern_of(pattern, end)}" for pattern in patterns]
+        for split, patterns in get_data_patterns(url).items()
+    }
 
 
 def pattern_of(pattern: str, end: str) -> str:
@@ -254,13 +253,16 @@ def pattern_of(pattern: str, end: str) -> str:
 
 
 def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
-    """The split that is held out; None: a cut of the training split."""
+    """The split that is held out; None: a cut of the training split. UserError where one of the two is not there."""
+    there = f"{describe(config)} has {', '.join(names)}"
+    if config.split not in names:
+        raise UserError(f"data.split is {config.split}; {there}")
     if config.eval_split == "auto":
         return next((name for name in ("validation", "test") if name in names and name != config.split), None)
     if config.eval_split == config.split:
         raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
     if config.eval_split is not None and config.eval_split not in names:
-        raise UserError(f"data.eval_split is {config.eval_split}; {describe(config)} has {', '.join(names)}")
+        raise UserError(f"data.eval_split is {config.eval_split}; {there}")
     return config.eval_split
 
 

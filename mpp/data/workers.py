@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,24 +81,13 @@ def start_worker(watch: Tensor, told: Tensor, worker: int) -> None:
 
 def kill_workers() -> None:
     """End this process's loader processes, which listen to nobody else and have nothing to lose."""
-    with deaths_unnoticed():
-        for child in multiprocessing.active_children():
-            if child.name == PROCESS_NAME:
-                child.kill()
-                child.join(1)
-
-
-@contextmanager
-def deaths_unnoticed() -> Iterator[None]:
-    """While open, torch's handler does not call the end of a loader process a failure."""
-    try:
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
+    in_main_thread = threading.current_thread() is threading.main_thread()  # nobody else may handle signals
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main_thread else None  # torch's calls it a failure
+    for child in multiprocessing.active_children():
+        if child.name == PROCESS_NAME:
+            child.kill()
+            child.join(1)
+    if in_main_thread:
         signal.signal(signal.SIGCHLD, handler)
 
 
