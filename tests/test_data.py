@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture
+from conftest import dataset_of, encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
@@ -38,9 +38,8 @@ def views(dataset, **settings) -> ViewDataset:
 
 
 def rows(count=12, column="image", **more) -> datasets.Dataset:
-    images = [{"bytes": encoded(picture(number)), "path": None} for number in range(count)]
-    features = datasets.Features({column: datasets.Image()} | {k: datasets.Value("string") for k in more})
-    return datasets.Dataset.from_dict({column: images, **more}, features=features)
+    images = [encoded(picture(number)) for number in range(count)]
+    return dataset_of(images, **more).rename_columns({"image": column})
 
 
 def test_birds_are_the_default():
@@ -358,9 +357,7 @@ def test_holding_many_images_opens_few_files():
 
 @pytest.mark.parametrize("empty", ["train", "test"])
 def test_a_split_without_images_is_named(tmp_path, empty):
-    features = datasets.Features({"image": datasets.Image()})
     for name in ("train", "test"):
-        cells = [] if name == empty else [{"bytes": encoded(picture(1)), "path": None}]
-        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+        rows(0 if name == empty else 1).to_parquet(tmp_path / f"{name}.parquet")
     with pytest.raises(UserError, match=rf"{tmp_path}.*{empty}"):
         load_image_datasets(DataConfig(path=str(tmp_path)))

@@ -6,7 +6,7 @@ import shutil
 import datasets
 import pytest
 import torch
-from conftest import Killed, encoded, kill_at, picture, read_metrics
+from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.suite.inheritance import check_unseen, parse_with_images
@@ -155,10 +155,8 @@ def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkey
 @pytest.fixture
 def shards(tmp_path):
     """A folder of two shards to train on and one that is held out."""
-    features = datasets.Features({"image": datasets.Image()})
+    rows = dataset_of([encoded(picture(row)) for row in range(8)])
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
-        cells = [{"bytes": encoded(picture(row)), "path": None} for row in range(8)]
-        rows = datasets.Dataset.from_dict({"image": cells}, features=features)
         rows.to_parquet(tmp_path / "shards" / f"{name}.parquet")
     return tmp_path / "shards"
 

@@ -17,7 +17,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Killed, encoded, kill_at, picture, read_metrics
+from conftest import TINY, Killed, dataset_of, encoded, kill_at, picture, read_metrics
 from server import Command
 
 import mpp.training.run
@@ -32,10 +32,15 @@ START = Cursor()
 
 def rows_of(shard: int) -> datasets.Dataset:
     """Eleven images of a shard; their labels tell them apart."""
-    cells = [{"bytes": encoded(picture(100 * shard + row, (16, 16))), "path": None} for row in range(ROWS)]
-    labels = [shard * ROWS + row for row in range(ROWS)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    return datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
+    images = [encoded(picture(100 * shard + row, (16, 16))) for row in range(ROWS)]
+    return dataset_of(images, label=[shard * ROWS + row for row in range(ROWS)])
+
+
+def write_broken(folder: Path, count: int, broken: int) -> None:
+    """Two shards of so many images, of which one cannot be decoded."""
+    images = [b"nothing" if row == broken else encoded(picture(row)) for row in range(count)]
+    for shard in range(2):
+        dataset_of(images).to_parquet(folder / f"train-{shard}.parquet")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +56,7 @@ def parquet(tmp_path_factory):
 def stream(
     folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, cursors=None
 ) -> StreamedBatches:
+    """Batches of two images."""
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
     views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2))
@@ -110,9 +116,7 @@ def test_a_worker_goes_on_where_it_was(parquet):
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
-    data = DataConfig(path=str(parquet), streaming=True, workers=workers, shuffle_block=4)
-    shards, _, _ = load_streamed(data, 5, 5)
-    views, layout = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2)), BatchLayout(2, 1, 1, 0)
+    views, layout = stream(parquet, workers=workers).views, BatchLayout(2, 1, 1, 0)
     whole = list(streaming_loader(views, layout, 0, 12, {}))
     assert [int(batch.cursor[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
     for stop in (1, 5):
@@ -198,10 +202,7 @@ def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_
 
 
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):
-    features = datasets.Features({"image": datasets.Image()})
-    for shard in range(2):
-        cells = [{"bytes": b"nothing" if row == 3 else encoded(picture(row)), "path": None} for row in range(8)]
-        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"train-{shard}.parquet")
+    write_broken(tmp_path, 8, 3)
     folder = pretrain(f"--data.path={tmp_path}", "--data.streaming=true", dir=tmp_path / "run")
     assert "train shard 0 row 3: no image file of a known sort" in (folder / "unreadable.txt").read_text()
 
@@ -209,10 +210,7 @@ def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_alone_in_its_block_ends_nothing(pretrain, tmp_path, workers):
     """With blocks of 4, the broken ninth image of a shard has nobody beside it."""
-    features = datasets.Features({"image": datasets.Image()})
-    for shard in range(2):
-        cells = [{"bytes": b"nothing" if row == 8 else encoded(picture(row)), "path": None} for row in range(9)]
-        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"train-{shard}.parquet")
+    write_broken(tmp_path, 9, 8)
     options = (f"--data.path={tmp_path}", "--data.streaming=true", "--data.shuffle_block=4", "--run.steps=8")
     folder = pretrain(*options, f"--data.workers={workers}", dir=tmp_path / "run")
     assert max(read_metrics(folder)) == 8
@@ -222,10 +220,8 @@ def test_an_unreadable_image_alone_in_its_block_ends_nothing(pretrain, tmp_path,
 
 
 def test_images_that_are_all_unreadable_end_a_stream(pretrain, tmp_path):
-    features = datasets.Features({"image": datasets.Image()})
-    for name, cell in (("train", b"nothing"), ("test", encoded(picture(1)))):
-        cells = [{"bytes": cell, "path": None}] * 9
-        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    for name, data in (("train", b"nothing"), ("test", encoded(picture(1)))):
+        dataset_of([data] * 9).to_parquet(tmp_path / f"{name}.parquet")
     with pytest.raises(
         UserError, match=r"65 images in a row cannot be decoded, such as train shard 0 row \d: no image"
     ):
@@ -338,13 +334,10 @@ def test_a_folder_sorted_by_class_is_mixed(tmp_path):
 
 
 def test_other_columns_and_other_files_do_not_matter(tmp_path):
-    features = datasets.Features(
-        {"image": datasets.Image(), "mask": datasets.Image(), "caption": datasets.Value("string")}
-    )
-    cell = {"bytes": encoded(picture(1, (8, 8))), "path": None}
-    columns = {"image": [cell] * 8, "mask": [{"bytes": b"broken", "path": None}] * 8, "caption": ["a"] * 8}
+    masks = dataset_of([b"broken"] * 8).rename_column("image", "mask")
+    rows = dataset_of([encoded(picture(1, (8, 8)))] * 8, caption=["a"] * 8)
     for shard in range(3):
-        datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / f"train-{shard}.parquet")
+        datasets.concatenate_datasets([rows, masks], axis=1).to_parquet(tmp_path / f"train-{shard}.parquet")
     (tmp_path / "_SUCCESS").write_bytes(b"")
     (tmp_path / "notes.json").write_text("{}")
     for path in (str(tmp_path / "train-*.parquet"), f"file://{tmp_path}"):
