@@ -92,12 +92,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed of what is known, in words, part by part: "train: number of images was 633, is 634"."""
     unlisted = not_listed(before) | not_listed(now)
     changed = []
-    for part in (part for part in now if part in before):
-        for key, value in now[part].items():
-            known = before[part].get(key)
-            if known != value and not (key == "files" and part in unlisted):
+    for part, known in before.items():
+        for key, value in now.get(part, {}).items():
+            was = known.get(key)
+            if was != value and not (key == "files" and part in unlisted):
                 plain = key in ("split", "images", "shards", "revision")
-                changed.append(f"{part}: {MEANING[key]} {f'was {known}, is {value}' if plain else 'changed'}")
+                changed.append(f"{part}: {MEANING[key]} {f'was {was}, is {value}' if plain else 'changed'}")
     return changed
 
 
