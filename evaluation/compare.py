@@ -8,7 +8,6 @@ Started several times, on the GPUs of a machine or on machines that share the fo
 none does what another is doing.
 """
 
-import hashlib
 import json
 import sys
 import time
@@ -31,7 +30,7 @@ from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
 from evaluation.suite.run_images import images_at
 from mpp.config import Config
-from mpp.data.record import differences
+from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
 from mpp.pretrain import Pretraining
@@ -93,8 +92,8 @@ def with_compute(command: str, config: Any, pflop: float) -> Any:
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """The first 16 digits of the SHA-256 of something that JSON has, in any order."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    """Of something that JSON has, in any order."""
+    return short_digest([json.dumps(content, sort_keys=True).encode()])
 
 
 PATHS = ("encoder", "checkpoint", "out", "run.dir")  # of an evaluation's config: where things are, not what they are

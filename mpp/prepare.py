@@ -4,7 +4,8 @@
     accelerate launch mpp/pretrain.py --data.path prepared --data.streaming true
 
 A folder of a million files is slow to index, and photographs of full size are slow to decode. Shards are written in
-parallel, whole or not at all; the same command goes on where it was broken off.
+parallel, whole or not at all; the same command goes on where it was broken off. The library's `map` and `to_parquet`
+would write every image twice, and begin anew.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import ctypes
 import io
 import json
 import signal
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -42,10 +44,15 @@ NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes f
 class Shard(NamedTuple):
     """A shard that is to be written."""
 
+    split: str
     file: Path
-    rows: datasets.Dataset
-    columns: tuple[str, str | None]  # of images and labels
+    rows: datasets.Dataset  # of undecoded images (`image`) and, where there are some, labels (`label`)
     config: PrepareConfig
+
+    @property
+    def notes(self) -> Path:
+        """Where the notes of what went into it are."""
+        return Path(self.config.out) / NOTES / f"{self.file.stem}.json"
 
 
 def prepare_image(data: bytes, config: PrepareConfig) -> bytes:
@@ -62,37 +69,30 @@ def prepare_image(data: bytes, config: PrepareConfig) -> bytes:
     return buffer.getvalue()
 
 
-def write_shard(shard: Shard) -> dict[str, Any]:
-    """Write a shard, and notes of what went into it; the notes."""
-    image_column, label_column = shard.columns
+def write_shard(shard: Shard) -> None:
+    """Write a shard, and notes of what went into it."""
     notes: dict[str, Any] = {"kept": 0, "dropped": [], "bytes_before": 0, "bytes_after": 0}
-    images, labels = [], []
+    features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
+    columns: dict[str, list] = {column: [] for column in features}
     for row in shard.rows:
-        cell = row[image_column]
-        name = name_of(cell, shard.config.data.path)
+        name = name_of(row["image"], shard.config.data.path)
         try:
-            data = encoded_bytes(cell, shard.config.data.read_retries)
+            data = encoded_bytes(row["image"], shard.config.data.read_retries)
             prepared = prepare_image(data, shard.config)
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
             continue
-        images.append({"bytes": prepared, "path": name})
-        labels.append(row[label_column] if label_column else None)
+        for column, value in (row | {"image": {"bytes": prepared, "path": name}}).items():
+            columns[column].append(value)
+        notes["kept"] += 1
         notes["bytes_before"] += len(data)
         notes["bytes_after"] += len(prepared)
-    notes["kept"] = len(images)
-    features = {"image": datasets.Image()}
-    if label_column:
-        features["label"] = shard.rows.features[label_column]
-    columns = {"image": images, "label": labels}
-    table = datasets.Dataset.from_dict({k: columns[k] for k in features}, features=datasets.Features(features))
-    aside = notes_of(shard.file).with_suffix(".partial")
-    table.to_parquet(aside)  # without compression of images
+    aside = shard.notes.with_suffix(".partial")
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(aside)  # without compression of images
     sync(aside)
-    notes_of(shard.file).write_text(json.dumps(notes))
+    shard.notes.write_text(json.dumps(notes))
     shard.file.parent.mkdir(exist_ok=True)
     aside.replace(shard.file)
-    return notes
 
 
 def name_of(cell: dict[str, Any] | None, root: str | None) -> str | None:
@@ -103,13 +103,8 @@ def name_of(cell: dict[str, Any] | None, root: str | None) -> str | None:
     return path.name or None
 
 
-def notes_of(file: Path) -> Path:
-    """Where the notes of a shard are."""
-    return file.parent.parent / NOTES / f"{file.stem}.json"
-
-
-def plan(config: PrepareConfig) -> list[Shard]:
-    """All shards of all splits.
+def cut(config: PrepareConfig) -> list[Shard]:
+    """All splits, cut into shards.
 
     Raises:
         UserError: no such images, or the folder has shards of another number of them.
@@ -119,20 +114,23 @@ def plan(config: PrepareConfig) -> list[Shard]:
         image_column = find_image_column(config.data, rows.features)
         label_column = config.data.label_column or ("label" if "label" in rows.features else None)
         require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
-        columns = [name for name in (image_column, label_column) if name]
-        rows = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
+        columns = {image_column: "image"}
+        if label_column:
+            columns.setdefault(label_column, "label")
+        rows = rows.select_columns([*columns]).rename_columns(columns)
+        rows = rows.cast_column("image", datasets.Image(decode=False))
         order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
         for number in range(count):
             file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
             chosen = rows.select(order[number * config.rows : (number + 1) * config.rows])
-            shards.append(Shard(file, chosen, (image_column, label_column), config))
+            shards.append(Shard(split, file, chosen, config))
     strangers = {path.name for path in Path(config.out).glob("data/*.parquet")} - {shard.file.name for shard in shards}
     if strangers:
         raise UserError(f"out is {config.out}, which has shards of other images: {', '.join(sorted(strangers)[:3])}")
     return shards
 
 
-def open_folder(config: PrepareConfig, counts: dict[str, int]) -> None:
+def open_folder(config: PrepareConfig, counts: Counter[str]) -> None:
     """Check that the folder is new, or of the same settings and as many images of each split; note both."""
     saved, counted = (Path(config.out) / NOTES / name for name in ("config.yaml", "images.json"))
     if counted.is_file() and json.loads(counted.read_text()) != counts:
@@ -155,13 +153,14 @@ def begin() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def write_all(shards: Sequence[Shard], workers: int) -> Iterable[tuple[Shard, dict[str, Any]]]:
-    """Write shards in parallel; each with its notes as it is done."""
+def write_all(shards: Sequence[Shard], workers: int) -> Iterable[Shard]:
+    """Write shards in parallel; each as it is done."""
     with ProcessPoolExecutor(workers, initializer=begin) as pool:
         jobs = {pool.submit(write_shard, shard): shard for shard in shards}
         try:
             for job in as_completed(jobs):
-                yield jobs[job], job.result()
+                job.result()
+                yield jobs[job]
         except BrokenProcessPool:
             raise UserError("a process died (out of memory?); the same command goes on, with fewer workers") from None
         finally:
@@ -174,32 +173,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.data.path is None:
         raise UserError("data.path is null; it must be a data set of the hub, a folder, or a file")
     require(not Path(config.out).exists() or Path(config.out).is_dir(), "out", config.out, "a folder")
-    shards = plan(config)
+    shards = cut(config)
     with hold(Path(config.out), "out"):
-        carry_out(config, shards)
+        summarize(config, write_missing(config, shards))
 
 
-def carry_out(config: PrepareConfig, shards: list[Shard]) -> None:
-    """Write what is missing, and report."""
-    counts: dict[str, int] = {}
+def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
+    """Write the shards that are not there; the notes of all."""
+    counts: Counter[str] = Counter()
     for shard in shards:
-        split = shard.file.name.rsplit("-", 3)[0]
-        counts[split] = counts.get(split, 0) + len(shard.rows)
+        counts[shard.split] += len(shard.rows)
     open_folder(config, counts)
-    done = [shard for shard in shards if shard.file.is_file() and notes_of(shard.file).is_file()]
-    missing = [shard for shard in shards if shard not in done]
-    total = sum(len(shard.rows) for shard in shards)
-    print(f"{describe(config.data)}: {total} images to {len(shards)} shards, {len(done)} of them there already")
-    notes = [json.loads(notes_of(shard.file).read_text()) for shard in done]
+    missing = [shard for shard in shards if not (shard.file.is_file() and shard.notes.is_file())]
+    there, left = len(shards) - len(missing), sum(len(shard.rows) for shard in missing)
+    print(f"{describe(config.data)}: {counts.total()} images to {len(shards)} shards, {there} of them there already")
     workers = min(config.workers or cores(), max(1, len(missing)))
-    with progress_bar(total=total, initial=sum(len(s.rows) for s in done), unit="image", desc="preparing") as bar:
-        for shard, written in write_all(missing, workers):
-            notes.append(written)
+    with progress_bar(total=counts.total(), initial=counts.total() - left, unit="image", desc="preparing") as bar:
+        for shard in write_all(missing, workers):
             bar.update(len(shard.rows))
-    report(config, notes)
+    return [json.loads(shard.notes.read_text()) for shard in shards]
 
 
-def report(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
+def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     """Say what was kept and what was dropped, and why."""
     dropped = sorted(line for each in notes for line in each["dropped"])
     kept, before, after = (sum(each[key] for each in notes) for key in ("kept", "bytes_before", "bytes_after"))

@@ -22,7 +22,7 @@ from mpp.training.task import ImageTask
 from mpp.training.tracking import progress_bar
 
 BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
-TIED_ROWS = 64  # test images at a time whose neighbours cannot be told apart
+TIED_ROWS = 64  # test images with equally near neighbours that are sorted at a time
 RANKED = 2048  # images that the effective rank is of, at most
 
 
@@ -176,23 +176,15 @@ def merge(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], count: in
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest of each row, descending, and where they are; of equal ones the first come first.
 
-    torch.topk alone says nothing of equal ones.
+    torch.topk says nothing of equal ones, and a stable sort of all rows takes many times as long: only rows that have
+    equal ones are sorted.
     """
-    found, index = values.topk(min(count + 1, values.shape[1]))
-    equal = found[:, 1:] == found[:, :-1]
-    tied = equal[:, count - 1 :].any(1).nonzero().squeeze(1)  # where it chose among equal ones
-    for first in range(0, len(tied), TIED_ROWS):
-        rows = tied[first : first + TIED_ROWS]
-        above, level = values[rows] > found[rows, count:], values[rows] == found[rows, count:]
-        wanted = count - above.sum(1, keepdim=True)
-        chosen = (above | level & (level.cumsum(1, dtype=torch.int32) <= wanted)).nonzero()[:, 1].view(-1, count)
-        index[rows, :count], found[rows, :count] = chosen, values[rows].gather(1, chosen)
-    found, index = found[:, :count], index[:, :count]
-    rows = equal.any(1).nonzero().squeeze(1)
-    ascending, order = index[rows].sort()
-    found[rows], order = found[rows].gather(1, order).sort(descending=True, stable=True)
-    index[rows] = ascending.gather(1, order)
-    return found, index
+    found, index = values.topk(min(count + 1, values.shape[1]))  # one more: the last may be equal to what is left out
+    tied = (found[:, 1:] == found[:, :-1]).any(1).nonzero().squeeze(1)
+    for rows in tied.split(TIED_ROWS):
+        sorted_rows = values[rows].sort(descending=True, stable=True)
+        found[rows], index[rows] = (part[:, : found.shape[1]] for part in sorted_rows)
+    return found[:, :count], index[:, :count]
 
 
 def knn_accuracy(

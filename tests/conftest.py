@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -213,6 +214,15 @@ def encoded(image: np.ndarray | Image.Image, format: str = "PNG", **options) -> 
     image = image if isinstance(image, Image.Image) else Image.fromarray(image)
     image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:
+    """A data set of image files, in the column `image`, and of other columns."""
+    cells = [{"bytes": data, "path": None} for data in images]
+    rows = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
+    for name, values in columns.items():
+        rows = rows.add_column(name, values)
+    return rows
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture
+from conftest import dataset_of, encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
@@ -23,8 +23,8 @@ from mpp.data.views import (
     EvaluationLoader,
     TrainingBatchSampler,
     ViewDataset,
+    cache_decoded,
     held_out_loader,
-    hold,
     training_loader,
 )
 from mpp.data.workers import deaths_explained, kill_workers
@@ -38,9 +38,8 @@ def views(dataset, **settings) -> ViewDataset:
 
 
 def rows(count=12, column="image", **more) -> datasets.Dataset:
-    images = [{"bytes": encoded(picture(number)), "path": None} for number in range(count)]
-    features = datasets.Features({column: datasets.Image()} | {k: datasets.Value("string") for k in more})
-    return datasets.Dataset.from_dict({column: images, **more}, features=features)
+    images = [encoded(picture(number)) for number in range(count)]
+    return dataset_of(images, **more).rename_columns({"image": column})
 
 
 def test_birds_are_the_default():
@@ -328,7 +327,7 @@ def test_a_cell_may_hold_a_url(image_folder):
 def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
     (image_folder / "cat" / "01.png").write_bytes(b"no image")
     dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
-    held = hold(dataset, DataConfig(workers=workers))
+    held = cache_decoded(dataset, DataConfig(workers=workers))
     broken = [index for index in range(len(dataset)) if dataset.name(index).endswith("01.png")]
     for index in set(range(len(dataset))) - set(broken):
         assert torch.equal(held.decode(index, 10**6), dataset.decode(index, 10**6))
@@ -337,10 +336,10 @@ def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
         with pytest.raises(UnreadableImage):
             held.decode(index, 10**6)
     needed = sum(held.decoded.shapes.prod(1) * 3)
-    assert hold(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
-    assert not hold(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
+    assert cache_decoded(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
+    assert not cache_decoded(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
     dataset.rows = None  # nothing is read for nothing
-    assert hold(dataset, DataConfig(workers=workers, cache_gb=0)) is dataset
+    assert cache_decoded(dataset, DataConfig(workers=workers, cache_gb=0)) is dataset
 
 
 def test_holding_many_images_opens_few_files():
@@ -350,7 +349,7 @@ def test_holding_many_images_opens_few_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
     try:
-        held = hold(dataset, DataConfig(workers=1))
+        held = cache_decoded(dataset, DataConfig(workers=1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert held.decode(3839, 100).shape == (3, 4, 4)
@@ -358,9 +357,7 @@ def test_holding_many_images_opens_few_files():
 
 @pytest.mark.parametrize("empty", ["train", "test"])
 def test_a_split_without_images_is_named(tmp_path, empty):
-    features = datasets.Features({"image": datasets.Image()})
     for name in ("train", "test"):
-        cells = [] if name == empty else [{"bytes": encoded(picture(1)), "path": None}]
-        datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+        rows(0 if name == empty else 1).to_parquet(tmp_path / f"{name}.parquet")
     with pytest.raises(UserError, match=rf"{tmp_path}.*{empty}"):
         load_image_datasets(DataConfig(path=str(tmp_path)))

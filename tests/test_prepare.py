@@ -120,7 +120,8 @@ def stop_after(count, shards):
     for number, shard in enumerate(shards):
         if number == count:
             raise KeyboardInterrupt
-        yield shard, prepare.write_shard(shard)
+        prepare.write_shard(shard)
+        yield shard
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])

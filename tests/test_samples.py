@@ -147,27 +147,20 @@ def test_a_damaged_shard_is_an_error_in_a_line(shards, cache):
         load(shards)
 
 
-def tear(folder, how: str) -> None:
-    """What a crash, or a disk, may leave."""
-    rows, notes = folder / ROWS, folder / NOTES
-    if how == "truncated":
-        rows.write_bytes(rows.read_bytes()[:-100])
-    elif how == "without its notes":
-        notes.unlink()
-    elif how == "with torn notes":
-        notes.write_bytes(notes.read_bytes()[:10])
-    elif how == "half written":
-        rows.rename(rows.with_name(f"{ROWS}.partial"))
-        notes.unlink()
-    else:
-        rows.unlink()
+TEARS = {  # what a crash, or a disk, may leave
+    "truncated": lambda rows, notes: rows.write_bytes(rows.read_bytes()[:-100]),
+    "without its notes": lambda rows, notes: notes.unlink(),
+    "with torn notes": lambda rows, notes: notes.write_bytes(notes.read_bytes()[:10]),
+    "half written": lambda rows, notes: (rows.rename(rows.with_name(f"{ROWS}.partial")), notes.unlink()),
+    "without rows": lambda rows, notes: rows.unlink(),
+}
 
 
-@pytest.mark.parametrize("how", ["truncated", "without its notes", "with torn notes", "half written", "without rows"])
+@pytest.mark.parametrize("how", TEARS)
 def test_a_torn_sample_is_read_anew(shards, cache, how):
     _, *first = load(shards)
     for folder in kept(cache):
-        tear(folder, how)
+        TEARS[how](folder / ROWS, folder / NOTES)
     _, *second = load(shards)
     for one, other in zip(first, second, strict=True):
         assert one.labels.tolist() == other.labels.tolist() and other.decode(0, 10**6).shape == (3, 64, 64)

@@ -17,7 +17,7 @@ from mpp.config import Config, ModelConfig
 from mpp.data.images import UnreadableImage, decode
 from mpp.models.encoder import build_encoder, export_encoder
 from mpp.pretrain import is_pretraining
-from mpp.runtime.hashing import digest
+from mpp.runtime.hashing import sha256_of
 from mpp.runtime.parsing import parse
 from mpp.training.checkpoint import restore, save_checkpoint, snapshot
 
@@ -154,7 +154,7 @@ def test_a_pickle_with_the_right_digest_is_not_loaded(checkpoints, trap, capsys)
     newest = folder / "checkpoints" / "step_00000004"
     torch.save(Payload(trap), newest / "model.safetensors")
     state = json.loads((newest / "state.json").read_text())
-    state["sha256"]["model.safetensors"] = digest(newest / "model.safetensors")
+    state["sha256"]["model.safetensors"] = sha256_of(newest / "model.safetensors")
     (newest / "state.json").write_text(json.dumps(state))
     assert restored() == 2
     assert "step_00000004 is damaged (model.safetensors)" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Labels of images: a column of classes, by number or by name, as numbers.
 
-They stay arrow's and numpy's all the way: 14 million Python lists would take gigabytes in every process.
+They stay arrow's and numpy's all the way: 14 million Python lists would take gigabytes in every process. The library's
+`class_encode_column` makes text of integers, numbers each split by itself, and knows no lists.
 """
 
 import datasets
@@ -51,9 +52,9 @@ def holds_lists(labels: pa.ChunkedArray) -> bool:
     return any(kind(labels.type) for kind in kinds)
 
 
-def holds_text(labels: pa.ChunkedArray) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     """Whether labels are names, not numbers."""
-    return pa.types.is_string(labels.type) or pa.types.is_large_string(labels.type)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def one_by_one(labels: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -66,8 +67,8 @@ def holds_classes(labels: pa.ChunkedArray) -> bool:
     each = one_by_one(labels)
     if holds_lists(labels) and each.null_count:
         return False
-    numbers = pa.types.is_integer(each.type) or pa.types.is_boolean(each.type)
-    return numbers or holds_text(each) or each.null_count == len(each)
+    kinds = (pa.types.is_integer, pa.types.is_boolean, is_text)
+    return any(kind(each.type) for kind in kinds) or each.null_count == len(each)
 
 
 def holds_identifiers(labels: pa.ChunkedArray) -> bool:
@@ -83,28 +84,22 @@ def number_labels(parts: list[pa.ChunkedArray | None]) -> list[NDArray[np.int64]
         For each part (n,), or (n, L) where some image has several; padded with -1.
     """
     each = [None if part is None else one_by_one(part) for part in parts]
-    texts = [pc.unique(labels).drop_null().to_pylist() for labels in each if labels is not None and holds_text(labels)]
-    names = sorted(set().union(*texts))
-    return [
-        None if part is None else pad(part, as_numbers(labels, names)) for part, labels in zip(parts, each, strict=True)
-    ]
+    texts = [labels for labels in each if labels is not None and is_text(labels.type)]
+    names = sorted(set().union(*(pc.unique(labels).drop_null().to_pylist() for labels in texts)))
+    pairs = zip(parts, each, strict=True)
+    return [None if part is None else pad(part, as_numbers(labels, names)) for part, labels in pairs]
 
 
 def as_numbers(labels: pa.ChunkedArray, names: list[str]) -> NDArray[np.int64]:
     """Class numbers (n,) of single labels; -1: none."""
     if labels.null_count == len(labels):
         return np.full(len(labels), -1)  # of whatever type
-    if holds_text(labels):
+    if is_text(labels.type):
         labels = pc.index_in(labels, pa.array(names, labels.type))
     largest = pc.max(labels).as_py()
     if largest >= MOST_CLASSES:
         raise UserError(f"a label is {largest}; labels are numbers of classes, below {MOST_CLASSES}")
-    numbers, start = np.empty(len(labels), np.int64), 0
-    for chunk in labels.chunks:
-        part = numbers[start : start + len(chunk)]
-        np.maximum(chunk.cast(pa.int64()).fill_null(-1), -1, out=part)
-        start += len(chunk)
-    return numbers
+    return np.maximum(labels.cast(pa.int64()).fill_null(-1).to_numpy(), -1)
 
 
 def pad(labels: pa.ChunkedArray, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

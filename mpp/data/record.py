@@ -5,6 +5,7 @@ out would be trained on. So a run notes its images, and goes on with the same al
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -49,14 +50,14 @@ def record(dataset: ImageDataset, labels: bool, retries: int = 0) -> dict[str, A
     return {
         "split": split,
         "images": len(dataset),
-        "files": digest(image_files(whole, dataset.image_column, retries)),
-        "chosen": None if chosen is None else digest([chosen.astype(np.int64).tobytes()]),
-        "labels": digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
+        "files": short_digest(image_files(whole, dataset.image_column, retries)),
+        "chosen": None if chosen is None else short_digest([chosen.astype(np.int64).tobytes()]),
+        "labels": short_digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
         "revision": revision(whole),
     }
 
 
-def digest(parts: Iterator[bytes] | list[bytes]) -> str:
+def short_digest(parts: Iterator[bytes] | list[bytes]) -> str:
     """The first 16 digits of the SHA-256 of all parts."""
     found = hashlib.sha256()
     for part in parts:
@@ -69,7 +70,8 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
     yield f"{len(rows)}\n".encode()
     paths = pc.struct_field(rows.data.column(column), "path")
     ends = pc.min_max(paths)
-    shared = common_folder(ends["min"].as_py() or "", ends["max"].as_py() or "")
+    first_and_last = [ends[each].as_py() or "" for each in ("min", "max")]
+    shared = os.path.commonprefix(first_and_last).rfind("/") + 1  # noqa: RUF071  characters, up to a folder's end
     for first in range(0, len(paths), NAMES):
         names = paths.slice(first, NAMES).to_pylist()
         yield "\n".join((name or "")[shared:] for name in names).encode()
@@ -78,12 +80,6 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
             yield hashlib.sha256(encoded_bytes(rows[index][column], retries)).digest()
         except UnreadableImage:
             yield b"unreadable"
-
-
-def common_folder(first: str, last: str) -> int:
-    """How many characters two paths, and so all that sort between them, have in common up to their last folder."""
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first.rfind("/", 0, same) + 1
 
 
 def revision(rows: datasets.Dataset) -> str | None:
@@ -96,14 +92,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed of what is known, in words, part by part: "train: number of images was 633, is 634"."""
     unlisted = not_listed(before) | not_listed(now)
     changed = []
-    for part in now:
-        known = before.get(part, {})
-        noted = [key for key in MEANING if key in known and key in now[part]]  # an earlier release noted others
-        for key in noted:
-            if known[key] != now[part][key] and not (key == "files" and part in unlisted):
+    for part, known in before.items():
+        for key, value in now.get(part, {}).items():
+            was = known.get(key)
+            if was != value and not (key == "files" and part in unlisted):
                 plain = key in ("split", "images", "shards", "revision")
-                how = f"was {known[key]}, is {now[part][key]}" if plain else "changed"
-                changed.append(f"{part}: {MEANING[key]} {how}")
+                changed.append(f"{part}: {MEANING[key]} {f'was {was}, is {value}' if plain else 'changed'}")
     return changed
 
 

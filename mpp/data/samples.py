@@ -1,20 +1,21 @@
 """Images of a stream that are looked at again and again: read once, and kept on disk.
 
 Evaluation and the probe need the same few thousand images whenever a run starts. They lie in the cache of `datasets`
-(HF_DATASETS_CACHE), mapped into memory, so that the processes of a machine share them and a restart reads nothing.
+(HF_DATASETS_CACHE), mapped into memory, so that the processes of a machine share them and a restart reads nothing. The
+library's `Dataset.from_generator` keeps rows there, too, but does not notice what a crash of the machine cut short.
 """
 
 import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
 import pyarrow as pa
+from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
 from mpp.data.sources import BIRDS, LOADING_ERRORS, describe
@@ -65,12 +66,13 @@ def is_whole(folder: Path) -> bool:
 def write(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features, identity: dict[str, Any]) -> None:
     """Write the rows block by block, then the notes that call them complete."""
     (folder / NOTES).unlink(missing_ok=True)
-    aside, schema = folder / f"{ROWS}.partial", features.arrow_schema
+    aside = folder / f"{ROWS}.partial"
     try:
-        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for block in blocks(rows):
-                table = datasets.Dataset.from_list(block, features=features).with_format("arrow")[:]
-                writer.write_table(table.cast(schema))
+        file = pa.OSFile(str(aside), "wb")
+        with file, ArrowWriter(stream=file, features=features, writer_batch_size=BLOCK) as writer:
+            for row in readable(rows):
+                writer.write(row)
+            writer.finalize()
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
@@ -82,12 +84,10 @@ def write(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Featu
         sync(folder)
 
 
-def blocks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rows in lists."""
-    left = iter(rows)
+def readable(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows; UserError where they cannot be read, as against written."""
     try:
-        while block := list(islice(left, BLOCK)):
-            yield block
+        yield from rows
     except LOADING_ERRORS as error:
         raise UserError(f"data.path cannot be read as a stream: {one_line(error)}") from error
 
@@ -111,7 +111,8 @@ def list_files(config: ImagesConfig) -> Files | None:
 def files_of(path: str, revision: str | None = None) -> Files:
     """The files at a path, a URL, or a name of the hub. Nothing of their contents is read."""
     local = Path(path).expanduser()
-    url = str(local) if local.exists() else path if "://" in path else hub_url(path, revision)
+    of_hub = f"hf://datasets/{path}{f'@{revision}' if revision else ''}"
+    url = str(local) if local.exists() else path if "://" in path else of_hub
     system, root = fsspec.url_to_fs(url)
     if system.isfile(root):
         found = {root: system.info(root)}
@@ -120,8 +121,3 @@ def files_of(path: str, revision: str | None = None) -> Files:
     folder = root.split("*")[0].rpartition("/")[0] if "*" in root or root in found else root
     stamps = {name: [str(info[key]) for key in STAMPS if key in info][:1] for name, info in found.items()}
     return [[name.removeprefix(folder), str(found[name].get("size")), *stamps[name]] for name in sorted(found)]
-
-
-def hub_url(name: str, revision: str | None) -> str:
-    """Where fsspec finds a data set of the hub."""
-    return f"hf://datasets/{name}{f'@{revision}' if revision else ''}"

@@ -1,12 +1,12 @@
 """Images that are read as a stream, shard by shard, because there are too many to index or they are far away.
 
 An epoch visits every shard once, in an order drawn by (seed, epoch), shared out among the processes and, in each, among
-its lanes: what one loader process reads. Within a shard, blocks of consecutive rows are permuted by (seed, epoch,
-shard, block). So a place in the stream is four numbers, which checkpoints carry, and nothing is replayed on resume but
-the rows of a shard that were read before.
+its workers (loader processes, or itself). Within a shard, blocks of consecutive rows are permuted by (seed, epoch,
+shard, block). So a cursor is four numbers, which checkpoints carry, and nothing is replayed on resume but the rows of a
+shard that were read before. The library's own shuffle has a buffer, which its state_dict leaves out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mpp.config import SourceConfig
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import retried
-from mpp.data.record import digest, image_files
+from mpp.data.record import image_files, short_digest
 from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
     ARCHIVES,
@@ -42,31 +42,30 @@ from mpp.runtime.randomness import Stream, permutation
 FOLDER_SHARDS, FEWEST_ROWS = 256, 8  # a folder of image files is read as so many shards, of at least so many rows
 SAMPLED_SHARDS, SAMPLED_ROWS = 16, 64  # from so many shards in turn a sample is drawn; so many rows are read at once
 ROW_BITS = 32  # an image's number: its shard's, and its row below
-PLACE = "_mpp_place"  # column of a sample that is kept: where each row stands in it
+POSITION = "_mpp_position"  # column of a sample that is kept: where each row stands in it
 
 
+@dataclass(eq=False)
 class Shards:
-    """The images of one split as a stream.
+    """The images of one split as a stream."""
 
-    Args:
-        stream: undecoded, with the image column and what else there is.
-        image_column: holds {"bytes", "path"}.
-        split: its name, for messages.
-        numbers: which of the stream's shards these are; None: all.
-    """
+    stream: datasets.IterableDataset
+    """Undecoded, with the image column and what else there is."""
+    image_column: str
+    """Holds {"bytes", "path"}."""
+    split: str
+    """Its name, for messages."""
+    numbers: list[int]
+    """Which of the stream's shards these are."""
+    files: Files | None
+    """What they are read from: name, size and stamp of each; None: nobody knows."""
+    rows: datasets.Dataset | None = None
+    """What was cut into shards, where nothing came in any."""
 
-    def __init__(
-        self,
-        stream: datasets.IterableDataset,
-        image_column: str,
-        split: str,
-        numbers: Sequence[int] | None = None,
-    ):
-        self.stream, self.image_column, self.split = stream, image_column, split
-        self.numbers = list(range(stream.num_shards)) if numbers is None else [int(number) for number in numbers]
-        self.count = len(self.numbers)
-        self.files: Files | None = None  # what they are read from: name, size and stamp of each; None: nobody knows
-        self.rows: datasets.Dataset | None = None  # what was cut into shards, where nothing came in any
+    @property
+    def count(self) -> int:
+        """How many shards these are."""
+        return len(self.numbers)
 
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
         """The rows of a shard in lists of `size`, from row `skip` on."""
@@ -76,10 +75,10 @@ class Shards:
             yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def sample(self, limit: int, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """At least `limit` rows, each with its place in their order; fewer where the last shards are shorter.
+        """At least `limit` rows, each with its position in their order; fewer where the last shards are shorter.
 
         They are the beginnings of shards in a seeded order, so many shards at a time in turn. They are read shard by
-        shard: the places say the turns.
+        shard: the positions say the turns.
         """
         order, read = permutation(Stream.CUT, seed, 1, self.count), 0
         for first in range(0, self.count, SAMPLED_SHARDS):
@@ -98,11 +97,11 @@ class Shards:
 
     def record(self, retries: int) -> dict[str, Any]:
         """Which images these are: see mpp/data/record.py. Of shards, that is their names and sizes, where known."""
-        numbers = digest([f"{number}\n".encode() for number in self.numbers])
+        numbers = short_digest([f"{number}\n".encode() for number in self.numbers])
         known = {"split": self.split, "shards": self.count, "chosen": numbers}
         if self.rows is not None:
-            return known | {"names": digest(image_files(self.rows, self.image_column, retries))}
-        named = self.files and digest([f"{name}\t{size}\n".encode() for name, size, *_ in self.files])
+            return known | {"names": short_digest(image_files(self.rows, self.image_column, retries))}
+        named = self.files and short_digest([f"{name}\t{size}\n".encode() for name, size, *_ in self.files])
         return known | {"files": named}
 
     def describe(self) -> str:
@@ -131,51 +130,51 @@ class Block:
         return self.first + word % len(self.rows)
 
 
-class Place(NamedTuple):
-    """How far a lane has come: what it reads next."""
+class Cursor(NamedTuple):
+    """How far a worker has come: what it reads next."""
 
     epoch: int = 0
-    turn: int = 0  # which of the lane's shards in this epoch
+    turn: int = 0  # which of the worker's shards in this epoch
     block: int = 0
     row: int = 0  # in the permuted block
 
 
-class Lanes(IterableDataset):
-    """Batches of one process's lanes, from update `start` to `stop`. Lane b % lanes reads forward pass b.
+class StreamedBatches(IterableDataset):
+    """Batches of one process, from update `start` to `stop`. Worker b % workers reads forward pass b.
 
     Args:
-        views: of `shards`, whose images each block's views replace.
-        places: lane -> its Place; a lane that is not there begins at the beginning.
+        views: of `shards`, whose images each block's views recursor.
+        cursors: worker -> its Cursor; a worker that is not there begins at the beginning.
     Raises:
-        UserError: fewer shards than lanes on all processes.
+        UserError: fewer shards than workers on all processes.
     """
 
-    def __init__(self, views: ViewDataset, layout: BatchLayout, start: int, stop: int, places: dict[int, Place]):
-        self.views, self.shards, self.layout, self.places = views, views.dataset, layout, places
-        self.lanes, self.size = max(1, views.data.workers), views.data.shuffle_block
+    def __init__(self, views: ViewDataset, layout: BatchLayout, start: int, stop: int, cursors: dict[int, Cursor]):
+        self.views, self.shards, self.layout, self.cursors = views, views.dataset, layout, cursors
+        self.workers, self.size = max(1, views.data.workers), views.data.shuffle_block
         self.first, self.last = start * layout.accumulation_steps, stop * layout.accumulation_steps
-        everywhere = layout.world_size * self.lanes
+        everywhere = layout.world_size * self.workers
         if self.shards.count < everywhere:
             raise UserError(
                 f"{self.shards.split} has {self.shards.count} shards; a stream needs one for each loader process: "
-                f"{layout.world_size} processes x {self.lanes} data.workers = {everywhere}"
+                f"{layout.world_size} processes x {self.workers} data.workers = {everywhere}"
             )
 
     def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()
-        lane = (self.first + (worker.id if worker else 0)) % self.lanes
-        samples = self.samples(lane, self.places.get(lane, Place()))
+        info = get_worker_info()  # torch asks its worker 0 first, whichever forward pass is the first
+        worker = (self.first + (info.id if info else 0)) % self.workers
+        samples = self.samples(worker, self.cursors.get(worker, Cursor()))
         for forward in range(self.first, self.last):
-            if forward % self.lanes == lane:
+            if forward % self.workers == worker:
                 images = len(self.layout.share(forward % self.layout.accumulation_steps))
                 taken = list(islice(samples, images))
-                batch, place = collate([sample for sample, _ in taken]), taken[-1][1]
-                yield batch._replace(place=torch.tensor([lane, self.lanes, self.shards.count, *place]))
+                batch, cursor = collate([sample for sample, _ in taken]), taken[-1][1]
+                yield batch._replace(cursor=torch.tensor([worker, self.workers, *cursor]))
 
-    def samples(self, lane: int, place: Place) -> Iterator[tuple[Batch, Place]]:
-        """Samples without end from `place` on, each with the place after it."""
+    def samples(self, worker: int, cursor: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+        """Samples without end from `cursor` on, each with the cursor after it."""
         skipped: list[str] = []  # images in a row that nothing can take the place of
-        for views, key, after in self.rows(lane, place):
+        for views, key, after in self.rows(worker, cursor):
             try:
                 sample = views[key]
             except Undecodable as error:  # others of its block would take its place, and are broken too
@@ -186,23 +185,23 @@ class Lanes(IterableDataset):
             yield sample._replace(unreadable=[*skipped, *sample.unreadable]), after
             skipped = []
 
-    def rows(self, lane: int, place: Place) -> Iterator[tuple[ViewDataset, tuple[int, int], Place]]:
-        """Rows without end from `place` on: the views of its block, which of them, the place after it."""
-        for epoch in count(place.epoch):
+    def rows(self, worker: int, cursor: Cursor) -> Iterator[tuple[ViewDataset, tuple[int, int], Cursor]]:
+        """Rows without end from `cursor` on: the views of its block, which of them, the cursor after it."""
+        for epoch in count(cursor.epoch):
             order = permutation(Stream.ORDER, self.views.seed, epoch, self.shards.count)
-            own_shards = order[self.layout.rank * self.lanes + lane :: self.layout.world_size * self.lanes]
-            empty = place.epoch < epoch or place == Place()
-            for turn in range(place.turn, len(own_shards)):
-                for block, first, rows in self.blocks(int(own_shards[turn]), place.block):
+            own_shards = order[self.layout.rank * self.workers + worker :: self.layout.world_size * self.workers]
+            empty = cursor.epoch < epoch or cursor == Cursor()
+            for turn in range(cursor.turn, len(own_shards)):
+                for block, first, rows in self.blocks(int(own_shards[turn]), cursor.block):
                     views = replace(self.views, dataset=Block(self.shards, first, rows))
                     shuffled = permutation(Stream.BLOCK, self.views.seed, epoch, len(rows), index=first)
-                    for row in range(place.row, len(rows)):
-                        yield views, (epoch, first + int(shuffled[row])), Place(epoch, turn, block, row + 1)
-                    place, empty = place._replace(row=0), False
-                place = place._replace(block=0, row=0)
+                    for row in range(cursor.row, len(rows)):
+                        yield views, (epoch, first + int(shuffled[row])), Cursor(epoch, turn, block, row + 1)
+                    cursor, empty = cursor._replace(row=0), False
+                cursor = cursor._replace(block=0, row=0)
             if empty:
                 raise UserError(f"{self.shards.split}: shards {sorted(map(int, own_shards))} have no rows")
-            place = Place()
+            cursor = Cursor()
 
     def blocks(self, shard: int, block: int) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
         """From `block` on: its number, the number of its first image, its rows. A read that fails is tried again."""
@@ -227,34 +226,22 @@ class Lanes(IterableDataset):
 
 
 def streaming_loader(
-    views: ViewDataset, layout: BatchLayout, start: int, stop: int, places: dict[int, list[int]]
+    views: ViewDataset, layout: BatchLayout, start: int, stop: int, cursors: dict[int, list[int]]
 ) -> WatchedLoader:
     """Batches of this process, from update `start` to `stop`.
 
     Args:
-        places: what the checkpoint says of each lane: how many lanes and shards there were, and a Place.
+        cursors: what the checkpoint says of each worker: how many workers there were, and a Cursor.
     Raises:
-        UserError: too few shards, or the checkpoint is of another number of lanes or shards.
+        UserError: too few shards, or the checkpoint is of another number of workers.
     """
-    lanes, shards = max(1, views.data.workers), views.dataset.count
-    for before, shards_before, *_ in places.values():
-        if before != lanes:
-            raise UserError(f"data.workers is {lanes}; a stream is resumed with as many as before ({before})")
-        if shards_before != shards:
-            raise UserError(f"data.path has {shards} shards to train on; the run began with {shards_before}")
-    resumed = {lane: Place(*place) for lane, (_, _, *place) in places.items()}
-    dataset = Lanes(views, layout, start, stop, resumed)
-    return WatchedLoader(
-        dataset,
-        views.dataset.name,
-        batch_size=None,
-        num_workers=views.data.workers,
-        collate_fn=as_it_is,
-    )
-
-
-def as_it_is(batch: Batch) -> Batch:
-    return batch
+    workers = max(1, views.data.workers)
+    for before, *_ in cursors.values():
+        if before != workers:
+            raise UserError(f"data.workers is {workers}; a stream is resumed with as many as before ({before})")
+    resumed = {worker: Cursor(*cursor) for worker, (_, *cursor) in cursors.items()}
+    batches = StreamedBatches(views, layout, start, stop, resumed)
+    return WatchedLoader(batches, views.dataset.name, batch_size=None, num_workers=views.data.workers)
 
 
 def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Shards, ImageDataset, ImageDataset]:
@@ -268,63 +255,60 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
     splits, files, indexed = open_streams(config)
-    if config.split not in splits:
-        raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
-    train, held_out = splits[config.split], held_out_name(config, list(splits))
+    held_out = held_out_name(config, list(splits))
+    train = splits[config.split]
     if train.features is None:
         raise UserError(f"{describe(config)} says nothing of the types of its columns; it cannot be streamed")
     column = find_image_column(config, train.features)
     train = undecoded(train, column)
     rows = indexed[config.split].cast_column(column, datasets.Image(decode=False)) if indexed else None
     if held_out is not None:
-        shards = Shards(train, column, config.split)
-        others = Shards(undecoded(splits[held_out], column), column, held_out)
+        shards = Shards(train, column, config.split, [*range(train.num_shards)], files, rows)
+        others = undecoded(splits[held_out], column)
+        others = Shards(others, column, held_out, [*range(others.num_shards)], files)
     else:
         cut = max(1, round(config.eval_fraction * train.num_shards))
         if cut >= train.num_shards:
             raise UserError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
-        order = permutation(Stream.CUT, config.cut_seed, 0, train.num_shards)
-        shards = Shards(train, column, config.split, sorted(order[cut:]))
-        others = Shards(train, column, "held out", sorted(order[:cut]))
+        order = permutation(Stream.CUT, config.cut_seed, 0, train.num_shards).tolist()
+        shards = Shards(train, column, config.split, sorted(order[cut:]), files, rows)
+        others = Shards(train, column, "held out", sorted(order[:cut]), files)
     if find_label_column(config.label_column, train.features, describe(config)) is None:
         probed = 0
     named = (config.label_column, config.eval_label_column or config.label_column)
     parts = [
-        draw(config, files, shards, named[0], probed, config.eval_seed),
-        draw(config, files, others, named[1], evaluated, config.cut_seed),
+        sampled(config, shards, named[0], probed, config.eval_seed),
+        sampled(config, others, named[1], evaluated, config.cut_seed),
     ]
     labels = number_labels([read_labels(*part, describe(config)) for part in zip(parts, named, strict=True)])
     known = [
         ImageDataset(rows.select_columns([column]), column, of_part, name)
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
     ]
-    shards.stream = shards.stream.select_columns([column])  # no more is read from now on
-    shards.files, shards.rows = files, rows
-    return shards, known[0], known[1]
+    return replace(shards, stream=train.select_columns([column])), known[0], known[1]
 
 
-def draw(
-    config: SourceConfig, files: Files | None, shards: Shards, label: str | None, limit: int, seed: int
-) -> datasets.Dataset:
+def sampled(config: SourceConfig, shards: Shards, label: str | None, limit: int, seed: int) -> datasets.Dataset:
     """A sample of the rows, images and labels, mapped from disk; see mpp/data/samples.py.
 
+    Nothing is kept on disk where nobody knows what the stream is read from.
+
     Args:
-        files: what the stream is read from; None: nobody knows, and nothing is kept.
         label: column of the labels, if the user named it.
     """
     label = find_label_column(label, shards.stream.features, describe(config))
     columns = [shards.image_column, *([label] if label else [])]
-    needed = Shards(shards.stream.select_columns(columns), shards.image_column, shards.split, shards.numbers)
-    features = datasets.Features(needed.stream.features | {PLACE: datasets.Value("int64")})
-    identity = {"files": files, "name": config.name, "split": shards.split, "shards": shards.numbers}
-    identity |= {"columns": columns, "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
-    rows = (row | {PLACE: place} for place, row in needed.sample(limit, seed))
-    if files:
+    needed = replace(shards, stream=shards.stream.select_columns(columns))
+    features = datasets.Features(needed.stream.features | {POSITION: datasets.Value("int64")})
+    identity = {"files": shards.files, "name": config.name, "split": shards.split, "shards": shards.numbers}
+    identity |= {"columns": [*features], "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
+    rows = (row | {POSITION: position} for position, row in needed.sample(limit, seed))
+    if shards.files:
         kept = keep(rows, features, identity)
     else:
         read = list(rows)  # perhaps none, of which the library's from_list makes no columns
         kept = datasets.Dataset.from_dict({name: [row[name] for row in read] for name in features}, features=features)
-    return kept.select(np.argsort(kept[PLACE][:])[:limit])
+    return kept.select(np.argsort(kept[POSITION][:])[:limit])
 
 
 def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.IterableDataset:
@@ -349,15 +333,9 @@ def open_streams(
         return load_splits(config, streaming=True), list_files(config), {}
     splits = load_splits(config)
     files = [file for rows in splits.values() for cached in rows.cache_files for file in files_of(cached["filename"])]
-    streams = {
-        name: shuffled(rows, config.cut_seed).to_iterable_dataset(
-            num_shards=min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS))
-        )
-        for name, rows in splits.items()
-    }
+    streams = {}
+    for name, rows in splits.items():  # shuffled: files come sorted by class, and a shard should have all of them
+        shuffled = rows.select(permutation(Stream.CUT, config.cut_seed, 2, len(rows)))
+        shards = min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS))
+        streams[name] = shuffled.to_iterable_dataset(num_shards=shards)
     return streams, [*files, ["shuffled by", str(config.cut_seed)]], splits
-
-
-def shuffled(rows: datasets.Dataset, seed: int) -> datasets.Dataset:
-    """Rows in a seeded order: files come sorted by class, and a shard should have all of them."""
-    return rows.select(permutation(Stream.CUT, seed, 2, len(rows)))

@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 import tarfile
 import zipfile
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,86 +35,6 @@ LOADING_ERRORS = (  # what the library and those below it raise for what a user 
 BIRDS = Path(__file__).parent.parent / "birds"
 
 
-class ImageDataset:
-    """Images of one split, still encoded, and their labels.
-
-    Args:
-        rows: with the two columns.
-        image_column: holds {"bytes", "path"}, undecoded.
-        labels: (n,) int64 class of each image, -1 where there is none; (n, L) where several are right, padded with
-            -1; None where nothing is labelled.
-        split: its name, for messages.
-        origin: the split that they were chosen from, where they were.
-    """
-
-    def __init__(
-        self,
-        rows: datasets.Dataset,
-        image_column: str,
-        labels: NDArray[np.int64] | None,
-        split: str,
-        origin: "Origin | None" = None,
-    ):
-        self.rows, self.image_column, self.labels, self.split = rows, image_column, labels, split
-        self.origin = origin or Origin(rows, split, None)
-        self.decoded: Decoded | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
-        held = self.decoded and self.decoded.get(index)
-        return decode_cell(self.rows[index][self.image_column], max_pixels, retries) if held is None else held
-
-    def held_as(self, decoded: "Decoded") -> "ImageDataset":
-        """The same images, decoded."""
-        held = ImageDataset(self.rows, self.image_column, self.labels, self.split, self.origin)
-        held.decoded = decoded
-        return held
-
-    def other(self, word: int) -> int:
-        """An image by a random number."""
-        return word % len(self)
-
-    def describe(self) -> str:
-        return f"{len(self)} images"
-
-    def name(self, index: int) -> str:
-        """What a person finds the image by."""
-        cell = self.rows[index][self.image_column] or {}
-        return cell.get("path") or f"{self.split}[{index}]"
-
-    def select(self, indices: NDArray[np.int64]) -> "ImageDataset":
-        """The images at `indices`, in that order."""
-        labels = None if self.labels is None else self.labels[indices]
-        return ImageDataset(
-            self.rows.select(indices), self.image_column, labels, self.split, self.origin.select(indices)
-        )
-
-    def choose(self, limit: int | None, seed: int) -> "ImageDataset":
-        """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer."""
-        if limit is None or limit >= len(self):
-            return self
-        return self.select(np.sort(permutation(Stream.CUT, seed, 1, len(self))[:limit]))
-
-    def labelled(self) -> "ImageDataset | None":
-        """The images that have a label; None where there are none."""
-        if self.labels is None or not (self.labels >= 0).any():
-            return None
-        known = (self.labels >= 0).reshape(len(self), -1).any(1)
-        return self if known.all() else self.select(np.flatnonzero(known))
-
-    def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
-        """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
-        order, count = permutation(Stream.CUT, seed, 0, len(self)), max(1, round(fraction * len(self)))
-        if count >= len(self):
-            raise UserError(f"{self.split} has {len(self)} images: too few to hold {count} out")
-        kept, held_out = self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
-        held_out.split = name
-        return kept, held_out
-
-
 class Origin(NamedTuple):
     """A whole split, and which images of it are meant."""
 
@@ -140,6 +61,73 @@ class Decoded(NamedTuple):
             return None
         pixels = self.pixels[self.ends[index] - 3 * height * width : self.ends[index]]
         return pixels.view(height, width, 3).permute(2, 0, 1)
+
+
+@dataclass(eq=False)
+class ImageDataset:
+    """Images of one split, still encoded, and their labels."""
+
+    rows: datasets.Dataset
+    image_column: str
+    """Holds {"bytes", "path"}, undecoded."""
+    labels: NDArray[np.int64] | None
+    """(n,) class of each image, -1 where there is none; (n, L) where several are right, padded with -1; None where
+    nothing is labelled."""
+    split: str
+    """Its name, for messages."""
+    origin: Origin | None = None
+    """The split that they were chosen from; None: this one."""
+    decoded: Decoded | None = None
+    """The same images in memory, where they are."""
+
+    def __post_init__(self):
+        self.origin = self.origin or Origin(self.rows, self.split, None)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
+        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
+        kept = self.decoded and self.decoded.get(index)
+        return decode_cell(self.rows[index][self.image_column], max_pixels, retries) if kept is None else kept
+
+    def other(self, word: int) -> int:
+        """An image by a random number."""
+        return word % len(self)
+
+    def describe(self) -> str:
+        return f"{len(self)} images"
+
+    def name(self, index: int) -> str:
+        """What a person finds the image by."""
+        cell = self.rows[index][self.image_column] or {}
+        return cell.get("path") or f"{self.split}[{index}]"
+
+    def select(self, indices: NDArray[np.int64]) -> "ImageDataset":
+        """The images at `indices`, in that order."""
+        labels = None if self.labels is None else self.labels[indices]
+        rows, origin = self.rows.select(indices), self.origin.select(indices)
+        return replace(self, rows=rows, labels=labels, origin=origin, decoded=None)
+
+    def choose(self, limit: int | None, seed: int) -> "ImageDataset":
+        """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer."""
+        if limit is None or limit >= len(self):
+            return self
+        return self.select(np.sort(permutation(Stream.CUT, seed, 1, len(self))[:limit]))
+
+    def labelled(self) -> "ImageDataset | None":
+        """The images that have a label; None where there are none."""
+        if self.labels is None or not (self.labels >= 0).any():
+            return None
+        known = (self.labels >= 0).reshape(len(self), -1).any(1)
+        return self if known.all() else self.select(np.flatnonzero(known))
+
+    def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
+        """A seeded cut in two: what stays, and `fraction` of the images (at least one), in the order they had."""
+        order, count = permutation(Stream.CUT, seed, 0, len(self)), max(1, round(fraction * len(self)))
+        if count >= len(self):
+            raise UserError(f"{self.split} has {len(self)} images: too few to hold {count} out")
+        return self.select(np.sort(order[count:])), replace(self.select(np.sort(order[:count])), split=name)
 
 
 def decode_cell(cell: dict[str, Any] | None, max_pixels: int, retries: int = 0) -> Tensor:
@@ -176,9 +164,8 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
         UserError: nothing there, no such split, no image column, too few images.
     """
     splits = load_splits(config)
-    if config.split not in splits:
-        raise UserError(f"data.split is {config.split}; {describe(config)} has {', '.join(splits)}")
-    train, held_out = splits[config.split], held_out_name(config, list(splits))
+    held_out = held_out_name(config, list(splits))
+    train = splits[config.split]
     column = find_image_column(config, train.features)
     parts = {config.split: (train, config.label_column)}
     if held_out is not None:
@@ -245,17 +232,17 @@ def files_at(url: str) -> tuple[str, dict[str, Any]]:
     Args:
         url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders say their split.
     """
-    kinds = {end: kind for end, kind in SHARD_FILES.items() if url.endswith(end)}
-    if kinds:
-        return next(iter(kinds.values())), {"train": url}
+    if Path(url).suffix in SHARD_FILES:
+        return SHARD_FILES[Path(url).suffix], {"train": url}
     system, root = fsspec.url_to_fs(url)
     ends = {Path(file).suffix for file in system.find(root)} & SHARD_FILES.keys()
     if len(ends) != 1:
         raise UserError(f"it must hold files of one sort of {', '.join(SHARD_FILES)}; it has {sorted(ends) or 'none'}")
-    end, patterns = ends.pop(), get_data_patterns(url)
-    only = {split: [pattern_of(pattern, end) for pattern in found] for split, found in patterns.items()}
-    files = {str(split): [f"{url.rstrip('/')}/{pattern}" for pattern in found] for split, found in only.items()}
-    return SHARD_FILES[end], files
+    end, folder = ends.pop(), url.rstrip("/")
+    return SHARD_FILES[end], {
+        str(split): [f"{folder}/{pattern_of(pattern, end)}" for pattern in patterns]
+        for split, patterns in get_data_patterns(url).items()
+    }
 
 
 def pattern_of(pattern: str, end: str) -> str:
@@ -266,13 +253,16 @@ def pattern_of(pattern: str, end: str) -> str:
 
 
 def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
-    """The split that is held out; None: a cut of the training split."""
+    """The split that is held out; None: a cut of the training split. UserError where one of the two is not there."""
+    there = f"{describe(config)} has {', '.join(names)}"
+    if config.split not in names:
+        raise UserError(f"data.split is {config.split}; {there}")
     if config.eval_split == "auto":
         return next((name for name in ("validation", "test") if name in names and name != config.split), None)
     if config.eval_split == config.split:
         raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
     if config.eval_split is not None and config.eval_split not in names:
-        raise UserError(f"data.eval_split is {config.eval_split}; {describe(config)} has {', '.join(names)}")
+        raise UserError(f"data.eval_split is {config.eval_split}; {there}")
     return config.eval_split
 
 

@@ -6,7 +6,7 @@ function of (seed, epoch, index): see mpp/runtime/randomness.py.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
-    place: Tensor | None = None  # of a stream: which lane read this, and how far it has come; see mpp/data/shards.py
+    cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/shards.py
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
             for forward in range(self.layout.accumulation_steps):
                 positions = (update * self.layout.images + number for number in self.layout.share(forward))
                 keys = [divmod(position, self.size) for position in positions]
-                yield [(epoch, int(order(epoch)[place])) for epoch, place in keys]
+                yield [(epoch, int(order(epoch)[position])) for epoch, position in keys]
 
 
 @dataclass(frozen=True)
@@ -199,16 +199,15 @@ class Whole(Dataset):
         return pixels.permute(1, 2, 0).flatten(), *pixels.shape[1:]
 
 
-def hold(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
+def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else as they are."""
     most = int(data.cache_gb * 1e9)
     if most == 0:
         return dataset
-    batches = torch.arange(len(dataset)).split(64)
+    keys = [batch.tolist() for batch in torch.arange(len(dataset)).split(64)]
     parts: list[Tensor] = []
     shapes: list[tuple[int, int]] = []
     taken = 0
-    keys = [batch.tolist() for batch in batches]
     for pixels, heights, widths in loader(Whole(dataset, data), keys, flatten, pin_memory=False):
         parts.append(pixels.clone())  # what a loader process hands over keeps a file open, and fills /dev/shm
         shapes.extend(zip(heights, widths, strict=True))
@@ -216,7 +215,7 @@ def hold(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
         if taken > most or taken * len(dataset) > 2 * most * len(shapes):  # it is, or by all appearance will be
             return dataset
     sizes = np.array(shapes)
-    return dataset.held_as(Decoded(torch.cat(parts), 3 * sizes.prod(1).cumsum(), sizes))
+    return replace(dataset, decoded=Decoded(torch.cat(parts), 3 * sizes.prod(1).cumsum(), sizes))
 
 
 def flatten(samples: list[tuple[Tensor, int, int]]) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:

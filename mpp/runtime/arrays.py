@@ -1,4 +1,7 @@
-"""Arrays that may be larger than memory."""
+"""Arrays that may be larger than memory: written by blocks, which says when a disk is full, and mapped.
+
+numpy maps .npy, and not what is in an .npz, in which features come from anybody in one file with checksums.
+"""
 
 import math
 import mmap

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 
-def digest(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     """SHA-256 of a file as hexadecimal digits; empty where the file is missing."""
     if not file.is_file():
         return ""

@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 
 from mpp.errors import UserError
+from mpp.runtime.processes import on_main_process
 
 LOCK, HOLDER = ".lock", ".lock.holder"
 FILES = {LOCK, HOLDER}
@@ -73,14 +73,5 @@ def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         UserError: on every process, where it cannot be locked.
     """
     with ExitStack() as stack:
-        refusal = None
-        if accelerator.is_main_process:
-            try:
-                stack.enter_context(hold(folder, "run.dir"))
-            except UserError as error:
-                refusal = error
-        refusals = [each for each in gather_object([refusal and (type(refusal), str(refusal))]) if each]
-        if refusals:
-            kind, message = refusals[0]
-            raise kind(message)
+        on_main_process(accelerator, lambda: stack.enter_context(hold(folder, "run.dir")))
         yield

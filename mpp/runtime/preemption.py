@@ -1,6 +1,7 @@
 """Stopping a run from outside: a signal, the step finished on all processes, a checkpoint, a marker, an exit code.
 
-Why each part has to be (tests/test_faults.py breaks a run without it):
+accelerate and torch leave this to the training loop. Why each part has to be (tests/test_faults.py breaks a run
+without it):
 
 - The thread and its pipe. Python runs a signal's handler between two steps of the main thread's own code. While that
   waits in C, for a GPU or for another process, no handler runs, and a second Ctrl-C would do nothing. The interpreter

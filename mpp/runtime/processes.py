@@ -29,17 +29,18 @@ def group_beside(world: ProcessGroup) -> ProcessGroup:
     return torch.distributed.new_group(backend="gloo")
 
 
-def on_main_process(accelerator: Accelerator, act: Callable[[], None]) -> None:
-    """Call `act` on the main process alone; where that fails, raise UserError on every process."""
+def on_main_process(accelerator: Accelerator, act: Callable[[], object]) -> None:
+    """Call `act` on the main process alone; where that fails, raise its UserError, or one, on every process."""
     problem = None
     if accelerator.is_main_process:
         try:
             act()
         except (ValueError, OSError) as error:
-            problem = str(error)
+            problem = (type(error) if isinstance(error, UserError) else UserError, str(error))
     problems = [each for each in gather_object([problem]) if each]
     if problems:
-        raise UserError(problems[0])
+        kind, message = problems[0]
+        raise kind(message)
 
 
 def set_timeout(timeout: timedelta) -> None:

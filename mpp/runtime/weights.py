@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mpp.errors import UserError
-from mpp.runtime.hashing import digest
+from mpp.runtime.hashing import sha256_of
 
 
 def fingerprint(path: Path) -> str:
@@ -11,7 +11,7 @@ def fingerprint(path: Path) -> str:
     if not path.exists():
         return ""
     file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
-    return digest(file)
+    return sha256_of(file)
 
 
 def encoder_folder(path: Path) -> Path:

@@ -21,7 +21,7 @@ from torch import nn
 from mpp.config import OptimConfig
 from mpp.errors import UserError
 from mpp.runtime.disk import put
-from mpp.runtime.hashing import digest
+from mpp.runtime.hashing import sha256_of
 from mpp.runtime.processes import on_main_process
 from mpp.training.optim import averages, build_optimizer, swap
 from mpp.training.parallel import gathered, read_tensors
@@ -118,7 +118,7 @@ def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors])
     for file, named in tensors.items():
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / file)
     (folder / CURSORS).write_text(json.dumps(list(cursors)))
-    digests = {file.name: digest(file) for file in sorted(folder.iterdir())}
+    digests = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
     state = {"torch": torch.__version__, "sha256": digests}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
 
@@ -137,7 +137,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         model.load_state_dict(read_tensors(checkpoint / MODEL, model.state_dict().get))
         load_flat_state(optimizer, checkpoint / OPTIMIZER)
         cursors = json.loads((checkpoint / CURSORS).read_text())
-        return step_of(checkpoint), [{int(lane): cursor for lane, cursor in each.items()} for each in cursors]
+        return step_of(checkpoint), [{int(worker): cursor for worker, cursor in each.items()} for each in cursors]
     return 0, []
 
 
@@ -160,7 +160,7 @@ def damaged_files(checkpoint: Path) -> list[str]:
     """Files that are not what was written."""
     try:
         digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
-        damaged = [name for name in (MODEL, OPTIMIZER, CURSORS) if digest(checkpoint / name) != digests[name]]
+        damaged = [name for name in (MODEL, OPTIMIZER, CURSORS) if sha256_of(checkpoint / name) != digests[name]]
         for name in set((MODEL, OPTIMIZER)) - set(damaged):
             safe_open(checkpoint / name, framework="pt")  # checksums are no proof against who can write them
     except (OSError, ValueError, KeyError, TypeError):

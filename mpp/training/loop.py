@@ -179,8 +179,8 @@ class Loop:
 
     def count(self, micro: list[Batch]) -> None:
         """Note what an update was made of: how far a stream is read, and images that could not be decoded."""
-        reached = (batch.place.tolist() for batch in micro if batch.place is not None)
-        self.cursors |= {lane: cursor for lane, *cursor in reached}
+        reached = (batch.cursor.tolist() for batch in micro if batch.cursor is not None)
+        self.cursors |= {worker: cursor for worker, *cursor in reached}
         self.speed.updates += 1
         self.tracker.warn_unreadable(self.feed.undecoded)
         self.bar.update()

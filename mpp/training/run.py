@@ -114,7 +114,10 @@ def cleared_up(accelerator: Accelerator) -> Iterator[None]:
 
 
 def forget_variables(error: BaseException | None) -> None:
-    """Let go of what an exception keeps alive while somebody handles it: the variables of the functions it left."""
+    """Let go of what an exception keeps alive while somebody handles it: the variables of the functions it left.
+
+    A model and its gradients are among them, and whoever handles the error, as a comparison does, may train the next.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -14,7 +14,7 @@ from mpp.corruption import Grid
 from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
-from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, hold, training_loader
+from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
 from mpp.data.workers import FORKS
 from mpp.models.encoder import export_encoder
 from mpp.training.card import model_card
@@ -64,7 +64,7 @@ class ImageTask:
         inherited = self.data.workers == 0 or FORKS
         if images < 2 * len(self.train) or not inherited:
             return self.views(self.train)
-        views = self.views(hold(self.train, self.data))
+        views = self.views(cache_decoded(self.train, self.data))
         few_cores = self.accelerator.device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
         if views.dataset.decoded and few_cores and not views.costly:
             return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
