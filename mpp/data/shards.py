@@ -143,7 +143,7 @@ class StreamedBatches(IterableDataset):
     """Batches of one process, from update `start` to `stop`. Worker b % workers reads forward pass b.
 
     Args:
-        views: of `shards`, whose images each block's views recursor.
+        views: of `shards`, whose images each block's views replace.
         cursors: worker -> its Cursor; a worker that is not there begins at the beginning.
     Raises:
         UserError: fewer shards than workers on all processes.
