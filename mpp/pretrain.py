@@ -215,7 +215,7 @@ def report(folder: Path) -> None:
     if known:
         print("; ".join(f"{line} {last[name]:.1%}" for line, name in known.items()))
     print(f"next: tensorboard --logdir {folder.parent}")
-    print(f"next: python evaluation/fewshot.py --encoder {folder}")
+    print(f"next: mpp fewshot --encoder {folder}")
 
 
 if __name__ == "__main__":

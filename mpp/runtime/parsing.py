@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import os
 import sys
 import textwrap
 from argparse import ArgumentError
@@ -56,7 +57,10 @@ def read(config_class: type[ConfigT], arguments: Sequence[str] | None = None, pr
     parser = parser_of(config_class, prog)
     arguments = with_packaged_configs(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        print(help_of(config_class, prog))
+        try:
+            print(help_of(config_class, prog), flush=True)
+        except BrokenPipeError:  # `--help | head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit()
     try:
         check_files(config_class, arguments)
