@@ -185,7 +185,10 @@ def pretrain(config: Config | None = None) -> Path:
 
 
 class CallableModule(ModuleType):
-    """This module, which is `pretrain` when called: `mpp.pretrain` is both."""
+    """This module, which is `pretrain` when called.
+
+    `mpp.pretrain` is the file that launchers start, and once it is imported no function of `mpp` can have its name.
+    """
 
     def __call__(self, config: Config | None = None) -> Path:
         return pretrain(config)

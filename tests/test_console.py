@@ -69,11 +69,12 @@ def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
     assert groups <= {line.split(".")[0].removeprefix("--") for line in lines if re.match(r"--\w+\.\*: \w", line)}
 
 
-def test_help_may_be_cut_short():
-    """`mpp pretrain --help | head`: who reads is gone before it is written."""
+@pytest.mark.parametrize("words", [("--help",), ("pretrain", "--help")])
+def test_help_may_be_cut_short(words):
+    """`mpp --help | head`: who reads is gone before it is written."""
     gone, written = os.pipe()
     os.close(gone)
-    ended = subprocess.run([INSTALLED, "pretrain", "--help"], stdout=written, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run([INSTALLED, *words], stdout=written, stderr=subprocess.PIPE, text=True)
     os.close(written)
     assert (ended.returncode, ended.stderr) == (0, "")
 
