@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from mpp.config import ImagesConfig
 from mpp.data.reading import NETWORK_ERRORS
@@ -16,7 +16,9 @@ PATIENCE = 30  # seconds for the hub's answer
 def of_the_hub(config: ImagesConfig) -> bool:
     """Whether `data.path` is a name of the hub's: no file or folder here, and no URL."""
     path = config.path
-    return path is not None and "://" not in path and path.count("/") <= 1 and not Path(path).expanduser().exists()
+    if path is None or "://" in path or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return False
+    return not Path(path).exists()
 
 
 def commit_of(config: ImagesConfig) -> str | None:
@@ -25,5 +27,5 @@ def commit_of(config: ImagesConfig) -> str | None:
         return config.revision
     try:
         return HfApi().dataset_info(config.path, revision=config.revision, timeout=PATIENCE).sha
-    except (HfHubHTTPError, *NETWORK_ERRORS):  # no such data set, no access, no hub: who loads the images says so
+    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS):  # no such data set, no access, no hub: who loads the images says so
         return None
