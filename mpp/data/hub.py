@@ -27,5 +27,5 @@ def commit_of(config: ImagesConfig) -> str | None:
         return config.revision
     try:
         return HfApi().dataset_info(config.path, revision=config.revision, timeout=PATIENCE).sha
-    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS):  # no such data set, no access, no hub: who loads the images says so
+    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS):  # who loads the images says why
         return None
