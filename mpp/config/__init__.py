@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Config:
-    """Masked patch prediction pre-training. The defaults are what a search found for the birds: configs/README.md."""
+    """Masked patch prediction pre-training. The defaults are what a search found for the birds: configs/search.md."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(steps=1200))
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
