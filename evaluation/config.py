@@ -421,7 +421,7 @@ class ThroughputConfig:
     workers: int = needs(2, sizes=False)
     """Loader processes of the end-to-end update."""
     memory: bool = needs(True, sizes=False)
-    """Measure memory too: each contender in a process of its own."""
+    """Measure memory too: each peer in a process of its own."""
     sizes: tuple[str, ...] = ()
     """In place of all else: these models' update, at half the batch and at the whole one."""
     out: str | None = None

@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
         print(f"next: tensorboard --logdir {folder.parent}")
         representation = "" if config.head.pooling == "mean" else " --representation class"
-        print(f"next: python evaluation/fewshot.py --encoder {folder}{representation}")
+        print(f"next: mpp fewshot --encoder {folder}{representation}")
 
 
 if __name__ == "__main__":

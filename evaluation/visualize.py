@@ -22,21 +22,11 @@ from tqdm import tqdm
 from evaluation import fewshot
 from evaluation.config import EncoderConfig, VisualizeConfig
 from evaluation.suite import figures
-from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
+from evaluation.suite.attention_maps import attention_distance, attention_rollout, distances, spacing
+from evaluation.suite.encoders import ColorFloor, FrozenEncoder, Unavailable, grid_of, load_frozen, model_of
 from evaluation.suite.extraction import extract_features, views_for
-from evaluation.suite.inspection import (
-    Unavailable,
-    attention_distance,
-    attention_rollout,
-    components_by_depth,
-    distances,
-    filter_components,
-    grid_of,
-    model_of,
-    patch_features,
-    position_similarity,
-    spacing,
-)
+from evaluation.suite.pca import components_by_depth, patch_features
+from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
 from evaluation.suite.run_images import parse_with_images

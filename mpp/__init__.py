@@ -18,6 +18,11 @@ __all__ = ["Config", "extract_features", "load_encoder", "pretrain"]
 PLACES = {"Config": "mpp.config", "extract_features": "mpp.frozen_features", "load_encoder": "mpp.models.encoder"}
 
 
+def __dir__() -> list[str]:
+    """What a notebook offers after `mpp.`"""
+    return __all__
+
+
 def starts_a_command() -> bool:
     """Whether this process is `mpp COMMAND`, which reads its settings before it loads torch."""
     return Path(sys.argv[0]).stem == "mpp" if sys.argv else False

@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 
 from mpp.errors import UserError
-from mpp.runtime.parsing import read
+from mpp.runtime.parsing import read, show_help
 
 COMMANDS = {
     "pretrain": "pre-train by masked patch prediction",
@@ -40,10 +40,10 @@ def main() -> None:
     """Carry out the command that the command line names."""
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: mpp COMMAND [--config FILE_OR_NAME ...] [--SETTING VALUE ...]\n")
-        print("\n".join(f"  {each:12} {does}" for each, does in COMMANDS.items()))
-        print("\n`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ...")
-        return
+        lines = ["usage: mpp COMMAND [--config FILE_OR_NAME ...] [--SETTING VALUE ...]", ""]
+        lines += [f"  {each:12} {does}" for each, does in COMMANDS.items()]
+        lines += ["", "`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ..."]
+        show_help("\n".join(lines))
     try:
         if name not in COMMANDS:
             near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -15,7 +15,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
 
-from mpp.config import Representation
+from mpp.config import Representation, require
 from mpp.data.images import centre_crop, to_rgb
 from mpp.data.views import Batch
 from mpp.errors import UserError
@@ -24,6 +24,7 @@ from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
 from mpp.runtime.processes import hosts
 
 AT_ONCE = 64  # images that go through the encoder together
+IMAGES = "PIL images, or a tensor (B, 3, H, W) of torch.uint8"
 ROWS = 4096  # of each process, sent at a time: what bounds the memory
 
 
@@ -58,20 +59,34 @@ def extract_features(
     """Features of images in memory, as the evaluation sees them: resized, cropped at the centre, normalised.
 
     Args:
-        encoder: of `mpp.load_encoder`, or timm's without a head; where it lies, it computes.
-        images: PIL's, of any sizes; or (B, 3, H, W) uint8.
+        encoder: of `mpp.load_encoder`, or timm's; where it lies, it computes.
+        images: PIL's, of any sizes and modes, or one alone; or (B, 3, H, W) uint8.
     Returns:
         (B, D) float32 on the CPU, or (B, 2 D) for `both`.
+    Raises:
+        UserError: no images, or other numbers than bytes.
     """
+    images = [images] if isinstance(images, Image.Image) else images
+    require(len(images) > 0, "images", "empty", IMAGES)
     wanted = resolve_model_data_config(encoder)
-    device = next(encoder.parameters()).device
-    pixels = [each if torch.is_tensor(each) else pil_to_tensor(to_rgb(each)) for each in images]
-    crops = torch.stack([centre_crop(each, wanted["input_size"][-1], wanted["crop_pct"]) for each in pixels])
+    built_for = getattr(getattr(encoder, "patch_embed", None), "img_size", None)  # not what its weights were made for
+    size, device = (built_for or wanted["input_size"])[-1], next(encoder.parameters()).device
+    crops = torch.stack([centre_crop(to_pixels(each), size, wanted["crop_pct"]) for each in images])
     normalize = Normalize(wanted["mean"], wanted["std"]).to(device)
     found = []
     for batch in crops.split(AT_ONCE):
         found += features_at(encoder, normalize(batch.to(device)), [len(stages(encoder))], representation)
     return torch.cat(found).cpu()
+
+
+def to_pixels(image: Tensor | Image.Image) -> Tensor:
+    """One of the images of `extract_features`, (3, H, W) uint8."""
+    if isinstance(image, Image.Image):
+        return pil_to_tensor(to_rgb(image))
+    found = f"{image.dtype} {tuple(image.shape)} each" if torch.is_tensor(image) else f"of {type(image).__name__}"
+    fits = torch.is_tensor(image) and image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3
+    require(fits, "images", found, IMAGES)
+    return image.cpu()
 
 
 def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:

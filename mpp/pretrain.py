@@ -185,7 +185,10 @@ def pretrain(config: Config | None = None) -> Path:
 
 
 class CallableModule(ModuleType):
-    """This module, which is `pretrain` when called: `mpp.pretrain` is both."""
+    """This module, which is `pretrain` when called.
+
+    `mpp.pretrain` is the file that launchers start, and once it is imported no function of `mpp` can have its name.
+    """
 
     def __call__(self, config: Config | None = None) -> Path:
         return pretrain(config)
@@ -215,7 +218,7 @@ def report(folder: Path) -> None:
     if known:
         print("; ".join(f"{line} {last[name]:.1%}" for line, name in known.items()))
     print(f"next: tensorboard --logdir {folder.parent}")
-    print(f"next: python evaluation/fewshot.py --encoder {folder}")
+    print(f"next: mpp fewshot --encoder {folder}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The command `mpp`: every command by its name, and what is wrong said before torch is loaded."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from conftest import TINY, finished, start_command
 from mpp.console import COMMANDS, places
 from mpp.runtime.parsing import CHANGED_FIRST, known_keys
 
+INSTALLED = str(Path(sys.executable).with_name("mpp"))
 LISTED = """
 import sys
 sys.argv = ["mpp", *sys.argv[1:]]
@@ -67,9 +69,17 @@ def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
     assert groups <= {line.split(".")[0].removeprefix("--") for line in lines if re.match(r"--\w+\.\*: \w", line)}
 
 
+@pytest.mark.parametrize("words", [("--help",), ("pretrain", "--help")])
+def test_help_may_be_cut_short(words):
+    """`mpp --help | head`: who reads is gone before it is written."""
+    gone, written = os.pipe()
+    os.close(gone)
+    ended = subprocess.run([INSTALLED, *words], stdout=written, stderr=subprocess.PIPE, text=True)
+    os.close(written)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_the_installed_command_pretrains(tmp_path):
     folder = tmp_path / "run"
-    ended = finished(
-        start_command(str(Path(sys.executable).with_name("mpp")), "pretrain", *TINY, f"--run.dir={folder}")
-    )
+    ended = finished(start_command(INSTALLED, "pretrain", *TINY, f"--run.dir={folder}"))
     assert ended.returncode == 0 and (folder / "encoder" / "model.safetensors").is_file(), ended.stderr

@@ -146,7 +146,7 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     card = (folder / "encoder" / "README.md").read_text()
     assert "SimCLR" in card and "mean of the patch tokens" in card and "each view told from 14 of other images" in card
     said = capsys.readouterr().out
-    assert f"next: python evaluation/fewshot.py --encoder {folder}\n" in said and "of the views" in said
+    assert f"next: mpp fewshot --encoder {folder}\n" in said and "of the views" in said
     per_image = (1e15 * read_metrics(folder, "compute/pflop")[4] / 4 - newton_schulz(16, 2)) / 8
     tokens, patches, width, outputs = 17, 16, 16, 128
     block = tokens * width * 3 * width + 2 * tokens**2 * width + tokens * width**2 + 8 * tokens * width**2

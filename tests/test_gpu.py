@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, Killed, kill_at, read_metrics, run_command
 
 from evaluation import features, throughput
-from evaluation.suite.contenders import CEILINGS, FORWARD, TRAINING, Bench
+from evaluation.suite.peers import CEILINGS, FORWARD, TRAINING, Bench
 from mpp.config import ModelConfig, OptimConfig, RunConfig
 from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
@@ -143,8 +143,8 @@ def test_a_wait_would_be_noticed(no_waiting):
 def test_throughputs_contenders_run(name, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
     bench = Bench("vit_tiny_patch16_224", 2, False, start(RunConfig(dir="unused", trackers=())))
-    contender = (TRAINING | FORWARD | CEILINGS)[name](bench)
-    assert throughput.seconds_of(contender.step) > 0 and contender.flops > 1e8
+    peer = (TRAINING | FORWARD | CEILINGS)[name](bench)
+    assert throughput.seconds_of(peer.step) > 0 and peer.flops > 1e8
     assert bench.accelerator.device.type == DEVICE
 
 

@@ -54,6 +54,30 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
     torch.testing.assert_close(mpp.extract_features(encoder, images, representation="both"), expected)
 
 
-def test_what_the_package_has_not_is_said():
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        (torch.rand(2, 3, 32, 32), r"images is torch.float32 \(3, 32, 32\) each; it must be PIL images, or a tensor"),
+        (torch.zeros(2, 32, 32, 3, dtype=torch.uint8), r"images is torch.uint8 \(32, 32, 3\) each"),
+        (torch.zeros(3, 32, 32, dtype=torch.uint8), r"images is torch.uint8 \(32, 32\) each"),
+        ([np.zeros((32, 32, 3), np.uint8)], "images is of ndarray"),
+        ([], "images is empty"),
+    ],
+)
+def test_images_that_are_none_are_refused(finished_run, images, said):
+    with pytest.raises(ValueError, match=said):
+        mpp.extract_features(mpp.load_encoder(finished_run), images)
+
+
+def test_an_encoder_of_another_size_sees_images_of_that_size(finished_run):
+    image = Image.effect_noise((100, 90), 50)  # grey
+    larger = mpp.load_encoder(finished_run, img_size=96, num_classes=10)
+    seen = []
+    larger.patch_embed.register_forward_hook(lambda _, args, out: seen.append(args[0].shape))
+    assert mpp.extract_features(larger, image).shape == (1, 16) and seen == [(1, 3, 96, 96)]
+
+
+def test_what_the_package_has_is_offered_and_what_it_has_not_is_said():
+    assert set(dir(mpp)) == {"Config", "extract_features", "load_encoder", "pretrain"}
     with pytest.raises(AttributeError, match="module mpp has no attribute train"):
         _ = mpp.train

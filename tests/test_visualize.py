@@ -16,20 +16,18 @@ from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import supervised
-from evaluation.suite.encoders import FrozenEncoder
-from evaluation.suite.inspection import (
+from evaluation.suite.attention_maps import (
     attention_distance,
     attention_rollout,
-    components_by_depth,
     distances,
-    filter_components,
     mean_distance,
-    patch_features,
-    position_similarity,
     roll_out,
     see_attention,
     spacing,
 )
+from evaluation.suite.encoders import FrozenEncoder
+from evaluation.suite.pca import components_by_depth, patch_features
+from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder

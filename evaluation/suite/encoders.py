@@ -138,3 +138,22 @@ def create(encoder: str, img_size: int | None, num_classes: int | None = 0, **op
             reason = error
             break
     raise UserError(f"encoder is {encoder}, which cannot be loaded: {one_line(reason)}") from reason
+
+
+class Unavailable(ValueError):
+    """An encoder does not have what a picture shows; the message says what it lacks."""
+
+
+def model_of(encoder: FrozenEncoder | ColorFloor) -> nn.Module:
+    """timm's model; a floor has none."""
+    if isinstance(encoder, ColorFloor):
+        raise Unavailable("a floor has no weights")
+    return encoder.model
+
+
+def grid_of(model: nn.Module) -> tuple[int, int]:
+    """Patches by height and width."""
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if grid is None or not hasattr(model, "num_prefix_tokens"):
+        raise Unavailable(f"{type(model).__name__} has no sequence of patches")
+    return grid

@@ -20,7 +20,7 @@ from mpp.data.record import record
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.parsing import read
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
 OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
@@ -63,6 +63,7 @@ def run_folder(encoder: str) -> Path | None:
 def images_of_run(run: Path) -> list[tuple[str, Any]]:
     """The settings that say which images a run is of, by name."""
     saved = saved_settings(run)["data"]
+    saved["revision"] = commit_begun_with(run) or saved.get("revision")
     return [(name, saved[name]) for name in OF_THE_IMAGES if name in saved]
 
 

@@ -8,10 +8,20 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from fsspec.exceptions import FSTimeoutError
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
 from mpp.data.workers import forget_said, say_once
 from mpp.errors import ReadFailed, one_line
 
 T = TypeVar("T")
+HTTPError = HfHubHTTPError.__mro__[1]
+"""What the hub's client raises: an error of the library that it is built on, which is no OSError in all releases."""
+NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError)
+"""What a disk or a server that has gone away raises."""
+SERVER_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
+"""What a server alone raises: a data set that is not there is none of these."""
+REFUSALS = (400, 401, 403, 404, 410, 416)  # answers that stay as they are
 LONGEST_PAUSE = 60  # seconds
 
 
@@ -20,7 +30,19 @@ def pause(attempt: int) -> int:
     return min(2**attempt, LONGEST_PAUSE)
 
 
-def retried(read: Callable[[], T], name: str, retries: int, errors: type[Exception] = OSError) -> T:
+def passes(error: Exception) -> bool:
+    """Whether what failed may work in a minute: not where a server has answered that it will not."""
+    answer = getattr(error, "response", None)
+    refused = getattr(answer, "status_code", None) in REFUSALS
+    return not refused and not isinstance(error, OfflineModeIsEnabled)
+
+
+def retried(
+    read: Callable[[], T],
+    name: str,
+    retries: int,
+    errors: type[Exception] | tuple[type[Exception], ...] = NETWORK_ERRORS,
+) -> T:
     """What `read` returns, tried again while it raises `errors`.
 
     Args:
@@ -35,6 +57,8 @@ def retried(read: Callable[[], T], name: str, retries: int, errors: type[Excepti
             result = read()
         except errors as error:
             reason = one_line(error)
+            if not passes(error):
+                raise ReadFailed(f"{name} cannot be read: {reason}") from error
             if attempt == retries:
                 raise ReadFailed(f"{name} cannot be read, tried for {patience} s: {reason}") from error
             say_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {patience} s")

@@ -6,7 +6,6 @@ out would be trained on. So a run notes its images, and goes on with the same al
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from mpp.data.sources import ImageDataset, encoded_bytes
 
 SAMPLED = 64  # image files of a split whose bytes enter the record
 NAMES = 100_000  # names that are held at a time
-COMMIT = re.compile(r"@([0-9a-f]{40})/")
 THE_FILES = "the files (their names, or the bytes of one of those that are looked at)"
 MEANING = {
     "split": "split",
@@ -34,12 +32,13 @@ MEANING = {
 }
 
 
-def record(dataset: ImageDataset, labels: bool, retries: int = 0) -> dict[str, Any]:
+def record(dataset: ImageDataset, labels: bool, retries: int = 0, revision: str | None = None) -> dict[str, Any]:
     """What these images are.
 
     Args:
         labels: whether their labels count.
         retries: see `data.read_retries`.
+        revision: the commit of a hub data set.
     Returns:
         The split, how many they are, and digests: of all names and some files of the split, of which images are
         chosen from it, of the labels.
@@ -53,7 +52,7 @@ def record(dataset: ImageDataset, labels: bool, retries: int = 0) -> dict[str, A
         "files": short_digest(image_files(whole, dataset.image_column, retries)),
         "chosen": None if chosen is None else short_digest([chosen.astype(np.int64).tobytes()]),
         "labels": short_digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
-        "revision": revision(whole),
+        "revision": revision,
     }
 
 
@@ -80,12 +79,6 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
             yield hashlib.sha256(encoded_bytes(rows[index][column], retries)).digest()
         except UnreadableImage:
             yield b"unreadable"
-
-
-def revision(rows: datasets.Dataset) -> str | None:
-    """The commit on the hub that the images are of; None: they are from elsewhere."""
-    found = (COMMIT.search(str(url)) for url in rows.info.download_checksums or {})
-    return next((match[1] for match in found if match), None)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import SourceConfig
 from mpp.data.labels import find_label_column, number_labels, read_labels
-from mpp.data.reading import retried
+from mpp.data.reading import NETWORK_ERRORS, retried
 from mpp.data.record import image_files, short_digest
 from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
@@ -72,6 +72,9 @@ class Shards:
         alone = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         # not by iterating: in a loader process the library would leave all but one of them without a row
         for columns in alone.skip(skip).iter(batch_size=size):
+            if not isinstance(columns[self.image_column][0], dict | type(None)):  # the library has decoded a file
+                without = "leave out data.streaming, or make shards by mpp prepare"
+                raise UserError(f"it holds image files, no shards: {without}")
             yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def sample(self, limit: int, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -95,10 +98,10 @@ class Shards:
         """What a person finds the image by."""
         return f"{self.split} shard {index >> ROW_BITS} row {index & (1 << ROW_BITS) - 1}"
 
-    def record(self, retries: int) -> dict[str, Any]:
+    def record(self, retries: int, revision: str | None = None) -> dict[str, Any]:
         """Which images these are: see mpp/data/record.py. Of shards, that is their names and sizes, where known."""
         numbers = short_digest([f"{number}\n".encode() for number in self.numbers])
-        known = {"split": self.split, "shards": self.count, "chosen": numbers}
+        known = {"split": self.split, "shards": self.count, "chosen": numbers, "revision": revision}
         if self.rows is not None:
             return known | {"names": short_digest(image_files(self.rows, self.image_column, retries))}
         named = self.files and short_digest([f"{name}\t{size}\n".encode() for name, size, *_ in self.files])
@@ -213,7 +216,7 @@ class StreamedBatches(IterableDataset):
             rows = rows or self.shards.blocks(shard, self.size, block * self.size)
             try:
                 return next(rows, None)
-            except OSError:
+            except NETWORK_ERRORS:
                 rows = None  # it is at its end now
                 raise
             except LOADING_ERRORS as error:

@@ -4,10 +4,11 @@ import dataclasses
 import shlex
 import tarfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import datasets
 import fsspec
@@ -22,7 +23,7 @@ from torch import Tensor
 from mpp.config import ImagesConfig, SourceConfig
 from mpp.data import images
 from mpp.data.labels import number_labels, read_labels
-from mpp.data.reading import retried
+from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
 
@@ -30,8 +31,9 @@ SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 LOADING_ERRORS = (  # what the library and those below it raise for what a user sees as one: it cannot be loaded
     *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
-    *(ArrowException, DatasetsError, HfHubHTTPError),
+    *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
 )
+T = TypeVar("T")
 BIRDS = Path(__file__).parent.parent / "birds"
 
 
@@ -220,10 +222,22 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
         found = str(path) if path.is_dir() else config.path
-        return datasets.load_dataset(found, config.name, revision=config.revision, streaming=streaming)
+        load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
+        return load() if path.is_dir() else from_the_hub(load, config)
     except LOADING_ERRORS as error:
         reason = one_line(error)
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
+
+
+def from_the_hub(load: Callable[[], T], config: ImagesConfig) -> T:
+    """What `load` loads from the hub, tried again while its server is away; later reads are tried again by us alone.
+
+    The library would try a stream's reads again for an hour, in which no signal is heard.
+    """
+    for name in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
+        setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
+    return retried(load, describe(config), config.read_retries, SERVER_ERRORS)
 
 
 def files_at(url: str) -> tuple[str, dict[str, Any]]:

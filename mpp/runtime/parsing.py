@@ -8,13 +8,14 @@ import dataclasses
 import difflib
 import itertools
 import json
+import os
 import sys
 import textwrap
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from docstring_parser import parse_from_object
@@ -56,8 +57,7 @@ def read(config_class: type[ConfigT], arguments: Sequence[str] | None = None, pr
     parser = parser_of(config_class, prog)
     arguments = with_packaged_configs(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        print(help_of(config_class, prog))
-        sys.exit()
+        show_help(help_of(config_class, prog))
     try:
         check_files(config_class, arguments)
         values = parser.parse_args(arguments)
@@ -120,6 +120,15 @@ def help_of(config_class: type, prog: str | None) -> str:
         about = f"--{name}.*: {type(defaults[name]).__doc__.splitlines()[0]}" if name in defaults else f"{name}:"
         lines += ["", about, *(line for key in keys for line in documented[key])]
     return "\n".join(lines)
+
+
+def show_help(text: str) -> NoReturn:
+    """Print it and end, without a word where nobody reads on: `--help | head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit()
 
 
 def documented_settings(

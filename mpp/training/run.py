@@ -1,17 +1,18 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
-import dataclasses
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import release_memory
+from accelerate.utils import broadcast_object_list, release_memory
 
+from mpp.data.hub import commit_of
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.runtime.launch import start
@@ -22,7 +23,7 @@ from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.loop import Loop
-from mpp.training.run_folder import is_finished, open_run, write_config, write_record
+from mpp.training.run_folder import commit_begun_with, is_finished, open_run, write_config, write_record
 from mpp.training.task import ImageTask
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
@@ -56,8 +57,8 @@ def train(config: Any, build: Build) -> Path:
 def settled(config: Any, accelerator: Accelerator) -> Any:
     """The config as it is carried out and saved: what was left to the machine and to the length has a value."""
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    run, optim = dataclasses.replace(config.run, precision=precision), config.optim.settled(config.run.steps)
-    return dataclasses.replace(config, run=run, optim=optim)
+    run, optim = replace(config.run, precision=precision), config.optim.settled(config.run.steps)
+    return replace(config, run=run, optim=optim)
 
 
 def said(config: Any) -> str:
@@ -75,7 +76,7 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         passes = layout.accumulation_steps * layout.world_size
         shares = f"{passes} shares of {layout.smallest} or {layout.batch_size}"
         accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
-    task = build(config, accelerator, layout)
+    task = build(at_one_commit(config, folder, accelerator), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: write_config(config, folder))
@@ -84,6 +85,18 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         set_timeout(TRAINING)
         Loop(task, accelerator, config, layout, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
+
+
+def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
+    """The config with the commit of a hub data set in the place of a branch.
+
+    It is one for all processes, and that with which the run began: a branch may move in between.
+    """
+    commits = [None]
+    if accelerator.is_main_process:
+        commits = [commit_begun_with(folder) or commit_of(config.data)]
+    broadcast_object_list(commits)
+    return replace(config, data=replace(config.data, revision=commits[0])) if commits[0] else config
 
 
 def first_weights(config: Any) -> dict[str, Any]:

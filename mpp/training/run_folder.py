@@ -101,6 +101,11 @@ def write_record(folder: Path, images: dict[str, Any]) -> None:
     write_whole(folder / IMAGES, json.dumps(together(before, images), indent=1))
 
 
+def commit_begun_with(folder: Path) -> str | None:
+    """The commit of the hub data set that a run is of; None: its images are from elsewhere, or it has not begun."""
+    return (images_of(folder) or {}).get("train", {}).get("revision")
+
+
 def images_of(folder: Path) -> dict[str, Any] | None:
     """Which images a run is of; None where nothing says so."""
     try:

@@ -11,6 +11,7 @@ from torch import nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.corruption import Grid
+from mpp.data.hub import of_the_hub
 from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
@@ -75,13 +76,14 @@ class ImageTask:
 
     def record(self) -> dict[str, Any]:
         """Which images these are: see mpp/data/record.py."""
-        retries = self.data.read_retries
-        return {
-            "train": self.train.record(retries)
-            if isinstance(self.train, Shards)
-            else record(self.train, self.learns_labels, retries),
-            "held_out": record(self.held_out, self.learns_labels, retries),
-        }
+        retries, commit = self.data.read_retries, self.data.revision if of_the_hub(self.data) else None
+        streamed = isinstance(self.train, Shards)
+        known = self.train.record(retries, commit) if streamed else self.record_of(self.train, commit)
+        return {"train": known, "held_out": self.record_of(self.held_out, commit)}
+
+    def record_of(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
+        """The record of a split."""
+        return record(dataset, self.learns_labels, self.data.read_retries, commit)
 
     def describe_images(self) -> str:
         """The images in a line: what they are, how many, how often each is seen."""

@@ -38,13 +38,13 @@ FILES = 256  # that are loaded from
 
 
 class Bench(NamedTuple):
-    """What contenders are built to."""
+    """What peers are built to."""
 
     model: str
     batch_size: int
     compile: bool
     accelerator: Accelerator
-    optimizer: str = "adam"  # what all contenders have; Muon's cost is a contender of its own
+    optimizer: str = "adam"  # what all peers have; Muon's cost is a peer of its own
     network: str = "predictor"  # and so is the autoencoder's
 
     @property
@@ -60,7 +60,7 @@ class Bench(NamedTuple):
         )
 
 
-class Contender(NamedTuple):
+class Peer(NamedTuple):
     """A step that is timed."""
 
     step: Callable[[], object]
@@ -68,13 +68,13 @@ class Contender(NamedTuple):
     images: int  # of a step
 
 
-def counted(step: Callable[[], object], bench: Bench, *compiled: nn.Module) -> Contender:
+def counted(step: Callable[[], object], bench: Bench, *compiled: nn.Module) -> Peer:
     """A step with its FLOPs, counted by doing it once; then its models are compiled, if that is asked for."""
     with flop_counter() as counter:
         step()
     for model in compiled if bench.compile else ():
         model.compile()
-    return Contender(step, counter.get_total_flops(), bench.batch_size)
+    return Peer(step, counter.get_total_flops(), bench.batch_size)
 
 
 class Framework(NamedTuple):
@@ -97,7 +97,7 @@ def set_up(bench: Bench) -> Framework:
     return Framework(task, update, parallel.trained, parallel.optimizer, batch)
 
 
-def mpp_update(bench: Bench) -> Contender:
+def mpp_update(bench: Bench) -> Peer:
     """The whole update: targets, forward, backward, clipping, the check for finite numbers, the optimiser."""
     ours, calls = set_up(bench), count(1)
 
@@ -109,7 +109,7 @@ def mpp_update(bench: Bench) -> Contender:
     return counted(step, bench, ours.task.model)
 
 
-def mpp_bare(bench: Bench) -> Contender:
+def mpp_bare(bench: Bench) -> Peer:
     """The same network's forward, backward and optimiser, and nothing else."""
     ours, device = set_up(bench), bench.accelerator.device
     images, corruption = ours.batch.images.to(device), ours.batch.corruption.to(device)
@@ -131,7 +131,7 @@ def timm_model(bench: Bench, fused: bool) -> tuple[nn.Module, Tensor, Tensor]:
     return model, images, torch.randint(0, 1000, (bench.batch_size,), device=bench.accelerator.device)
 
 
-def timm_bare(bench: Bench, fused: bool = True) -> Contender:
+def timm_bare(bench: Bench, fused: bool = True) -> Peer:
     """timm's forward and backward, without an optimiser."""
     model, images, labels = timm_model(bench, fused)
 
@@ -144,7 +144,7 @@ def timm_bare(bench: Bench, fused: bool = True) -> Contender:
     return counted(step, bench, model)
 
 
-def training_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Contender:
+def training_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Peer:
     """Forward, backward, clipping, and the optimiser that we use."""
     optimizer = build_optimizer(model, OptimConfig())
 
@@ -159,13 +159,13 @@ def training_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) ->
     return counted(step, bench, model)
 
 
-def timm_training(bench: Bench) -> Contender:
+def timm_training(bench: Bench) -> Peer:
     """timm's model as it comes, trained to classify."""
     model, images, labels = timm_model(bench, fused=True)
     return training_step(bench, model, lambda: F.cross_entropy(model(images), labels))
 
 
-def hugging_face(bench: Bench) -> Contender:
+def hugging_face(bench: Bench) -> Peer:
     """Hugging Face's ViTForMaskedImageModeling, half of the patches masked."""
     from transformers import ViTConfig, ViTForMaskedImageModeling
 
@@ -187,7 +187,7 @@ def hugging_face(bench: Bench) -> Contender:
     return training_step(bench, model, lambda: model(pixel_values=images, bool_masked_pos=masked).loss)
 
 
-def vit_pytorch(bench: Bench) -> Contender:
+def vit_pytorch(bench: Bench) -> Peer:
     """vit-pytorch's masked patch prediction, half of the patches corrupted."""
     from vit_pytorch import ViT
     from vit_pytorch.mpp import MPP
@@ -202,7 +202,7 @@ def vit_pytorch(bench: Bench) -> Contender:
     return training_step(bench, model, lambda: model(images))
 
 
-def features(bench: Bench) -> Contender:
+def features(bench: Bench) -> Peer:
     """Features as the probes extract them, from pixels."""
     frozen = load_frozen(bench.model).to(bench.accelerator.device)
     images = torch.randint(0, 256, (bench.batch_size, 3, frozen.img_size, frozen.img_size), dtype=torch.uint8)
@@ -215,7 +215,7 @@ def features(bench: Bench) -> Contender:
     return counted(step, bench, frozen.model)
 
 
-def timm_forward(bench: Bench) -> Contender:
+def timm_forward(bench: Bench) -> Peer:
     """The bare model's forward pass, from normalised input."""
     frozen = load_frozen(bench.model).to(bench.accelerator.device)
     images = torch.randn(bench.batch_size, 3, frozen.img_size, frozen.img_size, device=bench.accelerator.device)
@@ -227,14 +227,14 @@ def timm_forward(bench: Bench) -> Contender:
     return counted(step, bench, frozen.model)
 
 
-def matrix_product(bench: Bench, dtype: torch.dtype) -> Contender:
+def matrix_product(bench: Bench, dtype: torch.dtype) -> Peer:
     """A square product: what the machine reaches at best."""
     side = SIDE * (4 if bench.accelerator.device.type == "cuda" else 1)
     left, right = (torch.randn(side, side, device=bench.accelerator.device, dtype=dtype) for _ in range(2))
-    return Contender(lambda: left @ right, 2 * side**3, 0)
+    return Peer(lambda: left @ right, 2 * side**3, 0)
 
 
-TRAINING: dict[str, Callable[[Bench], Contender]] = {
+TRAINING: dict[str, Callable[[Bench], Peer]] = {
     "mpp update": mpp_update,
     "mpp update, Muon": lambda bench: mpp_update(bench._replace(optimizer="muon")),
     "mpp update, autoencoder": lambda bench: mpp_update(bench._replace(network="autoencoder")),
@@ -250,8 +250,8 @@ TRAINING: dict[str, Callable[[Bench], Contender]] = {
     )
     if find_spec(package)
 }
-FORWARD: dict[str, Callable[[Bench], Contender]] = {"features": features, "timm forward": timm_forward}
-CEILINGS: dict[str, Callable[[Bench], Contender]] = {
+FORWARD: dict[str, Callable[[Bench], Peer]] = {"features": features, "timm forward": timm_forward}
+CEILINGS: dict[str, Callable[[Bench], Peer]] = {
     "matrix product, bf16": lambda bench: matrix_product(bench, torch.bfloat16),
     "matrix product, fp32": lambda bench: matrix_product(bench, torch.float32),
 }
