@@ -17,7 +17,14 @@ from mpp.config import Config, RunConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime import launch
 from mpp.runtime.hardware import bf16_is_native, uses_gpu
-from mpp.runtime.launch import check_promise, check_trackers, choose_precision, choose_threads, user_message
+from mpp.runtime.launch import (
+    check_address,
+    check_promise,
+    check_trackers,
+    choose_precision,
+    choose_threads,
+    user_message,
+)
 from mpp.runtime.parsing import known_keys
 from mpp.training.loop import Update
 
@@ -158,6 +165,42 @@ def test_a_gpu_out_of_memory_is_told_what_to_do():
     for config_class in (Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig):
         again = f"{'' if config_class is FinetuneConfig else 'model.'}activation_checkpointing"
         assert {"data.batch_size", again} <= set(known_keys(config_class))
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("Timed out waiting 1200000ms for recv", "does not answer"),
+        ("pair.cc Connection reset by peer [10.0.0.2]", "is gone"),
+    ],
+)
+def test_a_process_that_others_wait_for_is_said_to_be_gone(message, said):
+    assert said in user_message(RuntimeError(message)) and "the same command resumes" in user_message(
+        RuntimeError(message)
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "environment", "refused"),
+    [
+        ("127.0.1.1", {}, True),  # Debian's default
+        ("10.0.0.2", {}, False),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
+        ("127.0.1.1", {"LOCAL_WORLD_SIZE": "4"}, False),  # one machine
+        ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}, False),
+    ],
+)
+def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, address, environment, refused):
+    for name, value in ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"} | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: address)
+    if refused:
+        with pytest.raises(
+            UserError, match=r"resolves to 127\.0\.1\.1, which .*; GLOO_SOCKET_IFNAME must be the network"
+        ):
+            check_address()
+    else:
+        check_address()
 
 
 @pytest.mark.parametrize("bug", [RuntimeError("size mismatch"), ValueError("zip()"), KeyError("a")])

@@ -1,9 +1,10 @@
 """A process's start: threads, precision, Accelerate, and how its errors look."""
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ OUT_OF_MEMORY = (
     "activation_checkpointing)"
 )
 HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
+GONE = "another process is gone, or its machine; the same command resumes"
 
 
 def command(main: Callable[[], None]) -> None:
@@ -59,8 +61,11 @@ def user_message(error: Exception) -> str | None:
     """What a user is told of an error, in one line; None: it is a bug and keeps its traceback."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
-    if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):  # gloo's; NCCL ends the process itself
-        return HANGS
+    if isinstance(error, RuntimeError):  # gloo's; NCCL ends the process itself
+        if "Timed out waiting" in str(error):
+            return HANGS
+        if "Connection reset by peer" in str(error) or "Connection closed by peer" in str(error):
+            return GONE
     return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
 
 
@@ -74,6 +79,7 @@ def start(run: RunConfig) -> Accelerator:
     if not os.environ.get("OMP_NUM_THREADS", "unset"):
         del os.environ["OMP_NUM_THREADS"]  # empty, which Accelerate takes for a number
     check_promise()
+    check_address()
     check_sharding()
     check_trackers(run)
     precision, reason = choose_precision(run)
@@ -179,6 +185,22 @@ def check_promise() -> None:
             "the launcher was asked for several processes and started one; on CPUs use "
             "`accelerate launch --multi_gpu --num_processes N` (which starts N processes, with or without GPUs)"
         )
+
+
+def check_address() -> None:
+    """Refuse several machines where this one's name leads to itself alone: gloo would tell the others that address."""
+    env, name = os.environ, socket.gethostname()
+    several = int(env.get("WORLD_SIZE", 1)) > int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1)))
+    local = env.get("MASTER_ADDR") in (None, "localhost", "127.0.0.1")
+    if not several or local or "GLOO_SOCKET_IFNAME" in env:
+        return
+    with suppress(OSError):
+        address = socket.gethostbyname(name)
+        if address.startswith("127."):
+            raise UserError(
+                f"this machine's name, {name}, resolves to {address}, which other machines cannot reach; "
+                "GLOO_SOCKET_IFNAME must be the network interface that they share, such as eth0"
+            )
 
 
 def choose_precision(run: RunConfig) -> tuple[str, str]:
