@@ -100,7 +100,10 @@ PATHS = ("encoder", "checkpoint", "out", "run.dir")  # of an evaluation's config
 
 
 def substance(config: Any) -> dict[str, Any]:
-    """The settings that a result depends on: those that are not the defaults, not operational, and no paths."""
+    """The settings that a result depends on: those that are not the defaults, not operational, and no paths.
+
+    Who changes a default has to write the earlier one into the configs of published comparisons.
+    """
     kept = {key for key, field, _ in settings(config) if key not in PATHS and not field.metadata.get("operational")}
     return {key: plain(value) for key, value in differing(config).items() if key in kept}
 
