@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import threading
 from pathlib import Path
 
 import datasets
@@ -232,8 +233,10 @@ def test_held_out_images_are_each_seen_once_in_one_view():
     assert not torch.equal(views(test)[0, 3].images, views(test)[1, 3].images)
 
 
-def test_evaluations_fork_loader_processes_once_and_leave_none(pretrain, tmp_path, monkeypatch):
+def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(pretrain, tmp_path, monkeypatch):
+    """But for the one that waits for signals: a fork beside a thread that runs may hang. Evaluations fork none."""
     forks, fork, evaluate = [], os.fork, Pretraining.evaluate
+    threads_of_others = {thread.name for thread in threading.enumerate()}
 
     def counted(self, model, step, tracker):
         before = len(forks)
@@ -249,10 +252,12 @@ def test_evaluations_fork_loader_processes_once_and_leave_none(pretrain, tmp_pat
         return [{name: value for name, value in line.items() if name.startswith(judged)} for line in lines]
 
     in_evaluations: list[int] = []
-    monkeypatch.setattr(os, "fork", lambda: forks.append(None) or fork())
+    monkeypatch.setattr(os, "fork", lambda: forks.append(threading.enumerate()) or fork())
     monkeypatch.setattr(Pretraining, "evaluate", counted)
     loaded = run(workers=1)
-    assert in_evaluations == [1, 0] and not multiprocessing.active_children()
+    assert in_evaluations == [0, 0] and not multiprocessing.active_children()
+    beside = {thread.name for threads in forks for thread in threads} - threads_of_others
+    assert len(forks) == 2 and all("listen" in name for name in beside), beside
     for line, expected in zip(loaded, run(workers=0), strict=True):
         assert line == pytest.approx(expected, rel=1e-6)
 

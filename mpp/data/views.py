@@ -278,6 +278,12 @@ class EvaluationLoader:
         options = dict(num_workers=self.workers, persistent_workers=self.workers > 0, collate_fn=collate)
         return WatchedLoader(self.several, self.several.name, batch_sampler=self.wanted, **options)
 
+    def start(self) -> None:
+        """Start the loader processes, which have nothing to load yet."""
+        self.wanted[:] = []
+        if self.workers and self.several.sets:
+            list(self.loader)
+
     def batches(self, views: ViewDataset) -> Iterator[Batch]:
         """This process's share of a set that was added; the last batch may be smaller."""
         number, size = self.several.sets.index(views), self.layout.batch_size

@@ -119,8 +119,12 @@ class WatchedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        """Batches. Loader processes start now, not with the first batch: a fork beside other threads may hang."""
+        return self.explained(iter(self.loader))
+
+    def explained(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:
-            yield from self.loader  # a generator keeps this object, and so its watch, alive
+            yield from batches  # a generator keeps this object, and so its watch, alive
         except UserError as error:
             last = str(error).rstrip().rsplit("\n", 1)[-1]
             raise type(error)(last.removeprefix(f"{type(error).__module__}.{type(error).__qualname__}: ")) from error

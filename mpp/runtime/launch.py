@@ -19,6 +19,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
 )
+from tqdm.std import tqdm
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
@@ -78,6 +79,7 @@ def start(run: RunConfig) -> Accelerator:
     """
     if not os.environ.get("OMP_NUM_THREADS", "unset"):
         del os.environ["OMP_NUM_THREADS"]  # empty, which Accelerate takes for a number
+    tqdm.monitor_interval = 0  # progress bars have no thread, beside which loader processes would be forked
     check_promise()
     check_address()
     check_sharding()

@@ -126,6 +126,7 @@ class Loop:
         self.model, self.optimizer = self.parallel.model, self.parallel.optimizer.optimizer  # without wrappers
         self.start, self.cursors = resume(accelerator, folder, self.model, self.optimizer)
         self.saved = self.start  # the step of the newest checkpoint
+        self.feed = Feed(task.batches(self.start, self.cursors), layout.accumulation_steps)  # forks: before any threads
         self.tracker = Tracker(accelerator, folder, config, self.start)
         self.update = Update(task, accelerator, self.parallel, self.optim, self.run, layout)
         self.speed = Speed(flops, layout.images, accelerator.device)
@@ -136,7 +137,6 @@ class Loop:
             desc="training",
             disable=not accelerator.is_main_process,
         )
-        self.feed = Feed(task.batches(self.start, self.cursors), layout.accumulation_steps)
 
     def train(self) -> None:
         """Train from the newest checkpoint of the run's folder to its last step, then export.

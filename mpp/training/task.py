@@ -55,6 +55,7 @@ class ImageTask:
         )
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
+        self.evaluation.start()
         if self.data.streaming:
             return streaming_loader(self.views(self.train), self.layout, start, self.run.steps, cursors)
         return training_loader(self.training_views(start), self.layout, start, self.run.steps)
