@@ -92,9 +92,6 @@ def trained(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
-SURVIVED = pytest.StashKey[list]()
-
-
 class Killed(BaseException):
     """What a test stops a run with."""
 
@@ -182,15 +179,15 @@ def wait_until(condition, poll: float = 0.02) -> None:
 
 
 @pytest.fixture
-def tally(request):
+def tally(record_property):
     """tally(what, times): faults that were survived, for the table at the end."""
-    survived = request.config.stash.setdefault(SURVIVED, [])
-    return lambda what, times: survived.append((what, times))
+    return lambda what, times: record_property("survived", (what, times))
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
     """The README's reliability table."""
-    survived = config.stash.get(SURVIVED, [])
+    passed = [test.user_properties for test in terminalreporter.stats.get("passed", ())]
+    survived = [value for properties in passed for name, value in properties if name == "survived"]
     if survived:
         terminalreporter.section("faults survived")
         width = max(len(what) for what, _ in survived)
