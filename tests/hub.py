@@ -3,36 +3,62 @@
 import hashlib
 import json
 import re
+import socket
+import struct
 import threading
+import time
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
+ALWAYS = 10**9
+TOKEN = "hf_of_the_tests"
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests, after `passed` that are answered well."""
+
+    status: int = 503  # 0 resets the connection; 200 is an answer
+    times: int = ALWAYS
+    passed: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    cut: bool = False  # the connection is reset in the middle of the answer
+    stall: float = 0.0  # seconds before the answer
+
+
 class Hub(ThreadingHTTPServer):
     """Serves ROOT/USER/NAME/COMMIT/...; ROOT/USER/NAME/main says which commit the branch is at.
 
-    `fails` is a pattern of request lines ("GET /...") -> how often, and the status; status 0 resets the connection.
+    The file ROOT/USER/NAME/access may say `gated` (for who has the token) or `disabled`. `faults` is a pattern of
+    request lines ("GET /...") -> what happens to them; the first that matches counts. `asked` are all request lines.
     """
 
     daemon_threads = True
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.root, self.fails, self.lock = root, {}, threading.Lock()
+        self.root, self.lock = root, threading.Lock()
+        self.faults: dict[str, Fault] = {}
+        self.asked: list[str] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def failure(self, line: str) -> int | None:
-        """The status that this request is to have, where it is to fail."""
+    def fault(self, line: str) -> Fault | None:
+        """What is to happen to this request; None: nothing."""
         with self.lock:
-            for pattern, (times, status) in self.fails.items():
-                if times and re.search(pattern, line):
-                    self.fails[pattern] = (times - 1, status)
-                    return status
+            self.asked.append(line)
+            found = next((fault for pattern, fault in self.faults.items() if re.search(pattern, line)), None)
+            if found and found.passed:
+                found.passed -= 1
+            elif found and found.times:
+                found.times -= 1
+                return found
         return None
 
     def handle_error(self, *_):
@@ -51,24 +77,47 @@ class Answer(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if self.cut else body)
+        if self.cut:
+            self.reset()
+
+    def reset(self) -> None:
+        """End the connection as a machine that is gone does."""
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+    cut = False
 
     def do_GET(self) -> None:
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        status = self.server.failure(f"{self.command} {self.path}")
-        if status == 0:
-            self.close_connection = True
-            return self.connection.close()
-        if status:
-            return self.say(b"{}", status)
+        fault = self.server.fault(f"{self.command} {self.path}") or Fault(200)
+        self.cut = fault.cut
+        time.sleep(fault.stall)
+        if fault.status == 0:
+            return self.reset()
+        if fault.status != 200:
+            return self.say(b"{}", fault.status, **fault.headers)
         path = unquote(urlsplit(self.path).path)
         if found := re.fullmatch(r"/datasets/(\w+/\w+)/resolve/(\w+)/(.+)", path):
-            return self.send_file(*found.groups())
+            return self.refused(found[1]) or self.send_file(*found.groups())
         if found := re.fullmatch(r"/api/datasets/(\w+/\w+)(?:/(revision|tree|paths-info)/(\w+)/?(.*))?", path):
-            return self.describe(*found.groups(), sent)
+            return self.refused(found[1]) or self.describe(*found.groups(), sent)
         return self.say(b"{}", 404)
 
     do_HEAD = do_POST = do_GET
+
+    def refused(self, name: str) -> bool:
+        """Whether a data set is not for who asks; says so."""
+        access = self.server.root / name / "access"
+        kind = access.read_text() if access.exists() else ""
+        if kind == "disabled":
+            self.say(b"{}", 403, X_Error_Message="Access to this resource is disabled.")
+        elif kind == "gated" and "api" not in self.path and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.say(b"{}", 401, X_Error_Code="GatedRepo", X_Error_Message=f"Access to {name} is restricted.")
+        else:
+            return False
+        return True
 
     def commit(self, name: str, revision: str | None) -> tuple[str, Path]:
         main = self.server.root / name / "main"

@@ -1,20 +1,26 @@
-"""Data sets of the hub: one commit a run, and a hub that goes away."""
+"""Data sets of the hub, from one on this machine: one commit a run, faults that pass, faults that do not, signals."""
 
 import json
 import os
+import resource
 import shutil
-import subprocess
+import signal
 import sys
+import time
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, TINY, encoded, picture
-from hub import Hub
+from conftest import ROOT, TINY, encoded, finished, picture, start_command, wait_until
+from hub import TOKEN, Fault, Hub
 
 from mpp.data.sources import BIRDS
+from mpp.runtime.preemption import EXIT_CODE, MARKER
+from mpp.training.checkpoint import newest_step
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.rehearsal
 COMMITS = ("1" * 40, "2" * 40)
+STREAMED = "--data.streaming=true"
+WAYS = pytest.mark.parametrize("way", [(), (STREAMED,)], ids=["indexed", "streamed"])
 
 
 @pytest.fixture
@@ -35,17 +41,30 @@ def hub(tmp_path):
 
 
 @pytest.fixture
-def pretrain_from(hub, tmp_path):
-    """Runs on a data set of the hub: pretrain_from("--run.steps=4", name="run") -> exit code, all that was said."""
+def start(hub, tmp_path, monkeypatch):
+    """A run on a data set of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def run(*words, name="run", processes=1, path="somebody/birds"):
-        env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}"]
-        launch += ["--main_process_port=0"]
-        command = [sys.executable, *(launch if processes > 1 else []), "mpp/pretrain.py"]
-        options = [*TINY, f"--data.path={path}", "--data.eval_split=null", f"--run.dir={tmp_path / name}", *words]
-        ended = subprocess.run([*command, *options], cwd=ROOT, env=env, capture_output=True, text=True)
+    def start(*words, name="run", processes=1, path="somebody/birds"):
+        launch = ("-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}")
+        command = (sys.executable, *([*launch, "--main_process_port=0"] if processes > 1 else []), "mpp/pretrain.py")
+        options = (*TINY, f"--data.path={path}", "--data.eval_split=null", f"--run.dir={tmp_path / name}")
+        return start_command(*command, *options, *words)
+
+    return start
+
+
+@pytest.fixture
+def run(start):
+    """The same to its end: exit code, all that was said."""
+
+    def run(*words, **options):
+        ended = finished(start(*words, **options))
+        assert f'File "{ROOT}' not in ended.stderr, ended.stderr  # a traceback of ours: the launcher has one of its own
         return ended.returncode, ended.stdout + ended.stderr
 
     return run
@@ -55,41 +74,141 @@ def commit_of(folder):
     return {part: known["revision"] for part, known in json.loads((folder / "data.json").read_text()).items()}
 
 
-@pytest.mark.parametrize("options", [(), ("--data.streaming=true",)], ids=["indexed", "streamed"])
-def test_a_run_is_of_one_commit_and_goes_on_with_it(hub, pretrain_from, tmp_path, options):
+def unfinish(folder):
+    """As if the run had been stopped after its first checkpoint."""
+    shutil.rmtree(folder / "encoder")
+    shutil.rmtree(folder / "checkpoints" / "step_00000004")
+
+
+def weights(folder):
+    return (folder / "encoder" / "model.safetensors").read_bytes()
+
+
+@WAYS
+def test_a_run_is_of_one_commit_and_goes_on_with_it(hub, run, tmp_path, way, tally):
     """Though the branch moves, and two processes ask."""
-    code, said = pretrain_from(*options)
+    code, said = run(*way)
     assert code == 0 and commit_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}, said
-    shutil.rmtree(tmp_path / "run" / "encoder")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    unfinish(tmp_path / "run")
     (hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
-    code, said = pretrain_from(*options)
+    code, said = run(*way)
     assert code == 0 and "after step 2" in said and commit_of(tmp_path / "run")["train"] == COMMITS[0], said
-    code, said = pretrain_from(*options, name="two", processes=2)
+    code, said = run(*way, name="two", processes=2)
     assert code == 0 and commit_of(tmp_path / "two")["train"] == COMMITS[1], said
+    tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
 
 
-@pytest.mark.parametrize("status", [503, 0], ids=["503", "reset"])
-@pytest.mark.parametrize("options", [(), ("--data.streaming=true",)], ids=["indexed", "streamed"])
-def test_a_hub_that_comes_back_is_waited_for(hub, pretrain_from, options, status):
-    hub.fails[r"GET .*resolve/.*train-0000[12]"] = (3, status)
-    code, said = pretrain_from(*options)
-    assert code == 0 and hub.fails.popitem()[1] == (0, status), said
+def test_what_is_cached_is_of_the_runs_commit_or_refused(hub, run, tmp_path, tally):
+    assert run()[0] == 0
+    (hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
+    assert run(name="newer")[0] == 0
+    unfinish(tmp_path / "run")
+    hub.faults["."] = Fault(0)
+    code, said = run()
+    assert code == 2 and f"the newest in its cache is not of commit {COMMITS[0]}" in said, said
+    assert run("--data.read_retries=0", name="cached")[0] == 0
+    tally("hub: away, and two commits are cached: the newer is used, and by no run of the older", 2)
 
 
-def test_a_hub_that_stays_away_is_one_line(hub, pretrain_from):
-    """Also at resume; and what is not there is not waited for."""
-    code, said = pretrain_from(path="somebody/nothing")
-    assert code == 2 and "tried" not in said and "error: data.path is somebody/nothing, which cannot be loaded" in said
-    assert pretrain_from("--data.streaming=true")[0] == 0
-    hub.fails[r"."] = (10**6, 503)
-    again = ("--data.streaming=true", "--data.read_retries=1")
-    code, said = pretrain_from(*again, name="other")
+@WAYS
+def test_faults_that_pass_are_waited_out(hub, run, tmp_path, way, tally):
+    """All that a hub and what is between can do to a download, one for each of the four shards; the same bits."""
+    (tmp_path / "home").mkdir()
+    assert run(*way, name="undisturbed")[0] == 0
+    shutil.rmtree(tmp_path / "home")
+    faults = (
+        Fault(503, times=2),
+        Fault(0, times=2),
+        Fault(200, cut=True, times=1),
+        Fault(429, headers={"Retry-After": "2"}, times=2),
+    )
+    hub.faults = {rf"GET .*resolve/.*train-0000{shard}": fault for shard, fault in enumerate(faults)}
+    hub.faults["api/"] = Fault(503, times=2, passed=1)
+    code, said = run(*way, f"--data.workers={len(way)}")
+    assert code == 0 and not any(fault.times for fault in hub.faults.values()), (said, hub.faults)
+    assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
+    tally("hub: 503, resets, an answer cut in the middle, 429: waited out, indexed and streamed *", 5)
+
+
+def test_a_slow_answer_is_waited_for(hub, run, tally):
+    hub.faults["resolve"] = Fault(200, stall=2)
+    assert run(STREAMED)[0] == 0
+    tally("hub: each answer takes 2 s", 1)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refusal_in_the_middle_is_not_tried_again(hub, run, status, tally):
+    hub.faults[r"GET .*resolve/.*train-0000[12]"] = Fault(status)
+    code, said = run(STREAMED)
     (line,) = [line for line in said.splitlines() if line.startswith("error")]
-    assert code == 2 and "Traceback" not in said and "data.path is somebody/birds, which cannot be loaded" in line
+    assert code == 2 and str(status) in line and "tried" not in said
+    tally("hub: 401, 403, 404 in the middle of a stream: one line at once", 1)
 
 
-def test_a_folder_of_images_is_no_stream(hub, pretrain_from):
+def test_access(hub, run, monkeypatch, tally):
+    """Not there, not that revision, gated, disabled: one line, at once. With a token: a run."""
+    folder = hub.root / "somebody" / "birds"
+    for says, access, options in (
+        ("data.path is somebody/nothing, which cannot be loaded: 404", "", {"path": "somebody/nothing"}),
+        ("Access to this resource is disabled", "disabled", {}),
+        ("gated", "gated", {}),
+    ):
+        (folder / "access").write_text(access)
+        code, said = run(**options)
+        assert code == 2 and says in said.splitlines()[-1] and "tried" not in said, said
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert run()[0] == 0
+    code, said = run("--data.revision=v9", name="v9")
+    assert code == 2 and "v9" in said.splitlines()[-1] and "tried" not in said, said
+    tally("hub: no such data set or revision, gated, disabled: one line; with a token: a run", 5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_hub_that_stays_away(hub, run, tmp_path, processes, tally):
+    """In the middle of a stream: a checkpoint, and the same bits once it is back. Before a run: one line."""
+    again = (STREAMED, "--data.read_retries=1", "--run.steps=24", "--data.shuffle_block=5")
+    undisturbed = run(*again, name="undisturbed", processes=processes)
+    assert undisturbed[0] == 0, undisturbed[1]
+    asked = sum("resolve" in line for line in hub.asked)
+    hub.faults["resolve"] = Fault(503, passed=asked - 4)  # few of the last reads are left
+    code, said = run(*again, processes=processes)
+    assert code and "error" in said and "a checkpoint after step" in said, said
+    assert 0 < newest_step(tmp_path / "run") < 24
+    hub.faults.clear()
+    assert run(*again, processes=processes)[0] == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
+    hub.faults["."] = Fault()
+    code, said = run(*again, name="other", processes=processes)
+    (line,) = {line for line in said.splitlines() if line.startswith("error")}
+    assert code and "data.path is somebody/birds, which cannot be loaded" in line
+    tally("hub: goes away for good before a run, and in the middle of a stream (one and two processes) *", 2)
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 1), (2, 0)])
+def test_a_signal_while_the_hub_is_away(hub, start, run, tmp_path, processes, workers, tally):
+    """It ends the wait with a checkpoint and the marker, within what a launcher leaves it."""
+    options = (STREAMED, "--run.steps=24", "--data.shuffle_block=5", f"--data.workers={workers}")
+    undisturbed = run(*options, name="undisturbed", processes=processes)
+    assert undisturbed[0] == 0, undisturbed[1]
+    asked = sum("resolve" in line for line in hub.asked)
+    hub.faults["resolve"] = Fault(503, passed=asked - 4)
+    waiting = start(*options, processes=processes)
+    wait_until(lambda: hub.faults["resolve"].passed == 0 and hub.faults["resolve"].times < 10**9 - 4 * processes)
+    time.sleep(3)  # all processes have read what they could
+    begin = time.monotonic()
+    os.killpg(waiting.pid, signal.SIGTERM)
+    ended = finished(waiting)
+    assert time.monotonic() - begin < 30, "the launcher would have killed it"
+    assert ended.returncode == (EXIT_CODE if processes == 1 else 1), ended.stderr
+    assert (tmp_path / "run" / MARKER).read_text().startswith("SIGTERM, after step")
+    assert 0 < newest_step(tmp_path / "run") < 24
+    hub.faults.clear()
+    assert run(*options, processes=processes)[0] == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
+    tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *", 1)
+
+
+def test_a_folder_of_images_is_no_stream(hub, run):
     photos = hub.root / "somebody" / "photos"
     for number in range(16):
         file = photos / COMMITS[0] / ("train" if number % 2 else "test") / f"{number}.png"
@@ -97,6 +216,36 @@ def test_a_folder_of_images_is_no_stream(hub, pretrain_from):
         file.write_bytes(encoded(picture(number)))
     (photos / "main").write_text(COMMITS[0])
     options = dict(path="somebody/photos", name="photos")
-    code, said = pretrain_from("--data.streaming=true", "--data.eval_split=test", **options)
+    code, said = run(STREAMED, "--data.eval_split=test", **options)
     assert code == 2 and "it holds image files, no shards: leave out data.streaming" in said, said
-    assert pretrain_from("--data.eval_split=test", **options)[0] == 0
+    assert run("--data.eval_split=test", **options)[0] == 0
+
+
+def test_a_download_that_fills_the_disk(hub, start, run, tally):
+    """Files of 20 kB are full. The same command goes on where there is room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        process = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    ended = finished(process)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert "which cannot be loaded" in ended.stderr.splitlines()[-1] and "File too large" in ended.stderr
+    assert run()[0] == 0
+    tally("hub: a download fills the disk: one line; the same command goes on", 1)
+
+
+def test_prepare(hub, start, run, tmp_path, tally):
+    """Shards are made of a data set of the hub, though it is away for a while, and trained on."""
+    hub.faults["resolve"] = Fault(503, times=3)
+    made = finished(
+        start_command(
+            *(sys.executable, "-m", "mpp.prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}"),
+            "--rows=10",
+        )
+    )
+    assert made.returncode == 0 and hub.faults["resolve"].times == 0, made.stderr
+    code, said = run(STREAMED, path=str(tmp_path / "shards"))
+    assert code == 0, said
+    tally("hub: mpp prepare, from a hub that is away at first", 1)

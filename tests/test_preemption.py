@@ -4,10 +4,12 @@ import errno
 import fcntl
 import os
 import signal
+import time
+from contextlib import suppress
 
 import pytest
 from accelerate import Accelerator
-from conftest import wait_until
+from conftest import HANGS, wait_until
 
 from mpp.errors import UserError
 from mpp.runtime import preemption
@@ -21,7 +23,7 @@ def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
         stop.finish_step = True
         assert stop.agreed() is Ending.NONE
-        assert stop.agreed(failed=True) is Ending.FAILURE
+        assert stop.agreed(Ending.FAILURE) is Ending.FAILURE
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: stop.asked)
         assert stop.agreed() is Ending.SIGNAL and stop.asked_of_any()
@@ -44,6 +46,22 @@ def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_ends_a_wait_for_images(tmp_path):
+    """Also where what waits catches every error."""
+
+    def away():
+        with suppress(Exception):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(HANGS)
+
+    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.finish_step = True
+        assert stop.wait_for(lambda: 1) == 1
+        assert stop.wait_for(away) is None
+        wait_until(lambda: stop.asked)
+        assert stop.wait_for(lambda: 1) is None
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path):

@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from mpp.config import ImagesConfig
-from mpp.data.reading import NETWORK_ERRORS
+from mpp.data.reading import NETWORK_ERRORS, answer_to, passes
+from mpp.errors import UserError, one_line
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 30  # seconds for the hub's answer
@@ -22,10 +24,26 @@ def of_the_hub(config: ImagesConfig) -> bool:
 
 
 def commit_of(config: ImagesConfig) -> str | None:
-    """The commit that `data.revision` means now; None: the images are not the hub's, or the hub does not say."""
+    """The commit that `data.revision` means now; None: the images are not the hub's, or the hub does not answer.
+
+    Raises:
+        UserError: the hub refuses, or nobody can say what a revision is: the library would take from its cache what is
+            the newest there, of whatever revision.
+    """
     if not of_the_hub(config) or (config.revision and COMMIT.fullmatch(config.revision)):
         return config.revision
     try:
         return HfApi().dataset_info(config.path, revision=config.revision, timeout=PATIENCE).sha
-    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS):  # who loads the images says why
-        return None
+    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS) as error:
+        refused = answer_to(error) is not None and not passes(error)
+        if not refused and not config.revision:
+            return None  # who loads the images says why, or has them in the cache
+        which = f" of revision {config.revision}" if config.revision else ""
+        raise UserError(f"data.path is {config.path}{which}, which cannot be loaded: {one_line(error)}") from error
+
+
+def check_commit(splits: dict[str, Any], config: ImagesConfig) -> None:
+    """Raise UserError where the library took another commit from its cache, since the hub does not answer."""
+    files = [each["filename"] for rows in splits.values() for each in getattr(rows, "cache_files", ())]
+    if COMMIT.fullmatch(config.revision or "") and not all(config.revision in file for file in files):
+        raise UserError(f"the hub does not answer, and the newest in its cache is not of commit {config.revision}")

@@ -25,16 +25,23 @@ REFUSALS = (400, 401, 403, 404, 410, 416)  # answers that stay as they are
 LONGEST_PAUSE = 60  # seconds
 
 
-def pause(attempt: int) -> int:
-    """Seconds to wait after the failed `attempt` (from 0)."""
-    return min(2**attempt, LONGEST_PAUSE)
+def pause(attempt: int, error: Exception | None = None) -> int:
+    """Seconds to wait after the failed `attempt` (from 0): as long as the server asks for, where its answer says so."""
+    asked = getattr(answer_to(error), "headers", {}).get("Retry-After", "")
+    return min(max(2**attempt, int(asked) if asked.isdecimal() else 0), LONGEST_PAUSE)
 
 
 def passes(error: Exception) -> bool:
     """Whether what failed may work in a minute: not where a server has answered that it will not."""
-    answer = getattr(error, "response", None)
-    refused = getattr(answer, "status_code", None) in REFUSALS
+    refused = getattr(answer_to(error), "status_code", None) in REFUSALS
     return not refused and not isinstance(error, OfflineModeIsEnabled)
+
+
+def answer_to(error: BaseException | None) -> object | None:
+    """The answer of a server that an error comes from, perhaps through other errors; None: there is none."""
+    while error is not None and getattr(error, "response", None) is None:
+        error = error.__cause__ or error.__context__
+    return getattr(error, "response", None)
 
 
 def retried(
@@ -62,7 +69,7 @@ def retried(
             if attempt == retries:
                 raise ReadFailed(f"{name} cannot be read, tried for {patience} s: {reason}") from error
             say_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {patience} s")
-            time.sleep(pause(attempt))
+            time.sleep(pause(attempt, error))
         else:
             if attempt:
                 forget_said()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import datasets
 import fsspec
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig
 from mpp.data import images
+from mpp.data.hub import check_commit
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
@@ -33,7 +34,6 @@ LOADING_ERRORS = (  # what the library and those below it raise for what a user 
     *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
     *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
 )
-T = TypeVar("T")
 BIRDS = Path(__file__).parent.parent / "birds"
 
 
@@ -229,7 +229,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
 
 
-def from_the_hub(load: Callable[[], T], config: ImagesConfig) -> T:
+def from_the_hub(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
     """What `load` loads from the hub, tried again while its server is away; later reads are tried again by us alone.
 
     The library would try a stream's reads again for an hour, in which no signal is heard.
@@ -237,7 +237,9 @@ def from_the_hub(load: Callable[[], T], config: ImagesConfig) -> T:
     for name in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
         setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
     datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    return retried(load, describe(config), config.read_retries, SERVER_ERRORS)
+    splits = retried(load, "the hub", config.read_retries, SERVER_ERRORS)
+    check_commit(splits, config)
+    return splits
 
 
 def files_at(url: str) -> tuple[str, dict[str, Any]]:

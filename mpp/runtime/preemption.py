@@ -6,8 +6,9 @@ without it):
 - The thread and its pipe. Python runs a signal's handler between two steps of the main thread's own code. While that
   waits in C, for a GPU or for another process, no handler runs, and a second Ctrl-C would do nothing. The interpreter
   writes the signal's number into the pipe at once, and the thread reads it there.
-- The handler. Before the first step there is nothing to finish: it ends the run where it stands. It is installed where
-  SIGINT was ignored too, as in what a script starts in its background (`command &`).
+- The handler. Before the first step there is nothing to finish: it ends the run where it stands. Nor is there while
+  images are waited for, whose server may be away for minutes: it ends the wait. It is installed where SIGINT was
+  ignored too, as in what a script starts in its background (`command &`).
 - The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal.
 - The agreement before each step. Signals do not reach all processes in the same step, and images can be missing on one
   alone. A process that stops by itself leaves the others waiting for its gradients. They agree over gloo, on the host:
@@ -18,8 +19,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +33,7 @@ from mpp.runtime.processes import hosts
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+T = TypeVar("T")
 ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
 
 
@@ -39,6 +43,10 @@ class Ending(IntEnum):
     NONE = 0
     SIGNAL = 1
     FAILURE = 2  # of one of them to get what the step needs
+
+
+class CutShort(BaseException):
+    """A signal ends a wait. It is no Exception: what is tried again after errors is not tried again after this."""
 
 
 class Preempted(SystemExit):
@@ -62,6 +70,7 @@ class Preemption:
     def __init__(self, accelerator: Accelerator, folder: Path):
         self.accelerator, self.folder = accelerator, folder
         self.finish_step = False  # whether there is a step to finish
+        self.waiting = False  # whether the step waits for what it needs
         self.asked = ""  # the first signal's name
         self.several = accelerator.num_processes > 1
 
@@ -86,7 +95,10 @@ class Preemption:
             os.close(self.reader)
 
     def handle(self, number: int, _: object) -> None:
-        """End a run that builds its data set, or is done: there is nothing to save."""
+        """End a run that builds its data set, or is done: there is nothing to save. Or end a wait."""
+        if self.waiting:
+            self.waiting = False
+            raise CutShort
         if not self.finish_step:
             self.mark(signal.Signals(number).name, "between steps")
             raise Preempted
@@ -106,13 +118,23 @@ class Preemption:
             elif number in SIGNALS and time.monotonic() - first > ECHO:
                 os._exit(128 + number)
 
-    def agreed(self, failed: bool = False) -> Ending:
-        """Whether to stop before this step, and why: the same answer on every process. To be called once a step.
+    def wait_for(self, get: Callable[[], T]) -> T | None:
+        """What `get` returns; None where a signal came first."""
+        try:
+            self.waiting = True
+            got = None if self.asked else get()
+            self.waiting = False  # in here, since a signal may come between any two lines
+            return got
+        except CutShort:
+            return None
+
+    def agreed(self, own: Ending = Ending.NONE) -> Ending:
+        """Whether to stop before this step, and why: the gravest reason, on every process. To be called once a step.
 
         Args:
-            failed: whether this process cannot do the step.
+            own: why this process cannot do the step.
         """
-        own = Ending.FAILURE if failed else Ending.SIGNAL if self.asked else Ending.NONE
+        own = max(own, Ending.SIGNAL if self.asked else Ending.NONE)
         if not self.several:
             return own
         gravest = torch.tensor(int(own))

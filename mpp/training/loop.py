@@ -168,13 +168,13 @@ class Loop:
 
     def next_batches(self, step: int) -> list[Batch]:
         """This process's batches of update `step`; on a signal, or without images on any process, all end the run."""
-        micro, failure = self.feed.attempt()
-        ending = self.preemption.agreed(failed=failure is not None)
+        micro, failure = self.preemption.wait_for(self.feed.attempt) or ([], None)
+        ending = self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE if micro else Ending.SIGNAL)
         if ending is Ending.FAILURE:
             self.fail(step, failure)
-        if ending is Ending.SIGNAL and step > self.start:
+        if ending is Ending.SIGNAL:
             self.stop(step)
-            self.preemption.leave(f"after step {step}; a checkpoint is written")
+            self.preemption.leave(f"after step {step}; a checkpoint is written" if step else "before its first step")
         return micro
 
     def count(self, micro: list[Batch]) -> None:

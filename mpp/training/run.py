@@ -92,11 +92,10 @@ def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    commits = [None]
-    if accelerator.is_main_process:
-        commits = [commit_begun_with(folder) or commit_of(config.data)]
-    broadcast_object_list(commits)
-    return replace(config, data=replace(config.data, revision=commits[0])) if commits[0] else config
+    commits: list[str | None] = []
+    on_main_process(accelerator, lambda: commits.append(commit_begun_with(folder) or commit_of(config.data)))
+    (commit,) = broadcast_object_list(commits or [None])
+    return replace(config, data=replace(config.data, revision=commit)) if commit else config
 
 
 def first_weights(config: Any) -> dict[str, Any]:
