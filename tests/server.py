@@ -3,6 +3,7 @@
 It is multiprocessing's own fork server. Nothing is computed in it, so that every child starts as a new process would.
 """
 
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -37,6 +38,8 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     os.dup2(descriptor, 2)
     sys.stdout.reconfigure(line_buffering=True)  # what is said before a kill is said
     os.environ.update(environment)
+    if name := os.environ.pop("NETWORK_NAMESPACE", ""):
+        enter(name)
     from mpp.runtime.launch import command
 
     try:
@@ -45,6 +48,12 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+
+
+def enter(name: str) -> None:
+    """Be in a network namespace, which stands for a host (os.setns, which Python 3.12 has)."""
+    with open(f"/var/run/netns/{name}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0
 
 
 @lru_cache
@@ -61,7 +70,8 @@ class Command:
         arguments: its command line; after the word `then` that of another run, in the same processes.
         prepare: called in each process before the command, to break something. Must be picklable.
         sharded: as the launcher starts them with `distributed_type: FSDP`.
-        environments: of each process, from a launcher; in place of `processes` and `sharded`.
+        environments: of each process, from a launcher; in place of `processes` and `sharded`. NETWORK_NAMESPACE is the
+            host that it is on.
     """
 
     def __init__(

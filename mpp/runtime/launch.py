@@ -62,11 +62,10 @@ def user_message(error: Exception) -> str | None:
     """What a user is told of an error, in one line; None: it is a bug and keeps its traceback."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
-    if isinstance(error, RuntimeError):  # gloo's; NCCL ends the process itself
-        if "Timed out waiting" in str(error):
-            return HANGS
-        if "Connection reset by peer" in str(error) or "Connection closed by peer" in str(error):
-            return GONE
+    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):  # how its connection ended: in many ways
+        return HANGS if "Timed out waiting" in str(error) else GONE
+    if isinstance(error, torch.distributed.DistBackendError) and "ncclRemoteError" in str(error):
+        return GONE  # where NCCL itself gives up waiting, it ends the process
     return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
 
 

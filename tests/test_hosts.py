@@ -1,0 +1,188 @@
+"""Two hosts: network namespaces of this machine, joined by a link that can be cut, throttled and reset. Needs root."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from datetime import timedelta
+
+import pytest
+from conftest import TINY, wait_until
+from server import Command, at_update
+
+from mpp.runtime.launch import set_timeout
+from mpp.training.checkpoint import newest_step
+
+LACKING = [*(["root"] if os.geteuid() else []), *(name for name in ("ip", "tc", "ss") if shutil.which(name) is None)]
+pytestmark = [
+    pytest.mark.rehearsal,
+    pytest.mark.skipif(bool(LACKING), reason=f"no hosts here: {', '.join(LACKING)} missing (tests/rehearsals)"),
+]
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+LONG = (*(word for word in TINY if "steps" not in word), "--run.steps=60", "--run.eval_every=1000")
+LONG = (*LONG, "--run.checkpoint_every=5")
+
+
+class Hosts:
+    """Two of them, 10.77.0.1 and 10.77.0.2, whose ends of the link are devices with the names of the hosts."""
+
+    def __init__(self):
+        self.names = [f"mpp{os.getpid()}{letter}" for letter in "ab"]
+
+    def __enter__(self) -> "Hosts":
+        for name in self.names:
+            self.ip("netns", "add", name)
+            self.ip("-n", name, "link", "set", "lo", "up")
+        self.ip("link", "add", self.names[0], "type", "veth", "peer", "name", self.names[1])
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            self.ip("link", "set", name, "netns", name)
+            self.ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
+            self.ip("-n", name, "link", "set", name, "up")
+        return self
+
+    def __exit__(self, *_) -> None:
+        for name in self.names:
+            self.ip("netns", "delete", name)
+
+    def ip(self, *words: str) -> None:
+        subprocess.run(("ip", *words), check=True)
+
+    def link(self, state: str) -> None:
+        """Cut the link, or mend it: "down", "up"."""
+        self.ip("-n", self.names[1], "link", "set", self.names[1], state)
+
+    def inside(self, host: int, *words: str) -> str:
+        """What a command writes on a host."""
+        return subprocess.check_output(("ip", "netns", "exec", self.names[host], *words), text=True)
+
+    def start(self, folder, *words: str, prepare=None, sharded=False, named=True) -> Command:
+        """A run of one process on each host; `named`: it was told by which device they reach each other."""
+        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        shared |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+        shared |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
+        environments = []
+        for rank, name in enumerate(self.names):
+            own = {"RANK": str(rank), "NETWORK_NAMESPACE": name} | ({"GLOO_SOCKET_IFNAME": name} if named else {})
+            environments.append(shared | own)
+        arguments = (*LONG, f"--run.dir={folder}", *words)
+        return Command("pretrain", *arguments, environments=environments, prepare=prepare)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with Hosts() as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The encoder of two processes on one host, data-parallel and sharded."""
+    encoders = {}
+    for sharded in (False, True):
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        run = Command("pretrain", *LONG, f"--run.dir={folder}", processes=2, sharded=sharded)
+        assert run.wait() == [0, 0], run.said
+        encoders[sharded] = weights(folder)
+    return encoders
+
+
+def weights(folder):
+    return (folder / "encoder" / "model.safetensors").read_bytes()
+
+
+def unhurried() -> None:
+    """An update takes 20 ms at least, and nobody waits for another for more than 5 s."""
+
+    def act(rank: int) -> None:
+        set_timeout(timedelta(seconds=5))
+        time.sleep(0.02)
+
+    at_update(None, act)
+
+
+def patient() -> None:
+    at_update(None, lambda rank: time.sleep(0.02))
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["data-parallel", "sharded"])
+def test_two_hosts_train_as_one(hosts, undisturbed, tmp_path, sharded, tally):
+    run = hosts.start(tmp_path / "run", sharded=sharded)
+    assert run.wait() == [0, 0], run.said
+    assert weights(tmp_path / "run") == undisturbed[sharded]
+    tally("two hosts, data-parallel and sharded: the bits of one host *", 1)
+
+
+def test_a_link_that_is_cut_for_10_seconds(hosts, undisturbed, tmp_path, tally):
+    run = hosts.start(tmp_path / "run", prepare=patient)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5)
+    hosts.link("down")
+    time.sleep(10)
+    assert newest_step(tmp_path / "run") < 60
+    hosts.link("up")
+    assert run.wait() == [0, 0], run.said
+    assert weights(tmp_path / "run") == undisturbed[False]
+    tally("two hosts: the link is cut for 10 s *", 1)
+
+
+def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
+    """Both give up with a line (after 5 s in place of 20 minutes); what was trained until then is not lost."""
+    run = hosts.start(tmp_path / "run", prepare=unhurried)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5)
+    hosts.link("down")
+    codes = run.wait()
+    hosts.link("up")
+    assert codes == [2, 2] and run.said.count("another process does not answer") == 2, run.said
+    assert "Traceback" not in run.said
+    assert 5 <= newest_step(tmp_path / "run") < 60
+    run = hosts.start(tmp_path / "run")
+    assert run.wait() == [0, 0], run.said
+    assert weights(tmp_path / "run") == undisturbed[False]
+    tally("two hosts: the link is cut for good: a line from each; the same command goes on *", 1)
+
+
+def test_a_host_that_dies(hosts, undisturbed, tmp_path, tally):
+    run = hosts.start(tmp_path / "run", prepare=patient)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5)
+    os.kill(run.processes[1].pid, signal.SIGKILL)
+    codes = run.wait()
+    assert codes == [2, -signal.SIGKILL] and "error (process 0): another process is gone" in run.said, run.said
+    run = hosts.start(tmp_path / "run")
+    assert run.wait() == [0, 0], run.said
+    assert weights(tmp_path / "run") == undisturbed[False]
+    tally("two hosts: one dies: a line from the other *", 1)
+
+
+def test_connections_that_are_reset(hosts, undisturbed, tmp_path, tally):
+    run = hosts.start(tmp_path / "run", prepare=patient)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5)
+    hosts.inside(0, "ss", "--kill", "dst", ADDRESSES[1])
+    codes = run.wait()
+    assert codes == [2, 2] and run.said.count("another process is gone") == 2, run.said
+    run = hosts.start(tmp_path / "run")
+    assert run.wait() == [0, 0], run.said
+    assert weights(tmp_path / "run") == undisturbed[False]
+    tally("two hosts: all connections are reset: a line from each *", 1)
+
+
+def test_a_slow_link(hosts, undisturbed, tmp_path, tally):
+    for host, name in enumerate(hosts.names):
+        limit = ("tbf", "rate", "2mbit", "burst", "32kb", "latency", "50ms")
+        hosts.inside(host, "tc", "qdisc", "replace", "dev", name, "root", *limit)
+    run = hosts.start(tmp_path / "run")
+    codes = run.wait()
+    for host, name in enumerate(hosts.names):
+        hosts.inside(host, "tc", "qdisc", "delete", "dev", name, "root")
+    assert codes == [0, 0], run.said
+    assert weights(tmp_path / "run") == undisturbed[False]
+    tally("two hosts: a link of 2 Mbit/s *", 1)
+
+
+def test_a_name_that_leads_to_loopback_is_refused(hosts, tmp_path, tally):
+    """Debian's default: gloo would tell the other host 127.0.0.1."""
+    if not all("127." in hosts.inside(host, "getent", "hosts", os.uname().nodename) for host in (0, 1)):
+        pytest.skip("this machine's name does not lead to loopback")
+    run = hosts.start(tmp_path / "run", named=False)
+    assert run.wait() == [2, 2]
+    assert run.said.count("GLOO_SOCKET_IFNAME must be the network interface that they share") == 2, run.said
+    tally("two hosts whose names lead to loopback: refused, with what serves", 1)
