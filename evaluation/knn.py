@@ -14,16 +14,16 @@ from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
 from mpp.metrics import is_right
 from mpp.probe import knn_predict
-from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.hardware import device
 from mpp.runtime.launch import command
 
 
 def evaluate(features: Features, config: KnnConfig) -> list[dict]:
     """Accuracy for every number of neighbours."""
-    device = "cuda" if uses_gpu() else "cpu"
+    own = device()
     labels, test = torch.from_numpy(features.train_labels), torch.tensor(features.test, dtype=torch.float32)
-    predicted = knn_predict(features.train, labels, test.to(device), config.neighbours, config.temperature)
-    truth = torch.from_numpy(features.test_labels).to(device)
+    predicted = knn_predict(features.train, labels, test.to(own), config.neighbours, config.temperature)
+    truth = torch.from_numpy(features.test_labels).to(own)
     return [
         {"neighbours": k, "accuracy": float(is_right(of_k, truth).double().mean())} for k, of_k in predicted.items()
     ]

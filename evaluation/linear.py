@@ -22,7 +22,7 @@ from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
 from mpp.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
-from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.hardware import device
 from mpp.runtime.launch import command
 from mpp.training.tracking import progress_bar
 
@@ -113,13 +113,13 @@ def fitted_accuracies(
 
     All are fitted to one copy of the training features; those of test are standardised as they are looked at.
     """
-    device = "cuda" if uses_gpu() else "cpu"
-    train = torch.empty(features.train.shape, device=device)
-    for part, block in zip(train.split(BLOCK), floats(features.train, device), strict=True):
+    own = device()
+    train = torch.empty(features.train.shape, device=own)
+    for part, block in zip(train.split(BLOCK), floats(features.train, own), strict=True):
         part.copy_(block)
     mean, std = train.mean(0), train.std(0, correction=0) + 1e-6
     train.sub_(mean).div_(std)
-    labels, truth = (torch.from_numpy(part).to(device) for part in (features.train_labels, features.test_labels))
+    labels, truth = (torch.from_numpy(part).to(own) for part in (features.train_labels, features.test_labels))
     accuracies = []
     for choice, seed in cases:
         with progress_bar(desc=f"{config.solver} {choice:g}", unit="pass", disable=train.numel() <= QUICK) as bar:
@@ -129,7 +129,7 @@ def fitted_accuracies(
                 settings = config.epochs, config.sgd_batch_size, seed
                 classifier = fit_sgd(train, labels, classes, choice, *settings, bar.update)
         with torch.no_grad():
-            test = ((block - mean) / std for block in floats(features.test, device, max(1, LOGITS // classes)))
+            test = ((block - mean) / std for block in floats(features.test, own, max(1, LOGITS // classes)))
             predicted = torch.cat([classifier(block).argmax(1) for block in test])
         accuracies.append(float(is_right(predicted, truth).double().mean()))
     return accuracies

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two virtual nodes on this machine, for tests: needs root, slurm-wlm and munge (`tests/rehearsals`).
+"""A Slurm cluster of two virtual nodes on this machine. It needs root, slurm-wlm and munge (`tests/rehearsals`).
 
 Its nodes are n1 and n2, each with 64 pretended CPUs and 8 pretended GPUs. Its daemons, and so its jobs, live in a mount
 namespace where these names lead to this machine; nothing of the machine is changed.

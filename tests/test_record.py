@@ -195,6 +195,6 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkey
 
 def test_a_revision_of_the_hub_is_asked_for(monkeypatch):
     asked = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: asked.update(options))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: asked.update(options) or {})
     load_splits(SourceConfig(path="somebody/birds", revision="v2"))
     assert asked["revision"] == "v2"

@@ -15,6 +15,11 @@ def uses_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in TRUE
 
 
+def device() -> str:
+    """What torch calls it."""
+    return "cuda" if uses_gpu() else "cpu"
+
+
 def bf16_is_native() -> bool:
     """Whether bf16 is computed by the hardware, not emulated."""
     if uses_gpu():
