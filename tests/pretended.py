@@ -40,7 +40,7 @@ FP32 = (
     "cross_entropy_loss",
 )
 waits: set[tuple[str, str]] = set()  # when, what and where
-when = ["before"]
+when = ["building"]
 libraries = []  # torch forgets what a library has registered when the library goes
 
 
@@ -59,6 +59,10 @@ class Pretended(Tensor):
 
     def __repr__(self):
         return f"Pretended({self.raw!r})"
+
+    def tolist(self):
+        note("tolist")
+        return self.raw.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
@@ -247,18 +251,33 @@ def pretend_in_libraries() -> None:
 
 
 def pretend_in_ours() -> None:
-    """The two places that ask for a GPU by name, and when an update is done."""
+    """The place that asks for a GPU by name; and what is under way, by the loop's own functions."""
     from mpp.runtime import hardware
-    from mpp.training.loop import Update
+    from mpp.training.loop import Loop, Update
+    from mpp.training.task import ImageTask
 
     replace_everywhere(hardware.device, lambda: DEVICE)
-    update = Update.__call__
+    during(Loop, "__init__", lambda *_, **__: "setting up", then="between")
+    during(Loop, "log", lambda *_, **__: "logging")
+    during(Loop, "evaluate", lambda *_, **__: "evaluating")
+    during(Loop, "save", lambda *_, **__: "saving")
+    during(ImageTask, "export", lambda *_, **__: "exporting")
 
-    def timed(self, step, micro, measure):
-        when[0] = "first updates" if step < 2 else "logged update" if measure else "update"
+    def update(self, step, micro, measure):
+        return "first updates" if step < 2 else "logged update" if measure else "update"
+
+    during(Update, "__call__", update)
+
+
+def during(owner: type, name: str, what, then: str = "") -> None:
+    """While this method is called, waits are of what `what` says; and after it of `then`."""
+    method = getattr(owner, name)
+
+    def timed(*args, **kwargs):
+        before, when[0] = when[0], what(*args, **kwargs)
         try:
-            return update(self, step, micro, measure)
+            return method(*args, **kwargs)
         finally:
-            when[0] = "between"
+            when[0] = then or before
 
-    Update.__call__ = timed
+    setattr(owner, name, timed)

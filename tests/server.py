@@ -20,7 +20,8 @@ from pathlib import Path
 
 from conftest import HANGS, heed_interrupts, wait_until
 
-COMMANDS = ("supervised", "contrastive", "finetune", "compare", "features")
+COMMANDS = ("supervised", "contrastive", "finetune", "compare", "features", "fewshot", "knn", "linear", "masked")
+COMMANDS = (*COMMANDS, "visualize")
 MODULES = {"pretrain": "mpp.pretrain"} | {name: f"evaluation.{name}" for name in COMMANDS}
 context = multiprocessing.get_context("forkserver")
 LATER = ("docstring_parser", "scipy.io", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")

@@ -1,12 +1,21 @@
 """The commands on a pretended accelerator: no operation mixes devices, and between two logged steps nobody waits."""
 
 import json
+import shutil
 from functools import partial
+from typing import get_args, get_type_hints
 
 import pretended
 import pytest
 from conftest import TINY
 from server import Command
+from test_distill import save_timm
+
+from evaluation.config import EVERY
+from mpp.config import ModelConfig, OptimConfig
+from mpp.corruption import PATTERNS
+from mpp.models.networks import NETWORKS
+from mpp.objectives import OBJECTIVES
 
 pytestmark = [
     pytest.mark.rehearsal,
@@ -14,31 +23,112 @@ pytestmark = [
 ]
 STEPS = ("--run.steps=9", "--run.log_every=4", "--run.checkpoint_every=100", "--data.eval_images=16")
 SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.log", "--run.check"))), *STEPS)
-LOGGED = {  # where the host may wait when an update is logged: for the verdict on it, and for its scalars
-    "_local_scalar_dense in finite.check",
-}
-PRETRAIN = {
-    "mean_color": [],
-    "bf16": ["--run.precision=bf16"],
-    "adam": ["--optim.name=adam"],
-    "sgd": ["--optim.name=sgd"],
+BETWEEN = ("update", "between")  # two logged steps
+LOGGED = {  # where the host waits when an update is logged
+    "_local_scalar_dense in finite.check",  # the verdict on it, and on those since the last
+    "index by a mask in metrics.measure",  # the accuracy on corrupted patches, by what became of them
+    "bincount in metrics.measure",
 }
 
 
-def waits(module: str, file, *arguments: str) -> dict[str, set[str]]:
+def choices(config: type, name: str) -> list[str]:
+    return list(get_args(get_type_hints(config)[name]))
+
+
+PRETRAIN = {f"objective {name}": [f"--objective.name={name}"] for name in OBJECTIVES}
+PRETRAIN |= {f"pattern {name}": [f"--corruption.pattern={name}"] for name in PATTERNS}
+PRETRAIN |= {f"position {name}": [f"--model.position={name}"] for name in choices(ModelConfig, "position")}
+PRETRAIN |= {f"position {name}": [f"--model.position_at={name}"] for name in ("every", "every_shared")}
+PRETRAIN |= {f"optimiser {name}": [f"--optim.name={name}"] for name in choices(OptimConfig, "name")}
+UNSEEN = ["--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
+PRETRAIN |= {f"network {name}": [f"--network.name={name}", *UNSEEN] for name in NETWORKS}
+PRETRAIN |= {
+    "bf16": ["--run.precision=bf16", "--optim.name=muon"],
+    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *UNSEEN],
+    "SimMIM": ["--objective.name=pixels", "--objective.loss=l1", "--corruption.pattern=blocks"],
+    "axial": ["--model.mixing=axial"],
+    "fused attention": ["--model.attention=fused"],
+    "dropout": ["--model.dropout=0.1", "--model.drop_path=0.1"],
+    "activation checkpointing": ["--model.activation_checkpointing=true"],
+    "patches of other images": ["--corruption.source=batch"],
+    "accumulation": ["--data.batch_size=3"],
+    "Polyak average": ["--optim.average=0.9"],
+    "layer decay": ["--optim.layer_decay=0.7"],
+    "stride": ["--model.stride=4"],
+}
+
+
+def on_device(module: str, folder, *arguments: str, then: tuple[str, ...] = ()) -> dict[str, set[str]]:
     """When -> where the host waited for the device."""
-    run = Command(module, *arguments, prepare=partial(pretended.pretend, file))
+    file = folder / "waits.json"
+    run = Command(module, *arguments, *then, prepare=partial(pretended.pretend, file))
     assert run.wait() == [0], run.said[-3000:]
     found: dict[str, set[str]] = {}
     for when, what in json.loads(file.read_text()):
         found.setdefault(when, set()).add(what)
+    assert not [found[when] for when in BETWEEN if when in found], found
     return found
 
 
 @pytest.mark.parametrize("options", PRETRAIN.values(), ids=PRETRAIN)
-def test_pretraining_waits_for_the_device_where_it_logs_and_nowhere_else(tmp_path, options, tally):
-    found = waits("pretrain", tmp_path / "waits.json", *SMALL, f"--run.dir={tmp_path / 'run'}", *options)
-    print(found)
-    assert not found.get("update"), found
-    assert found.get("logged update", set()) <= LOGGED, found
-    tally("pretended device: pre-training", 1)
+def test_pretraining_waits_where_it_logs_and_nowhere_else(tmp_path, options, tally):
+    found = on_device("pretrain", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}", *options)
+    assert found["logged update"] <= LOGGED, found
+    tally("pretended device: kinds of pre-training", 1)
+
+
+def test_its_bits_are_the_cpus(tmp_path, tally):
+    """Of what computes in one order: Adam. And bf16 is computed with."""
+    options = (*SMALL, "--optim.name=adam", "--probe.every=0")
+    on_device("pretrain", tmp_path, *options, f"--run.dir={tmp_path / 'there'}")
+    Command("pretrain", *options, f"--run.dir={tmp_path / 'here'}").wait()
+    on_device("pretrain", tmp_path, *options, "--run.precision=bf16", f"--run.dir={tmp_path / 'bf16'}")
+    bits = {
+        name: (tmp_path / name / "encoder" / "model.safetensors").read_bytes() for name in ("there", "here", "bf16")
+    }
+    assert bits["there"] == bits["here"] != bits["bf16"]
+    tally("pretended device: the bits of the CPU", 1)
+
+
+def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
+    """With the probe and the panel that come with an evaluation."""
+    options = (*SMALL, "--run.checkpoint_every=4", "--probe.every=4", f"--run.dir={tmp_path / 'run'}")
+    on_device("pretrain", tmp_path, *options)
+    shutil.rmtree(tmp_path / "run" / "encoder")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000009")
+    on_device("pretrain", tmp_path, *options)
+    tally("pretended device: resume, with the probe and the panel", 1)
+
+
+@pytest.mark.parametrize("teacher", ["", "soft"])
+def test_learning_from_labels(tmp_path, teacher, tally):
+    own = [f"--distill.teacher={save_timm(tmp_path / 'teacher', 9)}", f"--distill.kind={teacher}"] if teacher else []
+    options = [word for word in SMALL if not word.startswith("--probe")]
+    on_device("supervised", tmp_path, *options, f"--run.dir={tmp_path / 'run'}", *own)
+    tally("pretended device: supervised, from a teacher, fine-tuning, SimCLR", 1)
+
+
+def test_contrastive(tmp_path, tally):
+    on_device("contrastive", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}")
+    tally("pretended device: supervised, from a teacher, fine-tuning, SimCLR", 1)
+
+
+def test_finetuning(tmp_path, trained, tally):
+    options = ("--run.steps=9", "--run.log_every=4", "--run.threads=1", "--data.workers=0", "--data.eval_images=16")
+    options = (
+        *options,
+        "--optim.global_batch_size=8",
+        f"--encoder={trained}",
+        "--lrs=0.1",
+        f"--run.dir={tmp_path}/new",
+    )
+    on_device("finetune", tmp_path, *options)
+    tally("pretended device: supervised, from a teacher, fine-tuning, SimCLR", 1)
+
+
+@pytest.mark.parametrize("command", ["features", "fewshot", "knn", "linear", "masked", "visualize"])
+def test_judging(tmp_path, trained, command, tally):
+    own = {"masked": [], "features": ["--data.workers=0"], "visualize": [f"--pictures={json.dumps(EVERY)}"]}
+    options = own.get(command, ["--data.workers=0", "--threads=1"])
+    on_device(command, tmp_path, f"--encoder={trained}", f"--out={tmp_path / 'out'}", *options)
+    tally("pretended device: features, few-shot, kNN, linear probe, masked, pictures", 1)
