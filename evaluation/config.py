@@ -433,6 +433,18 @@ class ThroughputConfig:
 
 
 @dataclass(frozen=True)
+class GpuReportConfig:
+    """What mpp does on this machine's GPU, in one text file."""
+
+    out: str = "gpu_report.txt"
+    """The file."""
+    batch_size: int = 64
+    """Images a step, of throughput and memory."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu rehearses the report."""
+
+
+@dataclass(frozen=True)
 class CompareConfig:
     """A comparison of encoders."""
 

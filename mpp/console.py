@@ -26,6 +26,8 @@ COMMANDS = {
     "supervised": "train from labels, from scratch",
     "contrastive": "pre-train by SimCLR",
     "throughput": "time training against other code",
+    "memory": "how much of a GPU's memory pre-training takes",
+    "gpu-report": "what mpp does on this machine's GPU, in a file to send",
 }
 
 
@@ -33,7 +35,10 @@ def places(name: str) -> tuple[str, str, str]:
     """A command's module, which has `main`; the module and the name of its config."""
     if name in ("pretrain", "prepare"):
         return f"mpp.{name}", "mpp.config", "Config" if name == "pretrain" else "PrepareConfig"
-    return f"evaluation.{name}", "evaluation.config", f"{name.capitalize()}Config"
+    if name == "memory":
+        return "evaluation.memory", "mpp.config", "Config"
+    words = name.split("-")
+    return f"evaluation.{'_'.join(words)}", "evaluation.config", f"{''.join(map(str.capitalize, words))}Config"
 
 
 def main() -> None:

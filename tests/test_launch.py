@@ -97,6 +97,18 @@ def test_precision_says_who_wins(monkeypatch, asked, launcher, expected, reason)
     assert precision == expected and reason in why
 
 
+@pytest.mark.parametrize(("asked", "launcher"), [("bf16", "no"), ("auto", "bf16")])
+def test_bf16_is_refused_on_a_gpu_that_emulates_it(monkeypatch, asked, launcher):
+    """A V100 or a T4: fp32, unless bf16 is asked for."""
+    monkeypatch.setattr(launch, "uses_gpu", lambda: True)
+    monkeypatch.setattr(launch, "bf16_is_native", lambda: False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert choose_precision(RunConfig())[0] == "fp32"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    with pytest.raises(UserError, match="which this GPU emulates"):
+        choose_precision(RunConfig(precision=asked))
+
+
 def test_precision_that_there_is_not(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ValueError, match="fp16; it must be bf16 or no"):
@@ -161,6 +173,9 @@ def test_other_parallelism_is_refused(monkeypatch):
 
 def test_a_gpu_out_of_memory_is_told_what_to_do():
     said = user_message(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert said == user_message(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    )
     assert "lower data.batch_size" in said and "model.activation_checkpointing (of fine-tuning: activation_ch" in said
     for config_class in (Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig):
         again = f"{'' if config_class is FinetuneConfig else 'model.'}activation_checkpointing"

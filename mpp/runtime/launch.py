@@ -32,8 +32,9 @@ DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.
 OUT_OF_MEMORY = (
     "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same; but "
     "contrastive training gets fewer negatives), or set model.activation_checkpointing (of fine-tuning: "
-    "activation_checkpointing)"
+    "activation_checkpointing). `mpp memory` counts what pre-training takes"
 )
+FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # how CUDA's libraries say it
 HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
 GONE = "another process is gone, or its machine; the same command resumes"
 
@@ -60,7 +61,7 @@ def command(main: Callable[[], None]) -> None:
 
 def user_message(error: Exception) -> str | None:
     """What a user is told of an error, in one line; None: it is a bug and keeps its traceback."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in FULL):
         return OUT_OF_MEMORY
     if isinstance(error, RuntimeError) and "gloo/transport" in str(error):  # how its connection ended: in many ways
         return HANGS if "Timed out waiting" in str(error) else GONE
@@ -207,6 +208,9 @@ def check_address() -> None:
 def choose_precision(run: RunConfig) -> tuple[str, str]:
     """("bf16" or "fp32", why): the config's word wins, then the launcher's, then what the hardware computes in."""
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    asked = launcher if run.precision == "auto" else run.precision
+    if asked == "bf16" and uses_gpu() and not bf16_is_native():
+        raise UserError("bf16 is asked for, which this GPU emulates, slower than fp32: leave out run.precision")
     if run.precision != "auto":
         overruled = launcher not in ("no", run.precision)
         return run.precision, f"run.precision{f', over the launcher, which says {launcher}' if overruled else ''}"

@@ -1,0 +1,57 @@
+"""What mpp does on this machine's GPU, in one text file to send: `mpp gpu-report`, some minutes, from a clone.
+
+Versions and card (torch's own report), the tests of tests/test_gpu.py but those that compile, and throughput beside
+other code with the memory that each takes.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.collect_env import get_pretty_env_info
+
+from evaluation.config import GpuReportConfig
+from mpp.errors import UserError
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import parse
+
+ROOT = Path(__file__).parent.parent
+TESTS = ("pytest", "-m", "gpu", "-k", "not compiled", "-q", "-rA", "--no-header", "--tb=short", "tests/test_gpu.py")
+SPEED = ("evaluation.throughput", "--rounds=5")
+
+
+def parts(config: GpuReportConfig) -> Iterator[tuple[str, str]]:
+    """A title and a text, one after the other, as they are there."""
+    yield "versions and card", get_pretty_env_info()
+    here = (ROOT / "tests").is_dir()
+    yield "tests", said_by(config.device, *TESTS) if here else "not here: this is no clone of the repository"
+    device = "auto" if config.device == "cuda" else "cpu"
+    yield "speed and memory", said_by(device, *SPEED, f"--batch_size={config.batch_size}", f"--device={device}")
+
+
+def said_by(device: str, *words: str) -> str:
+    """What a command writes, with how long it took."""
+    begin, environment = time.monotonic(), os.environ | {"GPU_SUITE_DEVICE": device}
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ended = subprocess.run((sys.executable, "-m", *words), cwd=ROOT, env=environment, **streams)
+    return f"{ended.stdout}\nexit code {ended.returncode}, {time.monotonic() - begin:.0f} s"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Report as the command line, or `arguments`, say."""
+    config = parse(GpuReportConfig, arguments, prog="python evaluation/gpu_report.py")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("torch sees no GPU here; --device cpu rehearses the report")
+    with open(config.out, "w") as file:
+        for title, text in parts(config):
+            print(f"== {title}\n\n{text}\n", file=file, flush=True)
+            print(f"{title}: done", flush=True)
+    print(f"wrote {config.out}: send this file")
+
+
+if __name__ == "__main__":
+    command(main)

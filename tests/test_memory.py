@@ -1,0 +1,57 @@
+"""The memory that an update takes, by closed forms: on fake tensors nothing is allocated."""
+
+from dataclasses import replace
+
+import pytest
+
+from evaluation import gpu_report, memory
+from mpp.config import Config, ModelConfig, OptimConfig, RunConfig
+from mpp.models.encoder import build_encoder
+
+MODEL = ModelConfig(width=64, depth=4, heads=2, img_size=64, patch_size=8, attention="fused")
+RUN = RunConfig(dir="unused", steps=10, precision="fp32")
+CONFIG = Config(run=RUN, model=MODEL, optim=OptimConfig(name="adam"))
+
+
+def test_weights_and_moments_are_four_bytes_each():
+    head = 512 * 64 + 512 + 64  # and [mask]
+    count = sum(parameter.numel() for parameter in build_encoder(MODEL).parameters()) + head
+    found = memory.peak_memory(CONFIG, 8)
+    assert found["weights"] == pytest.approx(4 * count, rel=0.01)
+    assert found["optimiser"] == pytest.approx(8 * count, rel=0.01)
+    assert found["total"] == sum(found[kind] for kind in ("weights", "gradients", "optimiser", "activations"))
+    for optim, numbers in ((OptimConfig(name="sgd"), 1), (OptimConfig(name="adam", average=0.9), 3)):
+        assert memory.peak_memory(replace(CONFIG, optim=optim), 8)["optimiser"] == pytest.approx(
+            4 * numbers * count, rel=0.01
+        )
+
+
+def test_activations_grow_with_the_images_and_fall_with_what_is_computed_again():
+    found = {images: memory.peak_memory(CONFIG, images)["activations"] for images in (64, 128, 192)}
+    assert found[192] - found[128] == pytest.approx(found[128] - found[64], rel=0.01)
+    again = replace(CONFIG, model=replace(MODEL, activation_checkpointing=True))
+    assert memory.peak_memory(again, 64)["activations"] < found[64] / 2
+    unfused = replace(CONFIG, model=replace(MODEL, attention="unfused"))
+    scores = 4 * 64 * 2 * 65**2  # bytes: float32, images, heads, tokens; kept by each of three blocks at least
+    assert memory.peak_memory(unfused, 64)["activations"] - found[64] > 3 * scores
+    half = replace(CONFIG, run=replace(RUN, precision="bf16"))
+    assert memory.peak_memory(half, 64)["activations"] < found[64]
+
+
+def test_the_command_says_it(capsys):
+    memory.main(["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.batch_size=4"])
+    said = capsys.readouterr().out
+    assert "4 images a forward pass" in said and "weights" in said and "total" in said
+
+
+def test_a_report_has_three_parts(tmp_path, monkeypatch, capsys):
+    """Its commands are tested on their own."""
+    monkeypatch.setattr(gpu_report, "said_by", lambda *words: " ".join(words))
+    gpu_report.main([f"--out={tmp_path / 'report.txt'}", "--device=cpu"])
+    text = (tmp_path / "report.txt").read_text()
+    assert [line for line in text.splitlines() if line.startswith("== ")] == [
+        "== versions and card",
+        "== tests",
+        "== speed and memory",
+    ]
+    assert "PyTorch version" in text and "tests/test_gpu.py" in text and "evaluation.throughput" in text

@@ -1,0 +1,42 @@
+"""What torch.compile writes for a GPU: one graph for each kind of model, and kernels that compile."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from conftest import run_command
+from test_pretended import PRETRAIN
+
+TINY = ("--model.width=32", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--model.patch_size=8")
+# The others have the same code; random numbers of dropout come in by a pass of inductor's that is not run here.
+SAME = (
+    "optimiser",
+    "dropout",
+    "pattern",
+    "bf16",
+    "fused",
+    "activation",
+    "accumulation",
+    "Polyak",
+    "layer decay",
+    "every",
+)
+KINDS = {name: [*TINY, *options] for name, options in PRETRAIN.items() if not name.startswith(SAME)}
+pytestmark = [
+    pytest.mark.rehearsal,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch has no Triton"),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_for_a_gpu_compile(capability, tally):
+    """Forward and backward, on an A100 and an H100, by the assembler that Triton brings."""
+    ended = run_command(sys.executable, "tests/triton_code.py", str(capability), json.dumps([*KINDS.values()]))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    *kinds, total = map(json.loads, ended.stdout.splitlines())
+    assert len(kinds) == len(KINDS) and not [kind for kind in kinds if kind["failed"]], ended.stdout
+    assert all(kind["kernels"] > 10 for kind in kinds) and total["compiled"] > 50
+    tally(
+        f"Triton kernels of {len(kinds)} kinds of models, forward and backward, for sm_{capability}", total["compiled"]
+    )
