@@ -185,17 +185,17 @@ def tally(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The README's reliability table."""
-    passed = [test.user_properties for test in terminalreporter.stats.get("passed", ())]
-    survived = [value for properties in passed for name, value in properties if name == "survived"]
-    if survived:
+    """The reliability table, and that of rehearsals: what, how often, seconds of the tests that did it."""
+    times, seconds = Counter(), Counter()
+    for test in terminalreporter.stats.get("passed", ()):
+        for what, count in (value for name, value in test.user_properties if name == "survived"):
+            times[what] += count
+            seconds[what] += test.duration
+    if times:
         terminalreporter.section("faults survived")
-        width = max(len(what) for what, _ in survived)
-        total = Counter()
-        for what, times in survived:
-            total[what] += times
-        for what, times in total.items():
-            terminalreporter.write_line(f"| {what:{width}} | {times:>6} |")
+        width = max(map(len, times))
+        for what, count in times.items():
+            terminalreporter.write_line(f"| {what:{width}} | {count:>6} | {seconds[what]:>6.0f} |")
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 48)) -> np.ndarray:

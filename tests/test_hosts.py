@@ -71,8 +71,12 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts():
-    with Hosts() as hosts:
-        yield hosts
+    try:
+        hosts = Hosts().__enter__()
+    except subprocess.CalledProcessError as error:  # root of a container may be refused them
+        pytest.skip(f"no network namespaces here: {error}")
+    yield hosts
+    hosts.__exit__()
 
 
 @pytest.fixture(scope="module")
