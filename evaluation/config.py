@@ -20,6 +20,7 @@ from mpp.config import (
     needs,
     operational,
     require,
+    sides,
 )
 from mpp.runtime.weights import fingerprint
 
@@ -58,8 +59,8 @@ class EncoderConfig:
     """Take the architecture with random weights: the floor that pre-training has to beat."""
     seed: int = 0
     """Seed of random weights."""
-    img_size: int | None = None
-    """Another input size; position embeddings are resampled. null: the encoder's own."""
+    img_size: int | tuple[int, int] | None = None
+    """Another input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
@@ -68,7 +69,7 @@ class EncoderConfig:
         """What is not as usual, for the names of files: one report does not take another's place."""
         parts = [f"random_{self.seed}"] if self.random else []
         parts += [Path(self.checkpoint).stem] if self.checkpoint else []
-        parts += [f"{self.img_size}px"] if self.img_size else []
+        parts += [f"{'x'.join(map(str, dict.fromkeys(sides(self.img_size))))}px"] if self.img_size else []
         parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
         return "".join(f"_{part}" for part in parts)
 
@@ -284,8 +285,9 @@ class FinetuneConfig:
     """Local .safetensors file with the weights of a timm model name."""
     init: Literal["encoder", "random"] = "encoder"
     """random: the same architecture and recipe from random weights."""
-    img_size: int | None = None
-    """Side of the images; position embeddings are interpolated in 2-D. The paper: 384. null: the encoder's own."""
+    img_size: int | tuple[int, int] | None = None
+    """Side of the images, or height and width; position embeddings are interpolated in 2-D (paper: 384). null: the
+    encoder's own."""
     pooling: Pooling = "auto"
     """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
     drop_path: float | None = None

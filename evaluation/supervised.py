@@ -51,7 +51,7 @@ class Distilled(Classification):
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         refuse_seen("distill.teacher", config.distill.teacher, config.data, splits[1])
         self.config, encoder = config, build_student(config.model)
-        self.img_size = encoder.patch_embed.img_size[0]
+        self.img_size = encoder.patch_embed.img_size
         heads = [build_head(config.head.kind, encoder.head_hidden_size, self.classes) for _ in range(2)]
         self.model = DistilledEncoder(encoder, *heads, config.head.pooling, config.model.mean, config.model.std)
         self.teacher = load_teacher(config.distill, self.classes).to(accelerator.device)

@@ -31,6 +31,7 @@ from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
 from evaluation.suite.run_images import parse_with_images
 from mpp.config import RunConfig, require
+from mpp.corruption import Grid
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
@@ -92,17 +93,17 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     doubts = None
     if entropy is not None:
         numbers["entropy"] = entropy.cpu().numpy()
-        doubts = on_grid(numbers["entropy"], numbers["positions"], task.patches)
+        doubts = on_grid(numbers["entropy"], numbers["positions"], task.grid)
     return figures.plot_predictions(columns, doubts, task.objective.shown), numbers
 
 
-def on_grid(values: np.ndarray, positions: np.ndarray, patches: int) -> np.ndarray:
+def on_grid(values: np.ndarray, positions: np.ndarray, grid: Grid) -> np.ndarray:
     """Values of the cells of some patches, (B, K, cells), in their places of a map (B, h, w); NaN elsewhere."""
     count, _, cells = values.shape
-    side, cell = round(patches**0.5), round(cells**0.5)
-    whole = np.full((count, patches, cells), np.nan, np.float32)
+    (rows, columns), cell = grid, round(cells**0.5)
+    whole = np.full((count, rows * columns, cells), np.nan, np.float32)
     np.put_along_axis(whole, positions[..., None].repeat(cells, -1), values, axis=1)
-    return whole.reshape(count, side, side, cell, cell).swapaxes(2, 3).reshape(count, side * cell, side * cell)
+    return whole.reshape(count, rows, columns, cell, cell).swapaxes(2, 3).reshape(count, rows * cell, columns * cell)
 
 
 def filters(subject: Subject) -> tuple[Figure, Numbers]:

@@ -70,7 +70,7 @@ def extract_features(
     require(len(images) > 0, "images", "empty", IMAGES)
     wanted = resolve_model_data_config(encoder)
     built_for = getattr(getattr(encoder, "patch_embed", None), "img_size", None)  # not what its weights were made for
-    size, device = (built_for or wanted["input_size"])[-1], next(encoder.parameters()).device
+    size, device = tuple(built_for or wanted["input_size"])[-2:], next(encoder.parameters()).device
     crops = torch.stack([centre_crop(to_pixels(each), size, wanted["crop_pct"]) for each in images])
     normalize = Normalize(wanted["mean"], wanted["std"]).to(device)
     found = []

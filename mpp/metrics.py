@@ -4,6 +4,7 @@ Sums are collected batch by batch and process by process, and divided at the end
 should. B images, N patches, K corrupted patches.
 """
 
+import math
 from functools import reduce
 
 import torch
@@ -11,32 +12,32 @@ from accelerate.utils import gather_object
 from einops import rearrange
 from torch import Tensor
 
-from mpp.corruption import Corruption, Kind
+from mpp.corruption import Corruption, Grid, Kind
 from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]
 DISTANCES = 2**22  # between patches, of several images at a time: what bounds the memory, to 16 MB
 
 
-def nearest_visible(positions: Tensor, patches: int) -> Tensor:
+def nearest_visible(positions: Tensor, grid: Grid) -> Tensor:
     """For each corrupted patch the two nearest ones that are not corrupted: (B, K) positions to (B, K, 2) positions.
 
-    Nearest on a square grid of N patches, centre to centre; of equally near ones the first in reading order. Where one
-    patch alone is not corrupted, it is both.
+    Nearest on a grid of N = rows x columns patches, centre to centre; of equally near ones the first in reading order.
+    Where one patch alone is not corrupted, it is both.
     """
-    side = int(patches**0.5)
+    patches, beyond = math.prod(grid), grid[0] ** 2 + grid[1] ** 2  # no two patches are as far apart
     place = torch.arange(patches, dtype=torch.int32, device=positions.device)
-    rows, columns = place // side, place % side
+    rows, columns = place // grid[1], place % grid[1]
     apart = (rows[:, None] - rows) ** 2 + (columns[:, None] - columns) ** 2  # (N, N)
     corrupted = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
     corrupted.scatter_(1, positions, True)
-    hidden = corrupted.int() * 2 * patches  # (B, N); no two patches are 2 N apart
+    hidden = corrupted.int() * beyond  # (B, N)
     found = []
     at_a_time = max(1, DISTANCES // (positions.shape[1] * patches))  # images
     for at, far in zip(positions.split(at_a_time), hidden.split(at_a_time), strict=True):
         distances = apart[at].add_(far[:, None])  # (b, K, N)
         first = distances.argmin(-1, keepdim=True)
-        second = distances.scatter_(-1, first, 2 * patches - 1).argmin(-1, keepdim=True)
+        second = distances.scatter_(-1, first, beyond - 1).argmin(-1, keepdim=True)
         found.append(torch.cat([first, second], -1))
     return torch.cat(found)
 
@@ -59,8 +60,8 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
         return {}
     truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells)
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
-    patches = images[0, 0].numel() // objective.patch_size**2
-    two = nearest_visible(corruption.positions, patches).unbind(-1)
+    rows, columns = (side // objective.patch_size for side in images.shape[-2:])
+    two = nearest_visible(corruption.positions, (rows, columns)).unbind(-1)
     copied = objective.labels(objective.targets(images, two[0]))
     row = mean_in_a_row(*(patches_at(images, each, objective.patch_size) for each in two))
     places = torch.arange(truth.shape[1], device=images.device).expand(truth.shape[:2])

@@ -50,7 +50,7 @@ class Pretraining(ImageTask):
         if config.corruption.source == "batch":
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
         encoder = build_encoder(config.model)
-        self.img_size = encoder.patch_embed.img_size[0]
+        self.img_size = encoder.patch_embed.img_size
         self.grid, self.patch_size = cell_grid(encoder)
         self.patches = math.prod(self.grid)
         self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)

@@ -86,7 +86,7 @@ def test_resnets_and_hybrids_train(tmp_path, name):
 def test_what_is_not_a_vit_is_pooled_as_timm_does(name):
     """Some have their last norm, or a layer, after pooling; a parameter that is not used ends two processes."""
     encoder, size = supervised.build_backbone(ModelConfig(name=name, img_size=None if "levit" in name else 64))
-    images = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
+    images = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
     model = HeadedEncoder(encoder, torch.nn.Identity(), "auto", (0.5,) * 3, (0.5,) * 3).eval()
     expected = encoder((images / 255 - 0.5) / 0.5)
     assert expected.shape == (2, encoder.head_hidden_size)
@@ -342,6 +342,6 @@ def test_labels_are_needed(tmp_path, image_folder):
 
 def test_vits_are_built_as_in_pre_training():
     encoder, size = supervised.build_backbone(ModelConfig(depth=1, img_size=32))
-    assert size == 32 and encoder.embed_dim == 128
+    assert size == (32, 32) and encoder.embed_dim == 128
     with pytest.raises(ValueError, match="vit_bose_patch16_224"):
         supervised.build_backbone(ModelConfig(name="vit_bose_patch16_224"))

@@ -29,7 +29,7 @@ def corruption_of(images: int, side: int, **settings) -> Corruption:
 )
 def test_nearest_visible_patches_by_search(pattern, side, rate):
     corruption = corruption_of(20, side, rate=rate, pattern=pattern)
-    nearest = nearest_visible(corruption.positions, side**2)
+    nearest = nearest_visible(corruption.positions, (side, side))
     for positions, found in zip(corruption.positions.tolist(), nearest.tolist(), strict=True):
         visible = [p for p in range(side**2) if p not in positions]
         for position, answer in zip(positions, found, strict=True):
@@ -54,12 +54,12 @@ def test_neighbours_of_many_images_take_as_many_operations_as_of_few(monkeypatch
     counts, positions = {}, corruption_of(128, 8).positions
     for images in (8, 128):
         with Operations() as operations:
-            found = nearest_visible(positions[:images], 64)
+            found = nearest_visible(positions[:images], (8, 8))
         counts[images] = operations.count
     assert counts[8] == counts[128]
     monkeypatch.setattr("mpp.metrics.DISTANCES", 5 * 32 * 64)  # five images of 32 patches and their 64 distances
     with Operations() as operations:
-        assert torch.equal(nearest_visible(positions, 64), found)
+        assert torch.equal(nearest_visible(positions, (8, 8)), found)
     assert operations.largest == 5 * 32 * 64
 
 
@@ -82,7 +82,7 @@ def test_measures_against_a_loop(name):
     patches = patchify(images, 4)
     right = {kind: [] for kind in Kind}
     copied, mixed, colors = [], [], []
-    nearest = nearest_visible(corruption.positions, 16)
+    nearest = nearest_visible(corruption.positions, (4, 4))
     for b in range(6):
         for k, position in enumerate(corruption.positions[b]):
             kind = Kind(int(corruption.kinds[b, k]))

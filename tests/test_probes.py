@@ -51,7 +51,7 @@ def vit(tmp_path_factory):
 def test_features_are_timms_own(vit):
     model, folder = vit
     frozen = load_frozen(str(folder.parent))
-    assert (frozen.img_size, frozen.crop_pct, len(frozen.stages)) == (32, 1.0, 3)
+    assert (frozen.img_size, frozen.crop_pct, len(frozen.stages)) == ((32, 32), 1.0, 3)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
     pixels = (images / 255 - mean) / std

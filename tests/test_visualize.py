@@ -190,7 +190,7 @@ def test_patch_features_are_the_models_own_in_their_places():
 
 def test_entropy_lands_on_its_patch():
     values = np.arange(8.0).reshape(1, 2, 4)  # two patches of 2 x 2 cells
-    whole = on_grid(values, np.array([[3, 0]]), patches=4)
+    whole = on_grid(values, np.array([[3, 0]]), grid=(2, 2))
     np.testing.assert_array_equal(whole[0, 2:, 2:], [[0, 1], [2, 3]])
     np.testing.assert_array_equal(whole[0, :2, :2], [[4, 5], [6, 7]])
     assert np.isnan(whole).sum() == 8

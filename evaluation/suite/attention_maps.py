@@ -67,7 +67,7 @@ def mean_distance(weights: Tensor, apart: Tensor) -> Tensor:
 def spacing(encoder: FrozenEncoder) -> float:
     """Pixels of the input from one patch to the next: fewer than a patch has, where patches overlap."""
     ratio = getattr(encoder.model.patch_embed, "feat_ratio", None)
-    return float(ratio()) if ratio else encoder.img_size / grid_of(encoder.model)[0]
+    return float(ratio()) if ratio else encoder.img_size[0] / grid_of(encoder.model)[0]
 
 
 def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from evaluation.config import ViewsConfig
+from mpp.config import sides
 from mpp.data import images
 from mpp.data.views import ViewDataset
 from mpp.runtime.randomness import FIXED
@@ -49,7 +50,7 @@ class TwoViews(ViewDataset):
     def one_view(self, pixels: Tensor, seed: int, epoch: int, place: int) -> Tensor:
         """A view (3, S, S); `place` says of which image, and whether it is the first or the second."""
         crop = images.random_crop(pixels, self.img_size, self.data, seed, epoch, place)
-        return images.transformed(distortion(self.distorted, self.img_size), crop, seed, epoch, place)
+        return images.transformed(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, place)
 
 
 def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:

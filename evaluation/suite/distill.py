@@ -144,7 +144,7 @@ def with_token(plain: VisionTransformer, config: ModelConfig) -> VisionTransform
     attention = getattr(plain.blocks[0], "attn", None)
     require(hasattr(attention, "num_heads"), *allowed)
     arguments = architecture(config)[1] | dict(
-        img_size=plain.patch_embed.img_size[0],
+        img_size=plain.patch_embed.img_size,
         patch_size=plain.patch_embed.patch_size[0],
         embed_dim=plain.embed_dim,
         depth=len(plain.blocks),

@@ -10,17 +10,19 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from mpp.config import Representation, check_grid, require
+from mpp.config import Representation, check_grid, require, sides
 from mpp.errors import UserError, one_line
 from mpp.frozen_features import features_at, stages
 from mpp.models.encoder import Normalize, load_encoder, set_attention
-from mpp.objectives import patchify, quantize
+from mpp.objectives import quantize
 from mpp.runtime.hardware import uses_gpu
 
+Size = tuple[int, int]  # height and width
 GRID = 8  # cells per side of the colour floors
 
 
@@ -29,14 +31,14 @@ class FrozenEncoder(nn.Module):
 
     Args:
         model: timm's, without a head.
-        img_size: side of the images it is shown; None: its own.
+        img_size: side of the images it is shown, or height and width; None: its own.
     """
 
-    def __init__(self, model: nn.Module, img_size: int | None = None):
+    def __init__(self, model: nn.Module, img_size: int | Size | None = None):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         data_config = resolve_model_data_config(model)
-        self.channels, self.img_size = data_config["input_size"][0], img_size or data_config["input_size"][-1]
+        self.channels, self.img_size = data_config["input_size"][0], sides(img_size or data_config["input_size"][1:])
         self.crop_pct = data_config["crop_pct"]
         self.normalize = Normalize(data_config["mean"], data_config["std"])
 
@@ -55,25 +57,25 @@ class ColorFloor(nn.Module):
 
     Args:
         kind: pixels: the mean colour of each cell (192 numbers); colors: how many cells have each of the 512 colours.
-        img_size: side of the images, a multiple of 8.
+        img_size: side of the images, a multiple of 8, or height and width; None: 64.
     """
 
     stages = (None,)
 
-    def __init__(self, kind: str, img_size: int | None):
+    def __init__(self, kind: str, img_size: int | Size | None):
         super().__init__()
         if kind not in ("pixels", "colors"):
             raise UserError(f"encoder is floor:{kind}; it must be floor:pixels or floor:colors")
-        self.kind, self.img_size, self.crop_pct = kind, img_size or 64, 0.875
-        require(self.img_size % GRID == 0, "img_size", self.img_size, f"a multiple of {GRID}")
+        self.kind, self.img_size, self.crop_pct = kind, sides(img_size or 64), 0.875
+        require(all(side % GRID == 0 for side in self.img_size), "img_size", img_size, f"a multiple of {GRID}")
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
         """As FrozenEncoder's; there is one depth and one representation."""
-        cell = self.img_size // GRID
-        sums = patchify(images, cell).sum((-2, -1), dtype=torch.int32)  # (B, 64, 3)
+        cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=GRID, w=GRID)
+        sums, most = cells.sum((-2, -1), dtype=torch.int32), 255 * cells[0, 0, 0].numel()  # (B, 64, 3)
         if self.kind == "pixels":
-            return [sums.flatten(1).float() / (255 * cell**2)]
-        classes = quantize(sums, 255 * cell**2, bits=3)
+            return [sums.flatten(1).float() / most]
+        classes = quantize(sums, most, bits=3)
         return [F.one_hot(classes, 512).sum(1).float()]
 
 
@@ -81,7 +83,7 @@ def load_frozen(
     encoder: str,
     checkpoint: str | None = None,
     random: bool = False,
-    img_size: int | None = None,
+    img_size: int | Size | None = None,
     seed: int = 0,
     **changes: Any,
 ) -> FrozenEncoder | ColorFloor:
@@ -123,7 +125,7 @@ def load_frozen(
     return frozen
 
 
-def create(encoder: str, img_size: int | None, num_classes: int | None = 0, **options: Any) -> nn.Module:
+def create(encoder: str, img_size: int | Size | None, num_classes: int | None = 0, **options: Any) -> nn.Module:
     """A folder's or timm's model, without a head or (`num_classes` None) its own; ViTs are built for `img_size`."""
     build = load_encoder if Path(encoder).exists() else timm.create_model
     sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size

@@ -117,17 +117,17 @@ def plot_attention_distance(distances: NDArray, uniform: float, images: int) -> 
 
 
 def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residual: bool) -> Figure:
-    """Images (B, S, S, 3), and attention rollout (B, h, w) laid over each, as a multiple of uniform attention."""
+    """Images (B, H, W, 3), and attention rollout (B, h, w) laid over each, as a multiple of uniform attention."""
     across = min(3, len(images))
     rows = -(-len(images) // across)
     figure = Figure(figsize=(WIDTH, 0.4 + (WIDTH - 0.8) / (2 * across) * rows), layout="constrained")
     panels = figure.subplots(rows, 2 * across, squeeze=False)
     pairs = panels.reshape(-1, 2)
-    side = images.shape[1]
+    height, width = images.shape[1:3]
     for (left, right), pixels, flow in zip(pairs, images, rollout, strict=False):
         left.imshow(pixels)
         right.imshow(pixels.mean(-1), cmap="gray")
-        over = dict(cmap=PALETTE, alpha=0.65, extent=(-0.5, side - 0.5, side - 0.5, -0.5), interpolation="bilinear")
+        over = dict(cmap=PALETTE, alpha=0.65, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="bilinear")
         shown: AxesImage = right.imshow(flow, vmin=rollout.min(), vmax=rollout.max(), **over)
     bare(*panels.flat)
     for panel in pairs[len(images) :].flat:
@@ -145,12 +145,12 @@ def plot_components(
     """Two rows for each image: principal components of its patches' features as colours, and its foreground, by depth.
 
     Args:
-        images: (B, S, S, 3).
+        images: (B, H, W, 3).
         colors: (depths, B, h, w, 3) in [0, 1].
         foreground: (depths, B, h, w).
         shares: (depths, 3) of the variance.
     """
-    across, rows, side = 1 + len(depths), 2 * len(images), images.shape[1]
+    across, rows, (height, width) = 1 + len(depths), 2 * len(images), images.shape[1:3]
     panel_side = min(1.2, WIDTH / across)  # inches
     figure = Figure(figsize=(panel_side * across + 0.3, panel_side * rows + 0.9), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01)
@@ -164,7 +164,7 @@ def plot_components(
             veil = np.full((*foreground.shape[2:], 4), 0.5)  # grey, which is seen on dark images and on light ones
             veil[..., 3] = np.where(foreground[place, number], 0, 0.9)
             below[1 + place].imshow(pixels, interpolation="nearest")
-            below[1 + place].imshow(veil, extent=(-0.5, side - 0.5, side - 0.5, -0.5), interpolation="nearest")
+            below[1 + place].imshow(veil, extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation="nearest")
     panels[0, 0].set_title("original", fontsize=9)
     for panel, depth, of_depth in zip(panels[0, 1:], depths, shares, strict=True):
         panel.set_title(f"depth {depth}\n{100 * of_depth.sum():.0f} %", fontsize=9)

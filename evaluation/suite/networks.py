@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evaluation.config import HeadKind, Pooling
-from mpp.config import ModelConfig, require
+from mpp.config import ModelConfig, require, sides
 from mpp.frozen_features import pool
 from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations
 
@@ -48,11 +48,11 @@ def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "m
     return "class" if getattr(encoder, "has_class_token", False) else "mean"
 
 
-def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
-    """A ViT or hybrid as in pre-training, or another model of timm's; and the side of the images it takes."""
+def build_backbone(config: ModelConfig) -> tuple[nn.Module, tuple[int, int]]:
+    """A ViT or hybrid as in pre-training, or another model of timm's; and height and width of the images it takes."""
     if config.name is None or not timm.is_model(config.name) or is_model_in_modules(config.name, VITS):
         encoder = build_encoder(config)
-        return encoder, encoder.patch_embed.img_size[0]
+        return encoder, encoder.patch_embed.img_size
     for name in ("width", "depth", "heads", "patch_size", "init_from"):
         require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
     for name in ("dropout", "drop_path"):
@@ -63,7 +63,7 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
     encoder = timm.create_model(config.name, num_classes=0)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
-    return encoder, config.img_size or encoder.pretrained_cfg["input_size"][-1]
+    return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])
 
 
 def synchronized(encoder: nn.Module, name: str | None, accelerator: Accelerator) -> nn.Module:

@@ -205,7 +205,7 @@ def vit_pytorch(bench: Bench) -> Peer:
 def features(bench: Bench) -> Peer:
     """Features as the probes extract them, from pixels."""
     frozen = load_frozen(bench.model).to(bench.accelerator.device)
-    images = torch.randint(0, 256, (bench.batch_size, 3, frozen.img_size, frozen.img_size), dtype=torch.uint8)
+    images = torch.randint(0, 256, (bench.batch_size, 3, *frozen.img_size), dtype=torch.uint8)
     images, last = images.to(bench.accelerator.device), len(frozen.stages)
 
     def step() -> None:
@@ -218,7 +218,7 @@ def features(bench: Bench) -> Peer:
 def timm_forward(bench: Bench) -> Peer:
     """The bare model's forward pass, from normalised input."""
     frozen = load_frozen(bench.model).to(bench.accelerator.device)
-    images = torch.randn(bench.batch_size, 3, frozen.img_size, frozen.img_size, device=bench.accelerator.device)
+    images = torch.randn(bench.batch_size, 3, *frozen.img_size, device=bench.accelerator.device)
 
     def step() -> None:
         with torch.inference_mode(), bench.accelerator.autocast():

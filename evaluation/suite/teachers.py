@@ -29,8 +29,8 @@ A_TEACHER = "the folder of a finished supervised or fine-tuned run, or a folder 
 class Classifier(NamedTuple):
     """A network with its head."""
 
-    network: nn.Module  # images (B, 3, S, S) in [0, 255] to logits (B, C), or (B, 2, C) of two heads
-    img_size: int  # S
+    network: nn.Module  # images (B, 3, H, W) in [0, 255] to logits (B, C), or (B, 2, C) of two heads
+    img_size: tuple[int, int]  # H, W
     classes: int  # C
 
 
@@ -48,10 +48,9 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, S, S), uint8 or float in [0, 255], to logits (B, C) float32."""
-        if images.shape[-1] != self.img_size:
-            size = (self.img_size, self.img_size)
-            images = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
+        """Images (B, 3, H, W), uint8 or float in [0, 255], to logits (B, C) float32."""
+        if images.shape[-2:] != self.img_size:
+            images = F.interpolate(images.float(), self.img_size, mode="bilinear", antialias=True)
         logits = self.network(images).float()
         return averaged(logits) if logits.ndim == 3 else logits
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mpp.config.checks import as_lists, default_of, group, needs, operational, refuse_idle, require
 from mpp.config.data import AugmentConfig, DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
-from mpp.config.model import ModelConfig, Representation, check_grid
+from mpp.config.model import ModelConfig, Representation, check_grid, sides
 from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "operational",
     "refuse_idle",
     "require",
+    "sides",
 ]
 
 

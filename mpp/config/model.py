@@ -1,6 +1,7 @@
 """Settings of the encoder."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +23,8 @@ class ModelConfig:
     """Transformer blocks. null: the named model's, or 4."""
     heads: int | None = None
     """Attention heads. null: the named model's, or 4."""
-    img_size: int | None = None
-    """Side of the square input in pixels. null: the named model's, or 64."""
+    img_size: int | tuple[int, int] | None = None
+    """Side of the square input in pixels, or its height and width: [128, 1024]. null: the named model's, or 64."""
     patch_size: int | None = None
     """Side of a patch in pixels. null: the named model's, or 8."""
     position: Literal["learned", "none", "learned_2d", "sincos_2d", "relative", "relative_bias", "rope"] = "learned"
@@ -57,8 +58,8 @@ class ModelConfig:
     init_from: str | None = None
     """Run folder, encoder folder or .safetensors file to start the encoder from. null: random weights."""
 
-    def numbers(self) -> dict[str, int | None]:
-        """The five numbers; None: the named model's own."""
+    def numbers(self) -> dict[str, Any]:
+        """The five numbers, of which the size may be two; None: the named model's own."""
         plain = dict(width=128, depth=4, heads=4, img_size=64, patch_size=8) if self.name is None else {}
         given = {name: getattr(self, name) for name in ("width", "depth", "heads", "img_size", "patch_size")}
         return {name: plain.get(name) if value is None else value for name, value in given.items()}
@@ -73,7 +74,7 @@ class ModelConfig:
         numbers = self.numbers()
         self.check_variant()
         for name, value in numbers.items():
-            require(value is None or value >= 1, f"model.{name}", value, "at least 1")
+            require(value is None or min(sides(value)) >= 1, f"model.{name}", value, "at least 1")
         if numbers["img_size"] and numbers["patch_size"]:
             check_grid(numbers["img_size"], numbers["patch_size"])
         width, heads = numbers["width"], numbers["heads"]
@@ -105,6 +106,14 @@ class ModelConfig:
         )
 
 
-def check_grid(img_size: int, patch_size: int, key: str = "model.img_size") -> None:
+def sides(img_size: int | Sequence[int]) -> tuple[int, int]:
+    """Height and width of an image: one number means a square."""
+    height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+    return height, width
+
+
+def check_grid(img_size: int | Sequence[int], patch_size: int, key: str = "model.img_size") -> None:
     """An image is a whole number of patches."""
-    require(img_size % patch_size == 0, key, img_size, f"a multiple of the patch size ({patch_size})")
+    height, width = sides(img_size)
+    shown = height if height == width else [height, width]
+    require(height % patch_size == 0 == width % patch_size, key, shown, f"a multiple of the patch size ({patch_size})")

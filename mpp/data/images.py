@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from mpp.config import DataConfig
+from mpp.config import DataConfig, sides
 from mpp.errors import one_line
 from mpp.runtime.randomness import Stream, random_words, uniform
 
@@ -24,7 +24,8 @@ except ImportError:  # torchvision 0.29 announces their removal: PIL then decode
     decode_jpeg = None
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
-LONGEST = 16  # times the shorter side: what of an image is resized for its centre crop
+LONGEST = 16  # times the view's proportions: what of an image is resized for its centre crop
+Size = int | tuple[int, int]  # a side, or height and width
 PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
@@ -106,24 +107,25 @@ def from_integers(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(((pixels.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
 
 
-def random_crop(image: Tensor, size: int, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
+def random_crop(image: Tensor, size: Size, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
     """The training crop: an inception crop resized to `size`, perhaps flipped; a function of (seed, epoch, index).
 
-    As torchvision's RandomResizedCrop: area and (log) ratio are uniform in `crop_area` and `crop_ratio`; ten attempts,
-    then the largest centre crop that the ratios allow.
+    As torchvision's RandomResizedCrop: area and (log) ratio are uniform in `crop_area` and `crop_ratio`, times the
+    width / height of `size`; ten attempts, then the largest centre crop that the ratios allow.
 
     Args:
         image: (3, H, W) uint8.
-        size: side of the result.
+        size: of the result, h x w.
     Returns:
-        (3, size, size) uint8.
+        (3, h, w) uint8.
     """
     height, width = image.shape[-2:]
+    size = sides(size)
     flip, *numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
-    top, left, crop_height, crop_width = crop_box(height, width, config, numbers)
+    top, left, crop_height, crop_width = crop_box(height, width, config, numbers, size[1] / size[0])
     crop = image[:, top : top + crop_height, left : left + crop_width]
     # as torchvision's resize, without its dispatch
-    crop = F.interpolate(crop[None], (size, size), mode="bilinear", antialias=True)[0]
+    crop = F.interpolate(crop[None], size, mode="bilinear", antialias=True)[0]
     return crop.flip(-1) if config.flip and flip < 0.5 else crop
 
 
@@ -153,14 +155,21 @@ def rand_augment(magnitude: int) -> v2.RandAugment:
     return v2.RandAugment(magnitude=magnitude)
 
 
-def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[float]) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the inception crop; `numbers` in [0, 1): area, ratio, top, left of each attempt."""
+def crop_box(
+    height: int, width: int, config: DataConfig, numbers: Sequence[float], proportion: float = 1.0
+) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of the inception crop.
+
+    Args:
+        numbers: in [0, 1): area, ratio, top, left of each attempt.
+        proportion: width / height where `crop_ratio` is 1.
+    """
     low, high = config.crop_area
     slim, wide = map(math.log, config.crop_ratio)
     for attempt in range(0, len(numbers), 4):
         area, ratio, down, right = numbers[attempt : attempt + 4]
         area = height * width * (low + (high - low) * area)
-        ratio = math.exp(slim + (wide - slim) * ratio)
+        ratio = proportion * math.exp(slim + (wide - slim) * ratio)
         crop_height, crop_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
         if 1 <= crop_height <= height and 1 <= crop_width <= width:
             return (
@@ -169,15 +178,25 @@ def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[floa
                 crop_height,
                 crop_width,
             )
-    crop_width = max(1, min(width, round(height * config.crop_ratio[1])))
-    crop_height = max(1, min(height, round(width / config.crop_ratio[0])))
+    crop_width = max(1, min(width, round(height * proportion * config.crop_ratio[1])))
+    crop_height = max(1, min(height, round(width / (proportion * config.crop_ratio[0]))))
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
-def centre_crop(image: Tensor, size: int, share: float) -> Tensor:
-    """The held-out view: the shorter side resized to size / share, then the centre; (3, H, W) to (3, size, size)."""
-    shorter, longer = sorted(image.shape[-2:])
-    if longer > LONGEST * shorter:  # a line of pixels would become gigabytes, of which the crop shows the middle
-        image = functional.center_crop(image, [min(side, LONGEST * shorter) for side in image.shape[-2:]])
-    image = functional.resize(image, [max(size, round(size / share))], antialias=True)
-    return functional.center_crop(image, [size, size])
+def centre_crop(image: Tensor, size: Size, share: float) -> Tensor:
+    """The held-out view: resized to cover size / share, then the centre; (3, H, W) to (3, h, w)."""
+    height, width = image.shape[-2:]
+    size = sides(size)
+    most = LONGEST * height * size[1] // size[0], LONGEST * width * size[0] // size[1]  # width, height
+    if (
+        width > most[0] or height > most[1]
+    ):  # a line of pixels would become gigabytes, of which the crop shows the middle
+        image = functional.center_crop(image, [min(height, most[1]), min(width, most[0])])
+        height, width = image.shape[-2:]
+    if height * size[1] <= width * size[0]:  # it is wider than the view
+        rows = max(size[0], round(size[0] / share))
+        covering = [rows, int(rows * width / height)]
+    else:
+        columns = max(size[1], round(size[1] / share))
+        covering = [int(columns * height / width), columns]
+    return functional.center_crop(functional.resize(image, covering, antialias=True), list(size))

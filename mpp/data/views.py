@@ -30,7 +30,7 @@ REPLACEMENTS = 64  # so many undecodable images in a row do not happen where few
 class Batch(NamedTuple):
     """What a loader hands over: one forward pass of one process."""
 
-    images: Tensor  # (B, 3, S, S) uint8: the clean crop, the network's input and the source of the targets
+    images: Tensor  # (B, 3, H, W) uint8: the clean crop, the network's input and the source of the targets
     corruption: Corruption | None  # (B, K); None where the images are only looked at
     labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
@@ -47,7 +47,7 @@ class ViewDataset(Dataset):
 
     dataset: ImageDataset
     data: DataConfig | SourceConfig
-    img_size: int
+    img_size: images.Size
     seed: int = 0
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
@@ -66,7 +66,7 @@ class ViewDataset(Dataset):
         return Batch(crop, drawn, label, torch.tensor(shown), unreadable)
 
     def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
-        """What of an image (3, H, W) is shown: (3, S, S) uint8."""
+        """What of an image (3, H, W) is shown: (3, H, W) uint8, H x W being `img_size`."""
         if epoch == FIXED:
             return images.centre_crop(pixels, self.img_size, self.data.eval_crop)
         crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)

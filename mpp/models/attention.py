@@ -51,9 +51,9 @@ class RelativeKeys(nn.Module):
         columns = self.offsets[None, None] if index is None else self.offsets[index][:, None]
         return logits.gather(-1, columns.expand(*logits.shape[:2], -1, -1))
 
-    def resample(self, name: str, table: Tensor) -> Tensor:
+    def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
         """Offsets of another grid, as those of this one."""
-        return interpolate_offsets(table, self.grid, self.prefix)
+        return interpolate_offsets(table, self.grid, self.prefix, old)
 
 
 class Biases(nn.Module):
@@ -75,13 +75,13 @@ class Biases(nn.Module):
         biases = self.biases.get_bias()
         return biases if index is None else biases[0][:, index].transpose(0, 1)
 
-    def resample(self, name: str, table: Tensor) -> Tensor:
+    def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
         """Biases of another grid, as those of this one."""
         (rows, columns), extra = self.biases.window_size, 3 * self.biases.prefix_tokens
-        offsets = len(table) - extra  # of the other grid, which is square, or a line as this one is
+        offsets = len(table) - extra  # of the other grid: a line as this one is, or `old`, or square
         line = (offsets + 1) // 2
         square = (math.isqrt(offsets) + 1) // 2
-        old = (1, line) if rows == 1 else (line, 1) if columns == 1 else (square, square)
+        old = (1, line) if rows == 1 else (line, 1) if columns == 1 else old or (square, square)
         shape = tuple(self.biases.relative_position_bias_table.shape)
         return resize_rel_pos_bias_table(table, self.biases.window_size, shape, old_window_size=old)
 

@@ -23,7 +23,7 @@ from timm.models import save_for_hf
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from mpp.config import ModelConfig, check_grid, require
+from mpp.config import ModelConfig, check_grid, require, sides
 from mpp.errors import UserError, one_line
 from mpp.models.positions import Grid, sincos_2d
 from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
@@ -113,10 +113,10 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 def check_cells(encoder: VisionTransformer) -> None:
     """Raise UserError where the image is no whole number of cells (see `cell_grid`)."""
-    side, size = cell_grid(encoder)[1], encoder.patch_embed.img_size[0]
+    side = cell_grid(encoder)[1]
     if not isinstance(encoder.patch_embed, PatchEmbed):  # a hybrid's steps are a power of two; it fills up what is left
         side = 2 ** math.ceil(math.log2(side))
-    check_grid(size, side)
+    check_grid(encoder.patch_embed.img_size, side)
 
 
 def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
@@ -202,20 +202,39 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     """
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
-        fit = resample if isinstance(encoder, VariantViT) else checkpoint_filter_fn
-        state = fit(load_file(file), encoder)
-        state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
-        encoder.load_state_dict(state)
+        size = trained_size(file.parent)
+        ours = is_rectangle(size) or isinstance(encoder, VariantViT)
+        state = resample(load_file(file), encoder, size) if ours else checkpoint_filter_fn(load_file(file), encoder)
+        heads = {name: tensor for name, tensor in encoder.state_dict().items() if name.startswith("head.")}
+        kept = {
+            name: tensor for name, tensor in heads.items() if getattr(state.get(name), "shape", None) != tensor.shape
+        }
+        state = {name: tensor for name, tensor in state.items() if name in heads or not name.startswith("head.")}
+        encoder.load_state_dict(state | kept)  # a head of as many classes is taken, and another is new
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
     except RuntimeError as error:
         raise UserError(f"model.init_from: {file} does not fit the model: {one_line(error)}") from error
 
 
+def trained_size(folder: Path) -> Grid | None:
+    """Height and width of the images that an exported encoder was trained on; None where nothing says so."""
+    try:
+        size = json.loads((folder / "config.json").read_text())["pretrained_cfg"]["input_size"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return size[1], size[2]
+
+
+def is_rectangle(size: Grid | None) -> bool:
+    """Whether it is known that images are not square."""
+    return size is not None and size[0] != size[1]
+
+
 def export_encoder(
     encoder: nn.Module,
     folder: Path,
-    img_size: int,
+    img_size: int | Grid,
     mean: Sequence[float],
     std: Sequence[float],
     crop_pct: float,
@@ -226,7 +245,7 @@ def export_encoder(
     Args:
         encoder: made by `timm.create_model`, which records the arguments that rebuild it.
         folder: complete or absent: written aside, synced to disk and renamed.
-        img_size: side of the images it was trained on.
+        img_size: of the images it was trained on: a side, or height and width.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         crop_pct: share of the shorter side that the evaluation's centre crop keeps.
         card: text of its README.md; empty: none is written.
@@ -234,7 +253,7 @@ def export_encoder(
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
-    data_config["input_size"] = (3, img_size, img_size)
+    data_config["input_size"] = (3, *sides(img_size))
     ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp"}}  # not that of the weights that timm has under this name
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
         ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
@@ -261,7 +280,10 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         UserError: no encoder there.
     """
     folder = encoder_folder(Path(path))
-    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained, **changes)
+    ours = pretrained and is_rectangle(trained_size(folder))  # timm's rules would take its positions for a square's
+    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained and not ours, **changes)
+    if ours:
+        load_weights(encoder, folder)
     fixed = json.loads((folder / "config.json").read_text()).get("position") == FIXED
     if fixed and not pretrained:
         fix_positions(encoder)

@@ -69,31 +69,33 @@ class AbsolutePositions(nn.Module):
         patches = torch.cat([rows, columns], dim=-1).flatten(0, 1)
         return patches if self.pos_embed_prefix is None else torch.cat([self.pos_embed_prefix, patches])
 
-    def resample(self, name: str, table: Tensor) -> Tensor:
+    def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
         """A table of another grid, as this one's `name`: in two dimensions, as timm does, or along its only one."""
         if name == "pos_embed":
-            return resample_abs_pos_embed(table[None], list(self.grid), num_prefix_tokens=self.prefix)[0]
+            before = list(old) if old else None
+            return resample_abs_pos_embed(table[None], list(self.grid), before, num_prefix_tokens=self.prefix)[0]
         count = len(getattr(self, name))
         line = F.interpolate(table.T[None, :, None], (1, count), mode="bicubic", antialias=True)  # (1, D / 2, 1, count)
         return line[0, :, 0].T
 
 
-def interpolate_offsets(table: Tensor, grid: Grid, prefix: int) -> Tensor:
+def interpolate_offsets(table: Tensor, grid: Grid, prefix: int, old: Grid | None = None) -> Tensor:
     """Embeddings of offsets along the sequence of another grid, as those of this one.
 
     An offset along the sequence is so many rows and columns, of all ways to say it the one with the fewest columns. It
-    is found between the four nearest offsets of the other grid. The other grid is square, or a line where this is one.
+    is found between the four nearest offsets of the other grid.
 
     Args:
         table: (2 * (prefix + N') - 1, d), of the other grid's N' patches.
         grid: this one's rows and columns.
         prefix: tokens before the patches.
+        old: rows and columns of the other grid; None: it is square, or a line where this is one.
     Returns:
         (2 * (prefix + N) - 1, d).
     """
     before = (len(table) + 1) // 2 - prefix  # patches of the other grid
     side = math.isqrt(before)
-    old = (1, before) if grid[0] == 1 else (before, 1) if grid[1] == 1 else (side, side)
+    old = (1, before) if grid[0] == 1 else (before, 1) if grid[1] == 1 else old or (side, side)
     reach = prefix + math.prod(grid) - 1
     offsets = torch.arange(-reach, reach + 1)
     down = torch.div(offsets + grid[1] // 2, grid[1], rounding_mode="floor") if grid[0] > 1 else 0 * offsets

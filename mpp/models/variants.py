@@ -8,14 +8,15 @@ B images, T tokens (prefix tokens first), N = rows x columns patches, D width.
 from functools import partial
 from typing import Any
 
-from timm.layers import PatchEmbed, to_2tuple
+from timm.layers import PatchEmbed, resample_abs_pos_embed, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from mpp.models.attention import RELATIVE, PositionedAttention
+from mpp.models.attention import RELATIVE, Biases, PositionedAttention, RelativeKeys
 from mpp.models.positions import ABSOLUTE, AbsolutePositions, Grid
 
+RESAMPLED = (AbsolutePositions, RelativeKeys, Biases)
 __all__ = ["VariantViT"]  # timm adds the models that are registered here
 
 
@@ -151,14 +152,25 @@ class VariantViT(VisionTransformer):
         return super().no_weight_decay() | ours
 
 
-def resample(state: dict[str, Tensor], model: VariantViT) -> dict[str, Tensor]:
-    """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know."""
+def resample(state: dict[str, Tensor], model: VisionTransformer, size: Grid | None = None) -> dict[str, Tensor]:
+    """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know.
+
+    Args:
+        size: height and width that the weights are for; None: what the model's own configuration says.
+    """
+    size = tuple(size or model.pretrained_cfg["input_size"][1:])
+    old = None if size[0] == size[1] else model.patch_embed._init_img_size(size)[1]  # squares are found by their number
+    table = state.get("pos_embed")
+    if old and table is not None and table.shape != model.pos_embed.shape:
+        prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+        grid = list(model.patch_embed.grid_size)
+        state = state | {"pos_embed": resample_abs_pos_embed(table, grid, list(old), num_prefix_tokens=prefix)}
     state = checkpoint_filter_fn(state, model)
     for place, module in model.named_modules():
-        for name, parameter in module.named_parameters() if hasattr(module, "resample") else ():
+        for name, parameter in module.named_parameters() if isinstance(module, RESAMPLED) else ():
             key = f"{place}.{name}"
             if key in state and state[key].shape != parameter.shape:
-                state[key] = module.resample(name, state[key])
+                state[key] = module.resample(name, state[key], old)
     return state
 
 

@@ -45,7 +45,7 @@ class ImageTask:
         self.evaluation = EvaluationLoader(layout, data.workers)
         self.train: ImageDataset | Shards
         self.held_out: ImageDataset
-        self.img_size: int
+        self.img_size: tuple[int, int]
         torch.manual_seed(run.seed)
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:

@@ -1,0 +1,144 @@
+"""Images that are not square: rows and columns are not swapped anywhere, and all that squares have, they have."""
+
+import json
+import shutil
+
+import pytest
+import timm
+import torch
+from conftest import read_metrics
+from test_pretended import UNSEEN
+
+import mpp
+from evaluation import fewshot, finetune, visualize
+from evaluation.config import EVERY
+from mpp.config import CorruptionConfig, DataConfig, ModelConfig
+from mpp.corruption import draw
+from mpp.data.images import centre_crop, random_crop
+from mpp.metrics import nearest_visible
+from mpp.models.encoder import build_encoder
+
+WIDE = "--model.img_size=[16,32]"
+KINDS = {
+    **{name: [f"--model.position={name}"] for name in ("learned_2d", "sincos_2d", "relative", "relative_bias", "rope")},
+    "every": ["--model.position_at=every"],
+    "stride": ["--model.stride=4"],
+    "axial": ["--model.mixing=axial"],
+    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", *UNSEEN],
+    "blockwise": ["--corruption.pattern=blockwise"],
+    "hog": ["--objective.name=hog"],
+}
+
+
+def image(height, width):
+    return torch.randint(0, 256, (3, height, width), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 90), (90, 40), (64, 64), (3, 900)])
+@pytest.mark.parametrize("size", [(16, 32), (32, 16), (24, 24)])
+def test_the_held_out_view_is_cut_at_the_centre_and_turned_with_the_image(height, width, size):
+    pixels = image(height, width)
+    view = centre_crop(pixels, size, 0.875)
+    turned = centre_crop(pixels.transpose(1, 2), size[::-1], 0.875)
+    assert view.shape == (3, *size)
+    assert (view.int() - turned.transpose(1, 2).int()).abs().max() <= 1  # resized along one side after the other
+
+
+def test_the_held_out_view_keeps_its_share_of_the_side_that_is_the_shorter_for_it():
+    """Of 20 x 100 pixels, a view of 16 x 16 sees 14 rows of 16, and a view of 8 x 48 too."""
+    rows = torch.arange(20, dtype=torch.uint8)[None, :, None].expand(3, 20, 100).contiguous()
+    columns = torch.arange(100, dtype=torch.uint8)[None, None].expand(3, 20, 100).contiguous()
+    for size in ((20, 20), (20, 60)):
+        assert torch.equal(centre_crop(rows, size, 1.0)[0, :, 0], rows[0, :, 0])
+        middle = centre_crop(columns, size, 1.0)[0, 0]
+        assert middle.tolist() == list(range(50 - size[1] // 2, 50 + size[1] // 2))
+
+
+def test_training_crops_have_the_proportions_of_the_view():
+    """Of an image of the same proportions the whole is taken, where the ratio is 1 and the area all of it."""
+    config = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=False)
+    pixels = image(24, 72)
+    for index in range(5):
+        assert torch.equal(random_crop(pixels, (24, 72), config, 0, 0, index), pixels)
+    fallback = random_crop(pixels, (8, 8), DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=False), 0, 0, 0)
+    assert torch.equal(
+        fallback, torch.nn.functional.interpolate(pixels[None, :, :, 24:48], (8, 8), mode="bilinear", antialias=True)[0]
+    )
+
+
+@pytest.mark.parametrize("grid", [(2, 7), (7, 2), (3, 5), (1, 6)])
+def test_nearest_visible_patches_by_search(grid):
+    columns, patches = grid[1], grid[0] * grid[1]
+    hidden = draw(CorruptionConfig(), grid, 0, 0, 0).positions.tolist()
+    found = nearest_visible(torch.tensor([hidden]), grid)[0].tolist()
+    visible = [place for place in range(patches) if place not in hidden]
+    for place, two in zip(hidden, found, strict=True):
+        apart = {v: (v // columns - place // columns) ** 2 + (v % columns - place % columns) ** 2 for v in visible}
+        assert two == sorted(visible, key=lambda v: (apart[v], v))[:2]
+
+
+def test_turned_images_and_weights_give_turned_tokens():
+    wide = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=(16, 32), patch_size=8)).eval()
+    tall = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=(32, 16), patch_size=8)).eval()
+    state = wide.state_dict()
+    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].transpose(2, 3)
+    turn = torch.arange(8).view(2, 4).T.flatten()  # places of the wide grid, in the order of the tall one
+    state["pos_embed"] = torch.cat([state["pos_embed"][:, :1], state["pos_embed"][:, 1:][:, turn]], 1)
+    tall.load_state_dict(state)
+    images = torch.randn(2, 3, 16, 32)
+    tokens, turned = wide.forward_features(images), tall.forward_features(images.transpose(2, 3))
+    torch.testing.assert_close(turned, torch.cat([tokens[:, :1], tokens[:, 1:][:, turn]], 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_every_kind_trains_resumes_and_is_loaded_at_another_size(pretrain, tmp_path, options):
+    words = [WIDE, "--model.patch_size=8", *options]
+    folder = pretrain(*words)
+    losses, bits = read_metrics(folder), (folder / "encoder" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "encoder")
+    shutil.rmtree(folder / "checkpoints" / "step_00000004")
+    pretrain(*words)
+    assert (folder / "encoder" / "model.safetensors").read_bytes() == bits and read_metrics(folder) == losses
+    config = json.loads((folder / "encoder" / "config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [3, 16, 32]
+    images = torch.rand(1, 3, 16, 32)
+    plain = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
+    torch.testing.assert_close(mpp.load_encoder(folder)(images), plain(images))
+    assert mpp.load_encoder(folder, img_size=(24, 16))(torch.rand(1, 3, 24, 16)).shape == (1, 16)
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned_2d", "relative", "relative_bias", "every"])
+def test_tables_are_resampled_from_their_own_grid(pretrain, tmp_path, kind):
+    """To the double of each side and back, tables that are smooth stay nearly what they were; a square's would not."""
+    words = ["--model.position_at=every"] if kind == "every" else [f"--model.position={kind}"]
+    folder = pretrain(WIDE, "--model.patch_size=4", *words)
+    source = mpp.load_encoder(folder)
+    for size in ((16, 32), (32, 64)):
+        encoder = mpp.load_encoder(folder, img_size=size)
+        for (name, parameter), (_, own) in zip(encoder.named_parameters(), source.named_parameters(), strict=True):
+            if size == (16, 32) or not any(word in name for word in ("pos_embed", "bias_table")):
+                assert torch.equal(parameter, own), name
+    if kind == "learned":
+        expected = timm.layers.resample_abs_pos_embed(source.pos_embed, (8, 16), (4, 8), num_prefix_tokens=1)
+        torch.testing.assert_close(encoder.pos_embed, expected)
+
+
+def test_it_is_judged_fine_tuned_and_drawn(pretrain, tmp_path):
+    folder = pretrain(WIDE, "--model.patch_size=8")
+    fast = ("--data.workers=0", "--precision=fp32", "--threads=1")
+    fewshot.main([f"--encoder={folder}", "--depth=all", *fast])
+    fewshot.main([f"--encoder={folder}", "--img_size=[24,16]", *fast])
+    assert (folder / "evaluation" / "fewshot_24x16px.json").is_file()
+    visualize.main(
+        [f"--encoder={folder}", f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4", *fast]
+    )
+    tuned = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--lrs=0.1")
+    finetune.main([f"--encoder={folder}", "--img_size=[32,16]", f"--run.dir={tmp_path / 'tuned'}", *tuned])
+    exported = next((tmp_path / "tuned").rglob("encoder/config.json"))
+    assert mpp.load_encoder(exported.parent).patch_embed.img_size == (32, 16)
+
+
+def test_a_size_of_three_numbers_or_of_half_a_patch_is_refused(pretrain):
+    for size, says in (("[16,32,8]", "model.img_size"), ("[16,30]", "a multiple of the patch size")):
+        with pytest.raises(ValueError, match=says):
+            pretrain(f"--model.img_size={size}", "--model.patch_size=8")
