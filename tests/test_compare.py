@@ -326,7 +326,7 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     job = compare.Job(case, tmp_path)
     assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
     job.prepare()
-    assert load_frozen(str(tmp_path / "0")).img_size == 16
+    assert load_frozen(str(tmp_path / "0")).img_size == (16, 16)
 
 
 def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
