@@ -126,6 +126,8 @@ class Preemption:
             self.waiting = False  # in here, since a signal may come between any two lines
             return got
         except CutShort:
+            while not self.asked:  # the listener is about to read it
+                time.sleep(0.001)
             return None
 
     def agreed(self, own: Ending = Ending.NONE) -> Ending:
