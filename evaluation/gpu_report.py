@@ -1,9 +1,11 @@
-"""What mpp does on this machine's GPU, in one text file to send: `mpp gpu-report`, some minutes, from a clone.
+"""What mpp does on this machine's GPU, in one text file to send: `mpp gpu-report`, some minutes, from a clone
+with `pip install -e '.[test,peers]'`.
 
 Versions and card (torch's own report), the tests of tests/test_gpu.py but those that compile, and throughput beside
 other code with the memory that each takes.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -27,8 +29,8 @@ SPEED = ("evaluation.throughput", "--rounds=5")
 def parts(config: GpuReportConfig) -> Iterator[tuple[str, str]]:
     """A title and a text, one after the other, as they are there."""
     yield "versions and card", get_pretty_env_info()
-    here = (ROOT / "tests").is_dir()
-    yield "tests", said_by(config.device, *TESTS) if here else "not here: this is no clone of the repository"
+    here = (ROOT / "tests" / "test_gpu.py").is_file() and importlib.util.find_spec("pytest")
+    yield "tests", said_by(config.device, *TESTS) if here else "not here: they take a clone, and its extra `test`"
     device = "auto" if config.device == "cuda" else "cpu"
     yield "speed and memory", said_by(device, *SPEED, f"--batch_size={config.batch_size}", f"--device={device}")
 

@@ -16,6 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from mpp.config import Config, OptimConfig
 from mpp.corruption import Corruption, draw
+from mpp.data.views import BatchLayout
 from mpp.models.encoder import build_encoder, cell_grid
 from mpp.models.networks import build_network
 from mpp.objectives import build_objective
@@ -24,11 +25,12 @@ from mpp.runtime.parsing import parse
 from mpp.training.optim import build_optimizer
 
 
-def peak_memory(config: Config, images: int) -> dict[str, int]:
-    """Bytes at the peak of an update of one forward pass: weights, gradients, optimiser, activations, total.
+def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
+    """Bytes at the peak of an update: weights, gradients, optimiser, activations, total.
 
     Args:
-        images: of the forward pass, on one GPU that holds the whole model (not sharded).
+        images: of a forward pass, on one GPU that holds the whole model (not sharded).
+        passes: forward passes of an update; from the second one on the gradients are there.
     """
     with torch.device("meta"):
         encoder = build_encoder(config.model)
@@ -45,9 +47,12 @@ def peak_memory(config: Config, images: int) -> dict[str, int]:
         corruption = Corruption(*map(fake.from_tensor, fields))
         tracker.track_external(model)
         with tracker:
-            with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
-                predictions = model(shown, corruption)
-            objective.loss(predictions.float(), objective.targets(shown, corruption.positions)).backward()
+            for _ in range(min(2, passes)):
+                with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+                    predictions = model(shown, corruption)
+                objective.loss(predictions.float(), objective.targets(shown, corruption.positions)).backward()
+                del predictions
+                tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     parts = {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}
     kinds = {"weights": parts["PARAM"], "gradients": parts["GRAD"], "optimiser": moments}
@@ -72,8 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(Config, arguments, prog="python evaluation/memory.py")
     if config.model.attention == "auto":
         config = replace(config, model=replace(config.model, attention="fused"))  # as on a GPU
-    images = min(config.data.batch_size or config.optim.global_batch_size, config.optim.global_batch_size)
-    found = peak_memory(config, images)
+    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+    images, passes = layout.batch_size, layout.accumulation_steps
+    found = peak_memory(config, images, passes)
     print(f"GB at the peak of an update, {images} images a forward pass, one GPU with the whole model:")
     print(", ".join(f"{kind} {taken / 1e9:.3g}" for kind, taken in found.items()))
 

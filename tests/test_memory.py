@@ -38,6 +38,12 @@ def test_activations_grow_with_the_images_and_fall_with_what_is_computed_again()
     assert memory.peak_memory(half, 64)["activations"] < found[64]
 
 
+def test_gradients_are_there_from_the_second_forward_pass_on():
+    one, two, three = (memory.peak_memory(CONFIG, 64, passes) for passes in (1, 2, 3))
+    assert one["gradients"] < 0.1 * one["weights"] and two["gradients"] == pytest.approx(one["weights"], rel=0.1)
+    assert two["total"] == three["total"] > one["total"]
+
+
 def test_the_command_says_it(capsys):
     memory.main(["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.batch_size=4"])
     said = capsys.readouterr().out

@@ -16,7 +16,7 @@ from mpp.config import CorruptionConfig, DataConfig, ModelConfig
 from mpp.corruption import draw
 from mpp.data.images import centre_crop, random_crop
 from mpp.metrics import nearest_visible
-from mpp.models.encoder import build_encoder
+from mpp.models.encoder import build_encoder, export_encoder
 
 WIDE = "--model.img_size=[16,32]"
 KINDS = {
@@ -121,6 +121,41 @@ def test_tables_are_resampled_from_their_own_grid(pretrain, tmp_path, kind):
     if kind == "learned":
         expected = timm.layers.resample_abs_pos_embed(source.pos_embed, (8, 16), (4, 8), num_prefix_tokens=1)
         torch.testing.assert_close(encoder.pos_embed, expected)
+
+
+@pytest.mark.parametrize("size", [(32, 16), (8, 64)])
+@pytest.mark.parametrize("kind", ["learned", "learned_2d", "relative", "relative_bias", "every"])
+def test_a_grid_of_as_many_patches_is_another_grid(pretrain, kind, size):
+    """To it and back: what comes back has the shapes, and, of a table that is smooth, nearly the values."""
+    words = ["--model.position_at=every"] if kind == "every" else [f"--model.position={kind}"]
+    folder = pretrain(WIDE, "--model.patch_size=4", *words)
+    numbers = dict(width=16, depth=2, heads=2, patch_size=4, init_from=str(folder))
+    numbers |= dict(position_at="every") if kind == "every" else dict(position=kind)
+    source = mpp.load_encoder(folder)
+    for encoder in (mpp.load_encoder(folder, img_size=size), build_encoder(ModelConfig(img_size=size, **numbers))):
+        for (name, parameter), (_, own) in zip(encoder.named_parameters(), source.named_parameters(), strict=True):
+            if "pos_embed" in name or "bias_table" in name:
+                assert parameter.shape != own.shape or "prefix" in name or not torch.equal(parameter, own), name
+        if kind == "learned":
+            grid = (size[0] // 4, size[1] // 4)
+            expected = timm.layers.resample_abs_pos_embed(source.pos_embed, grid, (4, 8), num_prefix_tokens=1)
+            torch.testing.assert_close(encoder.pos_embed, expected)
+
+
+def test_weights_of_other_patches_and_hybrids(pretrain, tmp_path):
+    folder = pretrain(WIDE, "--model.patch_size=4")
+    coarse = ModelConfig(width=16, depth=2, heads=2, patch_size=8, img_size=(16, 32), init_from=str(folder))
+    assert build_encoder(coarse).pos_embed.shape == (1, 1 + 2 * 4, 16)
+    hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", img_size=(64, 128)))
+    export_encoder(hybrid, tmp_path / "hybrid", (64, 128), (0.5,) * 3, (0.5,) * 3, 0.9)
+    assert mpp.load_encoder(tmp_path / "hybrid", img_size=(128, 64))(torch.rand(1, 3, 128, 64)).shape == (1, 192)
+    grey = mpp.load_encoder(folder, in_chans=1)
+    assert grey(torch.rand(1, 1, 16, 32)).shape == (1, 16)
+
+
+def test_a_tiny_image_has_a_long_view():
+    for size in ((16, 512), (512, 16)):
+        assert centre_crop(image(1, 1), size, 0.875).shape == (3, *size)
 
 
 def test_it_is_judged_fine_tuned_and_drawn(pretrain, tmp_path):

@@ -187,7 +187,7 @@ def centre_crop(image: Tensor, size: Size, share: float) -> Tensor:
     """The held-out view: resized to cover size / share, then the centre; (3, H, W) to (3, h, w)."""
     height, width = image.shape[-2:]
     size = sides(size)
-    most = LONGEST * height * size[1] // size[0], LONGEST * width * size[0] // size[1]  # width, height
+    most = max(1, LONGEST * height * size[1] // size[0]), max(1, LONGEST * width * size[0] // size[1])  # width, height
     if (
         width > most[0] or height > most[1]
     ):  # a line of pixels would become gigabytes, of which the crop shows the middle

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import PatchEmbed
 from timm.models import save_for_hf
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.config import ModelConfig, check_grid, require, sides
@@ -202,15 +202,8 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     """
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
-        size = trained_size(file.parent)
-        ours = is_rectangle(size) or isinstance(encoder, VariantViT)
-        state = resample(load_file(file), encoder, size) if ours else checkpoint_filter_fn(load_file(file), encoder)
-        heads = {name: tensor for name, tensor in encoder.state_dict().items() if name.startswith("head.")}
-        kept = {
-            name: tensor for name, tensor in heads.items() if getattr(state.get(name), "shape", None) != tensor.shape
-        }
-        state = {name: tensor for name, tensor in state.items() if name in heads or not name.startswith("head.")}
-        encoder.load_state_dict(state | kept)  # a head of as many classes is taken, and another is new
+        state = resample(load_file(file), encoder, trained_size(file.parent))
+        encoder.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("head.")})
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
     except RuntimeError as error:
@@ -224,11 +217,6 @@ def trained_size(folder: Path) -> Grid | None:
     except (OSError, ValueError, KeyError):
         return None
     return size[1], size[2]
-
-
-def is_rectangle(size: Grid | None) -> bool:
-    """Whether it is known that images are not square."""
-    return size is not None and size[0] != size[1]
 
 
 def export_encoder(
@@ -280,10 +268,7 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         UserError: no encoder there.
     """
     folder = encoder_folder(Path(path))
-    ours = pretrained and is_rectangle(trained_size(folder))  # timm's rules would take its positions for a square's
-    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained and not ours, **changes)
-    if ours:
-        load_weights(encoder, folder)
+    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained, **changes)
     fixed = json.loads((folder / "config.json").read_text()).get("position") == FIXED
     if fixed and not pretrained:
         fix_positions(encoder)

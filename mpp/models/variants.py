@@ -5,6 +5,7 @@ After `import mpp`, `timm.create_model` rebuilds an exported one. A plain ViT st
 B images, T tokens (prefix tokens first), N = rows x columns patches, D width.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -152,26 +153,43 @@ class VariantViT(VisionTransformer):
         return super().no_weight_decay() | ours
 
 
-def resample(state: dict[str, Tensor], model: VisionTransformer, size: Grid | None = None) -> dict[str, Tensor]:
+def resample(state: dict[str, Tensor], model: VisionTransformer, size: Grid | None) -> dict[str, Tensor]:
     """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know.
 
     Args:
-        size: height and width that the weights are for; None: what the model's own configuration says.
+        size: height and width that the weights are for; None: nobody knows, and tables are taken for those of squares.
     """
-    size = tuple(size or model.pretrained_cfg["input_size"][1:])
-    old = None if size[0] == size[1] else model.patch_embed._init_img_size(size)[1]  # squares are found by their number
-    table = state.get("pos_embed")
-    if old and table is not None and table.shape != model.pos_embed.shape:
+    old, new = size and grid_of_weights(state, model, size), tuple(model.patch_embed.grid_size)
+    table, own = state.get("pos_embed"), getattr(model, "pos_embed", None)
+    if old and table is not None and own is not None and (old != new or table.shape != own.shape):
         prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-        grid = list(model.patch_embed.grid_size)
-        state = state | {"pos_embed": resample_abs_pos_embed(table, grid, list(old), num_prefix_tokens=prefix)}
+        state = state | {"pos_embed": resample_abs_pos_embed(table, list(new), list(old), num_prefix_tokens=prefix)}
     state = checkpoint_filter_fn(state, model)
     for place, module in model.named_modules():
         for name, parameter in module.named_parameters() if isinstance(module, RESAMPLED) else ():
             key = f"{place}.{name}"
-            if key in state and state[key].shape != parameter.shape:
+            if key in state and (state[key].shape != parameter.shape or (old and old != new)):
                 state[key] = module.resample(name, state[key], old)
     return state
+
+
+def grid_of_weights(state: dict[str, Tensor], model: VisionTransformer, size: Grid) -> Grid:
+    """Rows and columns of the patches of images of this size, of which the weights may have others than the model."""
+    embed = model.patch_embed
+    if not isinstance(embed, PatchEmbed):  # a hybrid's convolutions
+        return tuple(side // embed.feat_ratio() for side in size)
+    patch, table = tuple(state["patch_embed.proj.weight"].shape[-2:]), state.get("pos_embed")
+    if isinstance(embed, OverlappingPatchEmbed):
+        grid = tuple((side - part) // embed.stride + 1 for side, part in zip(size, patch, strict=True))
+        if table is None or table.shape[1] >= math.prod(grid):  # else they are a plain ViT's
+            return grid
+    return tuple(side // part for side, part in zip(size, patch, strict=True))
+
+
+def resample_exported(state: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
+    """As timm asks for it: the weights are those that the model's configuration is about, where mpp has written it."""
+    known = model.pretrained_cfg.get("tag") == "mpp"
+    return resample(state, model, tuple(model.pretrained_cfg["input_size"][1:]) if known else None)
 
 
 default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patch_embed.proj", "classifier": "head"}})
@@ -181,5 +199,5 @@ default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patc
 def mpp_vit(pretrained: bool = False, **options: Any) -> VariantViT:
     """The Vision Transformers that timm has not: see `VariantViT`."""
     features = dict(out_indices=options.pop("out_indices", 3), feature_cls="getter")
-    kind = dict(pretrained_filter_fn=resample, feature_cfg=features)
+    kind = dict(pretrained_filter_fn=resample_exported, feature_cfg=features)
     return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, **kind, **options)

@@ -236,6 +236,8 @@ class Loop:
     def fail(self, step: int, failure: UserError | None) -> NoReturn:
         """Raise on every process what went wrong with the images on any."""
         self.stop(step)
+        if self.preemption.asked_of_any():  # the images may be there when the run is started again
+            self.preemption.leave(f"after step {step}, while images could not be read")
         error = next(each for each in gather_object([failure]) if each)
         saved = f"a checkpoint after step {step} is written, " if step else ""
         raise type(error)(f"{error}; {saved}and the same command goes on")
