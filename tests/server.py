@@ -37,7 +37,8 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # what is said before a kill is said
+    for stream in (sys.stdout, sys.stderr):  # a line is one write, before a kill and beside another process's
+        stream.reconfigure(line_buffering=True, write_through=False)
     os.environ.update(environment)
     if name := os.environ.pop("NETWORK_NAMESPACE", ""):
         enter(name)

@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import sys
-import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -212,13 +211,11 @@ def test_a_signal_while_the_hub_is_away(hub, start, run, undisturbed, tmp_path, 
     hub.faults["resolve"] = Fault(503, passed=asked - 4)
     waiting = start(*options, processes=processes)
     wait_until(lambda: hub.faults["resolve"].times < ALWAYS - 4 * processes)
-    time.sleep(3)  # all processes have read what they could
-    begin = time.monotonic()
     os.killpg(waiting.pid, signal.SIGTERM)
     ended = finished(waiting)
-    assert time.monotonic() - begin < 30, "the launcher would have killed it"
     assert ended.returncode == (EXIT_CODE if processes == 1 else 1), ended.stderr
-    assert (tmp_path / "run" / MARKER).read_text().startswith("SIGTERM, after step")
+    marker = (tmp_path / "run" / MARKER).read_text()  # of a read that gave up: "while images could not be read"
+    assert marker.startswith("SIGTERM, after step") and marker.endswith("a checkpoint is written"), marker
     assert 0 < newest_step(tmp_path / "run") < 24
     hub.faults.clear()
     assert run(*options, processes=processes)[0] == 0

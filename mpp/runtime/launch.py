@@ -54,7 +54,8 @@ def command(main: Callable[[], None]) -> None:
         if message is None:
             raise
         rank = os.environ.get("RANK")
-        print(f"error{f' (process {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error{f' (process {rank})' if rank else ''}: {message}\n")  # whole beside other processes'
+        sys.stderr.flush()
         sys.exit(2)
     leave_the_others()
 
