@@ -30,7 +30,10 @@ context.set_forkserver_preload([*MODULES.values(), *LATER])  # also what a run w
 
 def act(module: str, arguments: list[str], environment: dict[str, str], group: int, log: str) -> None:
     """What a child does: be the command."""
-    os.setpgid(0, group)
+    try:
+        os.setpgid(0, group)
+    except PermissionError:  # the first process has ended already, as one that refuses its settings does
+        os.setpgid(0, 0)
     gc.freeze()  # what the server imported stays
     heed_interrupts()
     multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server

@@ -215,7 +215,7 @@ def test_a_signal_while_the_hub_is_away(hub, start, run, undisturbed, tmp_path, 
     ended = finished(waiting)
     assert ended.returncode == (EXIT_CODE if processes == 1 else 1), ended.stderr
     marker = (tmp_path / "run" / MARKER).read_text()  # of a read that gave up: "while images could not be read"
-    assert marker.startswith("SIGTERM, after step") and marker.endswith("a checkpoint is written"), marker
+    assert marker.startswith("SIGTERM, after step") and marker.endswith("a checkpoint is written\n"), marker
     assert 0 < newest_step(tmp_path / "run") < 24
     hub.faults.clear()
     assert run(*options, processes=processes)[0] == 0
