@@ -195,6 +195,9 @@ class VisualizeConfig(EncoderConfig):
     """Average each layer of the rollout with the identity, for the residual connection."""
     rollout_from: Literal["auto", "class", "patches"] = needs("auto", pictures="attention_rollout")
     """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
+    bands: int | tuple[int, ...] | None = None
+    """Which channels pictures show as red, green and blue, or the one that is grey, counted from 1: [3, 2, 1]. null:
+    RGB and grey as they are; of several others each, side by side, or their mean where something is laid over them."""
     representation: Representation = needs("mean", pictures=("rank", "accuracy_by_depth"))
     """What rank and accuracy_by_depth are of."""
     threads: int = operational(0)
@@ -202,6 +205,12 @@ class VisualizeConfig(EncoderConfig):
 
     def __post_init__(self):
         as_lists(self, "pictures")
+        if self.bands is not None:
+            as_lists(self, "bands")
+            fits = len(self.bands) in (1, 3) and min(self.bands) >= 1 and max(self.bands) <= self.data.channels
+            require(
+                fits, "bands", list(self.bands), f"one or three numbers from 1 to data.channels: {self.data.channels}"
+            )
         require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(EVERY)}")
         for name in ("images", "attention_images"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")

@@ -56,12 +56,17 @@ class Contrastive(ImageTask):
         batch = config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         require(self.together > 1, "data.batch_size", layout.batch_size, "above 1: an image is told from others")
-        backbone, self.img_size = build_backbone(config.model)
+        channels, views = config.data.channels, config.views
+        for name in ("jitter", "grey"):
+            value = getattr(views, name)
+            allowed = f"0 with {channels} channels: it changes colours; crops, flips and blur serve all images"
+            require(channels == 3 or value == 0, f"views.{name}", value, allowed)
+        backbone, self.img_size = build_backbone(config.model, channels)
         encoder = synchronized(backbone, config.model.name, accelerator)
         width, head = encoder.head_hidden_size, config.head
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
-        self.model = HeadedEncoder(encoder, projection, head.pooling, config.model.mean, config.model.std)
+        self.model = HeadedEncoder(encoder, projection, head.pooling, *config.model.normalization(channels))
         with accelerator.main_process_first():
             known, self.held_out = load_image_datasets(config.data)
         self.train = known.choose(config.data.train_images, config.data.eval_seed)
@@ -87,7 +92,7 @@ class Contrastive(ImageTask):
         return TwoViews(dataset, self.data, self.img_size, self.run.seed, distorted=self.config.views)
 
     def project(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Views (B, 2, 3, S, S) uint8 to what the loss compares, (B, 2, E) float32 of unit length."""
+        """Views (B, 2, C, H, W) to what the loss compares, (B, 2, E) float32 of unit length."""
         return F.normalize(model(images.flatten(0, 1)).float(), dim=-1).unflatten(0, (-1, 2))
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:

@@ -46,7 +46,8 @@ class Finetuning(Classification):
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
         random = config.init == "random"
         drop_path = {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
-        loaded = load_frozen(config.encoder, config.checkpoint, random, config.img_size, config.run.seed, **drop_path)
+        shown = (config.img_size, config.run.seed, config.data.channels)
+        loaded = load_frozen(config.encoder, config.checkpoint, random, *shown, **drop_path)
         if getattr(loaded.model, "attn_pool", None) is not None:
             raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size

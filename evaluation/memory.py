@@ -33,17 +33,18 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
         passes: forward passes of an update; from the second one on the gradients are there.
     """
     with torch.device("meta"):
-        encoder = build_encoder(config.model)
+        channels = config.data.channels
+        encoder = build_encoder(config.model, channels)
         grid, patch_size = cell_grid(encoder)
-        objective = build_objective(config.objective, patch_size)
-        model = build_network(config.network, encoder, objective.outputs, config.model.mean, config.model.std)
+        objective = build_objective(config.objective, patch_size, channels)
+        model = build_network(config.network, encoder, objective.outputs, *((0.5,) * channels,) * 2)
     fields = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in draw(config.corruption, grid, 0, 0, 0)]
     moments = optimizer_bytes(model, config.optim)
     half = config.run.precision != "fp32"
     tracker = MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device="cpu")
-        shown = torch.empty(images, 3, *(side * patch_size for side in grid), dtype=torch.uint8)
+        shown = torch.empty(images, channels, *(side * patch_size for side in grid), dtype=torch.uint8)
         corruption = Corruption(*map(fake.from_tensor, fields))
         tracker.track_external(model)
         with tracker:

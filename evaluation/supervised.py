@@ -38,9 +38,10 @@ class Supervised(Classification):
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
         splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
-        encoder, self.img_size = build_backbone(config.model)
+        encoder, self.img_size = build_backbone(config.model, config.data.channels)
         head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
-        self.model = HeadedEncoder(encoder, head, config.head.pooling, config.model.mean, config.model.std)
+        normalization = config.model.normalization(config.data.channels)
+        self.model = HeadedEncoder(encoder, head, config.head.pooling, *normalization)
 
 
 class Distilled(Classification):
@@ -50,11 +51,12 @@ class Distilled(Classification):
         splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         refuse_seen("distill.teacher", config.distill.teacher, config.data, splits[1])
-        self.config, encoder = config, build_student(config.model)
+        self.config, encoder = config, build_student(config.model, config.data.channels)
         self.img_size = encoder.patch_embed.img_size
         heads = [build_head(config.head.kind, encoder.head_hidden_size, self.classes) for _ in range(2)]
-        self.model = DistilledEncoder(encoder, *heads, config.head.pooling, config.model.mean, config.model.std)
-        self.teacher = load_teacher(config.distill, self.classes).to(accelerator.device)
+        normalization = config.model.normalization(config.data.channels)
+        self.model = DistilledEncoder(encoder, *heads, config.head.pooling, *normalization)
+        self.teacher = load_teacher(config.distill, self.classes, config.data.channels).to(accelerator.device)
 
     @property
     def method(self) -> str:

@@ -38,7 +38,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
-from mpp.reconstructions import prediction_columns
+from mpp.reconstructions import as_rgb, prediction_columns
 from mpp.runtime.launch import command, start
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
@@ -64,13 +64,19 @@ class Subject(NamedTuple):
         return folder.parent if folder.name == "encoder" else folder
 
     def images(self, count: int) -> Iterator[Tensor]:
-        """A seeded choice of held-out images as the encoder takes them, in batches (B, 3, S, S)."""
+        """A seeded choice of held-out images as the encoder takes them, in batches (B, C, H, W)."""
         chosen = self.held_out.choose(count, self.config.data.cut_seed)
         views = views_for(self.encoder, chosen, self.config.data)
         for batch in held_out_loader(views, self.config.data.batch_size or BATCH):
             for failure in batch.unreadable:
                 tqdm.write(f"warning: unreadable image, another takes its place: {failure}")
             yield batch.images.to(self.accelerator.device)
+
+    def ground(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) as what something is laid over, (B, H, W, 3) uint8."""
+        bands = self.config.bands
+        as_they_are = bands or images.shape[1] in (1, 3)
+        return as_rgb(images if as_they_are else images.float().mean(1, keepdim=True), bands).movedim(1, -1).cpu()
 
 
 def predictions(subject: Subject) -> tuple[Figure, Numbers]:
@@ -86,6 +92,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     with subject.accelerator.autocast():
         images, corruption, predicted = task.predict(task.model, range(len(task.held_out)))
     columns = prediction_columns(task.objective, predicted, images, corruption)
+    shown = as_rgb(columns, config.bands).movedim(2, -1).cpu().numpy()
     columns = columns.movedim(2, -1).cpu().numpy()
     numbers = {name: part for name, part in zip(("original", "seen", "predicted", "true"), columns, strict=True)}
     numbers |= {"positions": corruption.positions.cpu().numpy(), "kinds": corruption.kinds.cpu().numpy()}
@@ -94,7 +101,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     if entropy is not None:
         numbers["entropy"] = entropy.cpu().numpy()
         doubts = on_grid(numbers["entropy"], numbers["positions"], task.grid)
-    return figures.plot_predictions(columns, doubts, task.objective.shown), numbers
+    return figures.plot_predictions(shown, doubts, task.objective.shown), numbers
 
 
 def on_grid(values: np.ndarray, positions: np.ndarray, grid: Grid) -> np.ndarray:
@@ -107,9 +114,12 @@ def on_grid(values: np.ndarray, positions: np.ndarray, grid: Grid) -> np.ndarray
 
 
 def filters(subject: Subject) -> tuple[Figure, Numbers]:
-    """The first principal components of the filters on RGB."""
-    components, shares = (part.numpy() for part in filter_components(model_of(subject.encoder), FILTERS))
-    return figures.plot_filters(components, shares), {"components": components, "variance_share": shares}
+    """The first principal components of the filters on pixels."""
+    components, shares = filter_components(model_of(subject.encoder), FILTERS)
+    scaled = 0.5 + components / (2 * components.abs().amax((1, 2, 3), keepdim=True))
+    shown = as_rgb(255 * scaled, subject.config.bands).movedim(1, -1).numpy()
+    numbers = {"components": components.numpy(), "variance_share": shares.numpy()}
+    return figures.plot_filters(shown, numbers["variance_share"]), numbers
 
 
 def positions(subject: Subject) -> tuple[Figure, Numbers]:
@@ -143,7 +153,7 @@ def rollout(subject: Subject) -> tuple[Figure, Numbers]:
     for images in subject.images(config.images):
         with subject.accelerator.autocast():
             flows.append(attention_rollout(encoder, images, config.residual, begin))
-        shown.append(images.movedim(1, -1).cpu())
+        shown.append(subject.ground(images))
     pixels, flow = torch.cat(shown).numpy(), torch.cat(flows).numpy()
     return figures.plot_rollout(pixels, flow, begin, config.residual), {"images": pixels, "rollout": flow}
 
@@ -169,7 +179,7 @@ def pca(subject: Subject) -> tuple[Figure, Numbers]:
     for images in subject.images(subject.config.images):
         with subject.accelerator.autocast():
             found.append(patch_features(subject.encoder, images, depths.tolist()))
-        shown.append(images.movedim(1, -1).cpu())
+        shown.append(subject.ground(images))
     by_depth = components_by_depth([torch.cat(parts) for parts in zip(*found, strict=True)])
     names = ("colors", "foreground", "shares", "coordinates")
     numbers = {name: torch.stack([getattr(each, name) for each in by_depth]).numpy() for name in names}
@@ -235,7 +245,9 @@ def visualize(config: VisualizeConfig) -> list[str]:
         raise UserError("pictures are drawn by one process: start it with python, without a launcher")
     folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
-    encoder = load_frozen(config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
+    encoder = load_frozen(
+        *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
+    )
     _, held_out = load_image_datasets(config.data)
     subject = Subject(config, accelerator, encoder.to(accelerator.device), held_out)
     drawn, missing = [], {}

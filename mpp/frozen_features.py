@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
-from torchvision.transforms.functional import pil_to_tensor
 
-from mpp.config import Representation, require
-from mpp.data.images import centre_crop, to_rgb
+from mpp.config import ImagesConfig, Representation, require
+from mpp.data.decoding import as_asked, from_pil, scaled
+from mpp.data.images import centre_crop
 from mpp.data.views import Batch
 from mpp.errors import UserError
 from mpp.models.encoder import Normalize
@@ -24,7 +24,7 @@ from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
 from mpp.runtime.processes import hosts
 
 AT_ONCE = 64  # images that go through the encoder together
-IMAGES = "PIL images, or a tensor (B, 3, H, W) of torch.uint8"
+IMAGES = "PIL images, or a tensor (B, {0}, H, W), of torch.uint8 or from 0 to 255"
 ROWS = 4096  # of each process, sent at a time: what bounds the memory
 
 
@@ -60,18 +60,19 @@ def extract_features(
 
     Args:
         encoder: of `mpp.load_encoder`, or timm's; where it lies, it computes.
-        images: PIL's, of any sizes and modes, or one alone; or (B, 3, H, W) uint8.
+        images: PIL's, of any sizes and modes, or one alone; or (B, C, H, W), uint8 or floats from 0 to 255.
     Returns:
         (B, D) float32 on the CPU, or (B, 2 D) for `both`.
     Raises:
         UserError: no images, or other numbers than bytes.
     """
     images = [images] if isinstance(images, Image.Image) else images
-    require(len(images) > 0, "images", "empty", IMAGES)
     wanted = resolve_model_data_config(encoder)
+    config = ImagesConfig(channels=wanted["input_size"][0])
+    require(len(images) > 0, "images", "empty", IMAGES.format(config.channels))
     built_for = getattr(getattr(encoder, "patch_embed", None), "img_size", None)  # not what its weights were made for
     size, device = tuple(built_for or wanted["input_size"])[-2:], next(encoder.parameters()).device
-    crops = torch.stack([centre_crop(to_pixels(each), size, wanted["crop_pct"]) for each in images])
+    crops = torch.stack([centre_crop(to_pixels(each, config), size, wanted["crop_pct"]) for each in images])
     normalize = Normalize(wanted["mean"], wanted["std"]).to(device)
     found = []
     for batch in crops.split(AT_ONCE):
@@ -79,14 +80,18 @@ def extract_features(
     return torch.cat(found).cpu()
 
 
-def to_pixels(image: Tensor | Image.Image) -> Tensor:
-    """One of the images of `extract_features`, (3, H, W) uint8."""
+def to_pixels(image: Tensor | Image.Image, config: ImagesConfig) -> Tensor:
+    """One of the images of `extract_features`, (C, H, W) from 0 to 255."""
     if isinstance(image, Image.Image):
-        return pil_to_tensor(to_rgb(image))
+        return scaled(as_asked(from_pil(image, config), config), ())
+    allowed = IMAGES.format(config.channels)
     found = f"{image.dtype} {tuple(image.shape)} each" if torch.is_tensor(image) else f"of {type(image).__name__}"
-    fits = torch.is_tensor(image) and image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3
-    require(fits, "images", found, IMAGES)
-    return image.cpu()
+    fits = torch.is_tensor(image) and image.ndim == 3 and len(image) == config.channels
+    if fits and image.is_floating_point():  # 0 to 1 is what many libraries have
+        found, most = f"{found} up to {image.max():g}", image.max()
+        fits = bool(image.min() >= 0) and (most == 0 or 1 < most <= 255)
+    require(fits and (image.dtype == torch.uint8 or image.is_floating_point()), "images", found, allowed)
+    return image.cpu() if image.dtype == torch.uint8 else image.float().cpu()
 
 
 def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
@@ -94,7 +99,7 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
 
     Args:
         encoder: timm's, without a head.
-        images: (B, 3, H, W), normalised.
+        images: (B, C, H, W), normalised.
         depths: from 1; the last one is the encoder's output, after its final norm.
     Returns:
         (B, prefix + N, D) for each depth, or a feature map (B, D, H, W).
@@ -153,7 +158,7 @@ def extract(
 
     Args:
         batches: this process's: the images rank, rank + processes, ... in their order.
-        encode: images (B, 3, S, S) uint8 on the device to features (B, D), one for each depth.
+        encode: images (B, C, H, W) on the device to features (B, D), one for each depth.
         count: images of the data set.
     Returns:
         (count, D) for each depth; labels (count,), or (count, L) where an image may have several. On the other

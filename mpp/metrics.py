@@ -43,8 +43,10 @@ def nearest_visible(positions: Tensor, grid: Grid) -> Tensor:
 
 
 def mean_in_a_row(one: Tensor, other: Tensor) -> Tensor:
-    """The means of patches (B, K, 3, P, P) uint8, halves going up, as images of a row of patches, (B, 3, P, K * P)."""
-    return rearrange(((one.int() + other.int() + 1) // 2).to(torch.uint8), "b k c p q -> b c p (k q)")
+    """The means of patches (B, K, C, P, P), of uint8 with halves going up, as images of a row, (B, C, P, K * P)."""
+    whole = one.dtype == torch.uint8
+    mean = ((one.int() + other.int() + 1) // 2).to(torch.uint8) if whole else (one + other) / 2
+    return rearrange(mean, "b k c p q -> b c p (k q)")
 
 
 @torch.no_grad()
@@ -53,12 +55,12 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
 
     Args:
         predictions: (B, K, outputs).
-        images: (B, 3, H, W) uint8, clean.
+        images: (B, C, H, W), clean.
         corruption: what the model saw.
     """
-    if objective.bits is None:
+    if objective.palette is None:
         return {}
-    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells)
+    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells * S)
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
     rows, columns = (side // objective.patch_size for side in images.shape[-2:])
     two = nearest_visible(corruption.positions, (rows, columns)).unbind(-1)
@@ -74,7 +76,7 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
     masked = corruption.kinds == Kind.MASK
     sums["right_nearest"] = ((copied == truth).double().mean(-1) * masked).sum()
     sums["right_two_nearest"] = ((guessed == truth).double().mean(-1) * masked).sum()
-    sums["colors"] = torch.bincount(truth[masked].flatten(), minlength=8**objective.bits).double()
+    sums["colors"] = objective.palette.count(truth[masked])
     return sums
 
 
@@ -101,7 +103,7 @@ def summarize(sums: Sums) -> dict[str, float]:
         if sums.get(f"count_{kind}", 0) > 0:
             result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
     if sums.get("count_mask", 0) > 0:
-        result["most_frequent"] = float(sums["colors"].max() / sums["colors"].sum())
+        result["most_frequent"] = float(sums["colors"].amax(-1).sum() / sums["colors"].sum())
         for name in ("nearest", "two_nearest"):
             result[name] = float(sums[f"right_{name}"] / sums["count_mask"])
     return result

@@ -4,12 +4,13 @@ An objective turns clean images into targets, says how many numbers the head pre
 is from its target, and what counts as right. All arithmetic is on integers or in float32: it runs outside autocast. To
 add one, write a class with these members and name it in OBJECTIVES.
 
-B images, K patches, P side of a patch, C classes.
+Images (B, C, H, W) have values from 0 to 255, uint8 or float32. B images, K patches, P side of a patch, C channels.
 """
 
 import math
 from collections.abc import Callable
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,11 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2
 ORIENTATIONS = 9  # of a histogram of oriented gradients
 GREY = 128  # what is no colour
 LEGIBLE = 16  # pixels of a cell's side in a picture of one
+MOST_CLASSES = 4096  # of a softmax over colours
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """(B, 3, H, W) to patches in the encoder's order, (B, N, 3, P, P)."""
+    """(B, C, H, W) to patches in the encoder's order, (B, N, C, P, P)."""
     return rearrange(images, "b c (h p) (w q) -> b (h w) c p q", p=patch_size, q=patch_size)
 
 
@@ -37,30 +39,76 @@ def at(patches: Tensor, positions: Tensor) -> Tensor:
 
 
 def patches_at(images: Tensor, positions: Tensor, patch_size: int) -> Tensor:
-    """Patches of images (B, 3, H, W) at positions (B, K): (B, K, 3, P, P)."""
+    """Patches of images (B, C, H, W) at positions (B, K): (B, K, C, P, P)."""
     return at(patchify(images, patch_size), positions)
 
 
-def quantize(colors: Tensor, whole: int, bits: int) -> Tensor:
-    """Colour class of channel sums, by integer arithmetic.
+def sum_of(pixels: Tensor) -> Tensor:
+    """Sums over the last two dimensions, exact: int32 of uint8, else float64."""
+    return pixels.sum((-2, -1), dtype=torch.int32 if pixels.dtype == torch.uint8 else torch.float64)
+
+
+def levels_of(sums: Tensor, whole: int, bits: int) -> Tensor:
+    """The level of a mean, by exact arithmetic.
 
     A mean v = sum / whole in [k / L, (k + 1) / L) is level k of L = 2**bits; v = 1 is level L - 1.
 
     Args:
-        colors: (..., 3) integers from 0 to `whole`, red green blue.
+        sums: from 0 to `whole`, of any shape.
     Returns:
-        (...) int64, (red * L + green) * L + blue.
+        int64, of the same shape.
     """
     levels = 2**bits
-    red, green, blue = (colors.long() * levels // whole).clamp(max=levels - 1).unbind(-1)
-    return (red * levels + green) * levels + blue
+    scaled = sums * levels / whole if sums.is_floating_point() else sums.long() * levels // whole
+    return scaled.long().clamp(max=levels - 1)
 
 
-def colors_of(classes: Tensor, bits: int) -> Tensor:
-    """The middle of each colour class's bin as RGB; (...) int64 to (..., 3) uint8."""
-    levels = 2**bits
-    channels = torch.stack([classes // levels**2, classes // levels % levels, classes % levels], dim=-1)
-    return ((2 * channels + 1) * 255 // (2 * levels)).to(torch.uint8)
+class Palette(NamedTuple):
+    """The classes that colours of C channels fall into: of all channels together or, factorized, of each channel.
+
+    S is the number of softmaxes that tell a colour: 1 or, factorized, C. Three channels together are
+    (red * L + green) * L + blue.
+    """
+
+    channels: int
+    bits: int
+    factorized: bool
+
+    @property
+    def softmaxes(self) -> int:
+        """S."""
+        return self.channels if self.factorized else 1
+
+    @property
+    def classes(self) -> int:
+        """Of each softmax."""
+        return 2 ** (self.bits * self.channels // self.softmaxes)
+
+    def classify(self, sums: Tensor, whole: int) -> Tensor:
+        """Sums of channels (..., C), from 0 to `whole`, to classes (..., S) int64."""
+        levels = levels_of(sums, whole, self.bits)
+        if self.factorized:
+            return levels
+        return reduce(lambda high, low: high * 2**self.bits + low, levels.unbind(-1))[..., None]
+
+    def colors(self, classes: Tensor) -> Tensor:
+        """The middle of each class's bin; (..., S) int64 to (..., C) uint8."""
+        levels = 2**self.bits
+        if not self.factorized:
+            powers = levels ** torch.arange(self.channels - 1, -1, -1, device=classes.device)
+            classes = classes // powers % levels
+        return ((2 * classes + 1) * 255 // (2 * levels)).to(torch.uint8)
+
+    def count(self, classes: Tensor) -> Tensor:
+        """How often each class is there: (n, cells * S) int64 to (S, classes) float64."""
+        apart = classes.reshape(-1, self.softmaxes) + self.classes * torch.arange(self.softmaxes, device=classes.device)
+        counted = torch.bincount(apart.flatten(), minlength=self.softmaxes * self.classes)
+        return counted.view(self.softmaxes, -1).double()
+
+
+def palette_for(config: ObjectiveConfig, channels: int) -> Palette:
+    """The colours that are counted as right where others are predicted: together, unless they are too many."""
+    return Palette(channels, config.bits, factorized=2 ** (config.bits * channels) > MOST_CLASSES)
 
 
 def entropy_of(logits: Tensor) -> Tensor:
@@ -76,16 +124,16 @@ class Objective:
 
     outputs: int
     """Numbers that the head predicts for a patch."""
-    bits: int | None = None
-    """Bits per channel of the colour classes that accuracy is counted in. None: no accuracy is measured."""
+    palette: Palette | None = None
+    """The colour classes that accuracy is counted in. None: no accuracy is measured."""
     shown = "grey, for want of a picture"
     """What pictures show of a prediction, in a few words."""
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int):
-        self.patch_size = patch_size
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+        self.patch_size, self.channels = patch_size, channels
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
-        """Clean images (B, 3, H, W) uint8 to the targets of their patches at positions (B, K): (B, K, ...)."""
+        """Clean images (B, C, H, W) to the targets of their patches at positions (B, K): (B, K, ...)."""
         raise NotImplementedError
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -97,13 +145,15 @@ class Objective:
         return predictions
 
     def labels(self, targets: Tensor) -> Tensor:
-        """The colour classes of targets, (B, K, cells) int64, where there are `bits`: accuracy is the share of classes
-        that are right."""
+        """The colour classes of targets, (B, K, cells * S) int64, where there is a palette: accuracy is the share of
+        classes that are right."""
         raise NotImplementedError
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        """Targets as pixels, (B, K, 3, P, P) uint8, or s times as large to be legible, for a whole s. Where they lack
-        what pixels need, it is `clean`'s, the true patches (B, K, 3, P, P) uint8; then `shown` says so."""
+        """Targets as pixels, (B, K, C, P, P) from 0 to 255, or s times as large to be legible, for a whole s.
+
+        Where they lack what pixels need, it is `clean`'s, the true patches (B, K, C, P, P); then `shown` says so.
+        """
         return torch.full_like(clean, GREY)
 
     def entropy(self, predictions: Tensor) -> Tensor | None:
@@ -116,19 +166,27 @@ class GridColor(Objective):
 
     shown = "colours of a grid over each patch"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, grid: int | None = None):
-        super().__init__(config, patch_size)
-        self.bits, self.grid = config.bits, grid or config.grid
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3, grid: int | None = None):
+        super().__init__(config, patch_size, channels)
+        self.grid = grid or config.grid
         if patch_size % self.grid:
             raise UserError(f"objective.grid is {self.grid}; it must divide the patch size ({patch_size})")
-        self.classes = 2 ** (3 * self.bits)
-        self.outputs = self.classes * self.grid**2
+        self.palette = Palette(channels, config.bits, config.factorized)
+        if self.palette.classes > MOST_CLASSES:
+            most = int(math.log2(MOST_CLASSES)) // channels
+            serves = "objective.factorized true (a softmax for each channel) or objective.name pixels serves"
+            raise UserError(
+                f"objective.bits is {config.bits}, which makes 2**({config.bits} x {channels}) colours of {channels} "
+                f"channels, more than {MOST_CLASSES:,}; {f'at most {most}, ' if most else ''}{serves}"
+            )
+        self.classes = self.palette.classes
+        self.outputs = self.classes * self.palette.softmaxes * self.grid**2
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         patches = patches_at(images, positions, self.patch_size)
         cells = rearrange(patches, "b k c (g h) (f w) -> b k (g f) c h w", g=self.grid, f=self.grid)
         cell = self.patch_size // self.grid
-        return quantize(cells.sum((-2, -1), dtype=torch.int32), 255 * cell**2, self.bits)  # (B, K, cells)
+        return self.palette.classify(sum_of(cells), 255 * cell**2).flatten(2)  # (B, K, cells * S)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(predictions.reshape(-1, self.classes), targets.flatten())
@@ -140,50 +198,52 @@ class GridColor(Objective):
         return targets
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        colors, side = colors_of(targets, self.bits), self.patch_size // self.grid
+        colors = self.palette.colors(targets.unflatten(-1, (-1, self.palette.softmaxes)))
+        side = self.patch_size // self.grid
         return repeat(colors, "b k (g f) c -> b k c (g h) (f w)", g=self.grid, h=side, w=side)
 
     def entropy(self, predictions: Tensor) -> Tensor:
-        return entropy_of(predictions.unflatten(-1, (-1, self.classes)))
+        entropy = entropy_of(predictions.unflatten(-1, (-1, self.classes)))
+        return entropy.unflatten(-1, (-1, self.palette.softmaxes)).sum(-1)
 
 
 class MeanColor(GridColor):
-    """Classify the patch's mean colour: one of 2**(3 * bits) classes. It is a grid of one cell.
+    """Classify the patch's mean colour: one of 2**(C * bits) classes. It is a grid of one cell.
 
     Accuracy: the share of patches that are right.
     """
 
     shown = "mean colours"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int):
-        super().__init__(config, patch_size, grid=1)
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+        super().__init__(config, patch_size, channels, grid=1)
 
 
 class Pixels(Objective):
     """Regress the patch's pixels, scaled to [-1, 1], by their mean squared (L2) or mean absolute (L1, SimMIM) error.
 
-    Accuracy: the share of patches whose mean predicted pixel falls in the colour class of the true mean.
+    Accuracy: the share of patches whose mean predicted pixel falls in the colour class of the true mean; of many
+    channels, the share of the channels.
     """
 
     shown = "pixels"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int):
-        super().__init__(config, patch_size)
-        self.bits, self.distance = config.bits, DISTANCES[config.loss]
-        self.outputs = 3 * patch_size**2
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+        super().__init__(config, patch_size, channels)
+        self.palette, self.distance = palette_for(config, channels), DISTANCES[config.loss]
+        self.outputs = channels * patch_size**2
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
-        return patches_at(images, positions, self.patch_size)  # (B, K, 3, P, P)
+        return patches_at(images, positions, self.patch_size)  # (B, K, C, P, P)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return self.distance(predictions, targets.flatten(2).float() / 127.5 - 1)
 
     def decide(self, predictions: Tensor) -> Tensor:
-        return to_pixels(predictions.unflatten(-1, (3, self.patch_size, self.patch_size)))
+        return to_pixels(predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size)))
 
     def labels(self, targets: Tensor) -> Tensor:
-        sums = targets.sum((-2, -1), dtype=torch.int32)
-        return quantize(sums, 255 * self.patch_size**2, self.bits)[..., None]
+        return self.palette.classify(sum_of(targets), 255 * self.patch_size**2)
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         return targets
@@ -195,7 +255,7 @@ def to_pixels(scaled: Tensor) -> Tensor:
 
 
 class NormalizedPixels(Pixels):
-    """Regress the patch's pixels, less their mean and over their deviation, of all three channels together (MAE).
+    """Regress the patch's pixels, less their mean and over their deviation, of all channels together (MAE).
 
     The deviation is the unbiased one, of pixels scaled to [-1, 1], with 1e-6 added to its square, as in MAE's code.
     There is no accuracy: how bright a patch is and how strong its contrast is not predicted, and to put back the true
@@ -204,16 +264,16 @@ class NormalizedPixels(Pixels):
 
     shown = "pixels, put back by each patch's true mean and deviation"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int):
-        super().__init__(config, patch_size)
-        self.bits = None
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+        super().__init__(config, patch_size, channels)
+        self.palette = None
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         pixels, mean, deviation = self.moments(patches_at(images, positions, self.patch_size))
-        return (pixels - mean) / deviation  # (B, K, 3, P, P)
+        return (pixels - mean) / deviation  # (B, K, C, P, P)
 
     def moments(self, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """uint8 to pixels in [-1, 1]; their mean and deviation, (B, K, 1, 1, 1)."""
+        """Pixels in [-1, 1]; their mean and deviation, (B, K, 1, 1, 1)."""
         pixels = patches.float() / 127.5 - 1
         variance, mean = torch.var_mean(pixels, (-3, -2, -1), keepdim=True)
         return pixels, mean, (variance + 1e-6).sqrt()
@@ -222,7 +282,7 @@ class NormalizedPixels(Pixels):
         return self.distance(predictions, targets.flatten(2))
 
     def decide(self, predictions: Tensor) -> Tensor:
-        return predictions.unflatten(-1, (3, self.patch_size, self.patch_size))
+        return predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size))
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         _, mean, deviation = self.moments(clean)
@@ -238,14 +298,14 @@ class Hog(Objective):
 
     shown = "HOG, as its edges"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int):
-        super().__init__(config, patch_size)
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+        super().__init__(config, patch_size, channels)
         self.cell = min(config.cell, patch_size)
         if patch_size % self.cell:
             raise UserError(f"objective.cell is {config.cell}; it must divide the patch size ({patch_size})")
         self.distance = DISTANCES[config.loss]
         self.side = patch_size // self.cell  # of the patch, in cells
-        self.outputs = self.side**2 * 3 * ORIENTATIONS
+        self.outputs = self.side**2 * channels * ORIENTATIONS
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         cells = oriented_gradients(images, self.cell)
@@ -255,7 +315,7 @@ class Hog(Objective):
         return self.distance(predictions, targets)
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, 3, ORIENTATIONS))
+        shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, self.channels, ORIENTATIONS))
         lines = edges(self.cell * -(-LEGIBLE // self.cell)).to(targets.device)  # (9, h, w)
         drawn = (share[..., None, None] * line for share, line in zip(shares.unbind(-1), lines, strict=True))
         brightest = (255 * reduce(torch.maximum, drawn)).to(torch.uint8)
@@ -271,9 +331,9 @@ def oriented_gradients(images: Tensor, cell: int) -> Tensor:
     the difference, and its orientations are turned by half of one.
 
     Args:
-        images: (B, 3, H, W) uint8, H and W multiples of `cell`.
+        images: (B, C, H, W), H and W multiples of `cell`.
     Returns:
-        (B, 3, 9, H / cell, W / cell) float32; a cell without a gradient is all 0.
+        (B, C, 9, H / cell, W / cell) float32; a cell without a gradient is all 0.
     """
     pixels = images.float()
     down, right = torch.zeros_like(pixels), torch.zeros_like(pixels)
@@ -297,12 +357,12 @@ def edges(side: int) -> Tensor:
     return (0.5 + side / 12 - apart.abs()).clamp(0, 1)
 
 
-def pixels_as_asked(config: ObjectiveConfig, patch_size: int) -> Objective:
+def pixels_as_asked(config: ObjectiveConfig, patch_size: int, channels: int = 3) -> Objective:
     """Pixels as they are, or by each patch's own mean and deviation."""
-    return (NormalizedPixels if config.normalize == "patch" else Pixels)(config, patch_size)
+    return (NormalizedPixels if config.normalize == "patch" else Pixels)(config, patch_size, channels)
 
 
-OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int], Objective]] = {
+OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int, int], Objective]] = {
     "mean_color": MeanColor,
     "grid_color": GridColor,
     "pixels": pixels_as_asked,
@@ -310,12 +370,12 @@ OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int], Objective]] = {
 }
 
 
-def build_objective(config: ObjectiveConfig, patch_size: int) -> Objective:
+def build_objective(config: ObjectiveConfig, patch_size: int, channels: int = 3) -> Objective:
     """The objective that the config names.
 
     Raises:
-        UserError: no such objective, or one that does not fit the patch size.
+        UserError: no such objective, or one that does not fit the patch size or the channels.
     """
     if config.name not in OBJECTIVES:
         raise UserError(f"objective.name is {config.name}; it must be one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[config.name](config, patch_size)
+    return OBJECTIVES[config.name](config, patch_size, channels)

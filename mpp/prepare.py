@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
-from mpp.data.images import UnreadableImage, decode, to_ppm
-from mpp.data.sources import describe, encoded_bytes, find_image_column, load_splits
+from mpp.data.decoding import UnreadableImage, read, to_ppm
+from mpp.data.sources import contents, describe, find_image_column, load_splits, undecoded
 from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import sync
@@ -46,7 +48,7 @@ class Shard(NamedTuple):
 
     split: str
     file: Path
-    rows: datasets.Dataset  # of undecoded images (`image`) and, where there are some, labels (`label`)
+    rows: datasets.Dataset  # of undecoded images or arrays (`image`) and, where there are some, labels (`label`)
     config: PrepareConfig
 
     @property
@@ -55,18 +57,37 @@ class Shard(NamedTuple):
         return Path(self.config.out) / NOTES / f"{self.file.stem}.json"
 
 
-def prepare_image(data: bytes, config: PrepareConfig) -> bytes:
-    """An image file that is shrunk to `config.short_side`, where it is larger; raises UnreadableImage."""
-    pixels = decode(data, config.data.max_pixels)
-    small = min(pixels.shape[1:]) <= config.short_side
-    if small and config.format == "jpeg":
-        return data
-    pixels = pixels if small else functional.resize(pixels, [config.short_side], antialias=True)
+def prepare_image(image: bytes | NDArray, config: PrepareConfig) -> bytes:
+    """An image file that is shrunk to `config.short_side`, where it is larger.
+
+    Raises:
+        UnreadableImage: it cannot be decoded.
+        UserError: the format cannot hold it.
+    """
+    values = read(image, config.data)
+    small = min(values.shape[1:]) <= config.short_side
+    as_it_is = isinstance(image, bytes) and config.data.bands is None and config.data.nodata is None
+    if small and config.format == "jpeg" and as_it_is:
+        return image
+    if config.format != "npy" and values.dtype != np.uint8:
+        raise UserError(f"format is {config.format}, which holds 8 bits; it must be npy for {values.dtype} values")
+    values = values if small else shrunk(values, config.short_side)
     if config.format == "ppm":
-        return to_ppm(pixels)
+        return to_ppm(torch.from_numpy(values))
     buffer = io.BytesIO()
-    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=config.quality)
+    if config.format == "npy":
+        np.save(buffer, np.ascontiguousarray(values.transpose(1, 2, 0)))
+    else:
+        Image.fromarray(values.transpose(1, 2, 0).squeeze()).save(buffer, "JPEG", quality=config.quality)
     return buffer.getvalue()
+
+
+def shrunk(values: NDArray, side: int) -> NDArray:
+    """Values (C, H, W) of any type, resized to so short a side; of the same type."""
+    if values.dtype == np.uint8:
+        return functional.resize(torch.from_numpy(values), [side], antialias=True).numpy()
+    resized = functional.resize(torch.from_numpy(values.astype(np.float64)), [side], antialias=True).numpy()
+    return (resized if values.dtype.kind == "f" else np.rint(resized)).astype(values.dtype)
 
 
 def write_shard(shard: Shard) -> None:
@@ -77,7 +98,7 @@ def write_shard(shard: Shard) -> None:
     for row in shard.rows:
         name = name_of(row["image"], shard.config.data.path)
         try:
-            data = encoded_bytes(row["image"], shard.config.data.read_retries)
+            data = contents(row["image"], shard.config.data.read_retries)
             prepared = prepare_image(data, shard.config)
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
@@ -85,7 +106,7 @@ def write_shard(shard: Shard) -> None:
         for column, value in (row | {"image": {"bytes": prepared, "path": name}}).items():
             columns[column].append(value)
         notes["kept"] += 1
-        notes["bytes_before"] += len(data)
+        notes["bytes_before"] += memoryview(data).nbytes
         notes["bytes_after"] += len(prepared)
     aside = shard.notes.with_suffix(".partial")
     datasets.Dataset.from_dict(columns, features=features).to_parquet(aside)  # without compression of images
@@ -95,9 +116,10 @@ def write_shard(shard: Shard) -> None:
     aside.replace(shard.file)
 
 
-def name_of(cell: dict[str, Any] | None, root: str | None) -> str | None:
-    """A file's name, from the data set's folder on where it is in there: nothing of the machine."""
-    path, folder = Path((cell or {}).get("path") or ""), Path(root or "").expanduser().absolute()
+def name_of(cell: Any, root: str | None) -> str | None:
+    """A file's name, from the data set's folder on where it is in there: nothing of the machine. An array has none."""
+    path = Path((isinstance(cell, dict) and cell.get("path")) or "")
+    folder = Path(root or "").expanduser().absolute()
     if root and path.is_absolute() and path.is_relative_to(folder):
         return str(path.relative_to(folder))
     return path.name or None
@@ -118,7 +140,7 @@ def cut(config: PrepareConfig) -> list[Shard]:
         if label_column:
             columns.setdefault(label_column, "label")
         rows = rows.select_columns([*columns]).rename_columns(columns)
-        rows = rows.cast_column("image", datasets.Image(decode=False))
+        rows = undecoded(rows, "image")
         order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
         for number in range(count):
             file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
@@ -204,9 +226,9 @@ def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     if dropped:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listed}:")
         print("\n".join(f"  {line}" for line in dropped[:10]))
-    print(
-        f"next: accelerate launch mpp/pretrain.py --data.path {config.out}    (--data.streaming true: without an index)"
-    )
+    channels = f" --data.channels {config.data.channels}" if config.data.channels != 3 else ""
+    command = f"accelerate launch mpp/pretrain.py --data.path {config.out}{channels}"
+    print(f"next: {command}    (--data.streaming true: without an index)")
 
 
 if __name__ == "__main__":

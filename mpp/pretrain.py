@@ -49,14 +49,15 @@ class Pretraining(ImageTask):
         self.config, self.corruption = config, config.corruption
         if config.corruption.source == "batch":
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
-        encoder = build_encoder(config.model)
+        channels = config.data.channels
+        encoder = build_encoder(config.model, channels)
         self.img_size = encoder.patch_embed.img_size
         self.grid, self.patch_size = cell_grid(encoder)
         self.patches = math.prod(self.grid)
         self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
-        self.objective = build_objective(config.objective, self.patch_size)
-        input_config = (config.model.mean, config.model.std)
-        self.model = build_network(config.network, encoder, self.objective.outputs, *input_config)
+        self.objective = build_objective(config.objective, self.patch_size, channels)
+        normalization = config.model.normalization(channels)
+        self.model = build_network(config.network, encoder, self.objective.outputs, *normalization)
         if config.data.streaming:
             probed = config.probe.images if config.probe.every else 0
             with accelerator.local_main_process_first():  # machines may have no disk in common
@@ -116,7 +117,7 @@ class Pretraining(ImageTask):
 
     @torch.no_grad()
     def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Corruption, Tensor]:
-        """Held-out images (B, 3, S, S) at `indices`, their fixed corruption, and predictions (B, K, outputs)."""
+        """Held-out images (B, C, H, W) at `indices`, their fixed corruption, and predictions (B, K, outputs)."""
         views = self.views(self.held_out)
         batch = collate([views[FIXED, index] for index in indices])
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)

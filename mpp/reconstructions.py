@@ -1,5 +1,7 @@
 """Pictures of what the model saw and what it predicted."""
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -13,6 +15,24 @@ PANEL_SIDE = 128  # of an image in a panel, at least half of it
 COLUMNS = ("original", "corrupted", "predicted", "true")
 
 
+def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
+    """Images as a person sees them.
+
+    Args:
+        images: (..., C, H, W) from 0 to 255.
+        bands: which channels are red, green and blue, or the one that is grey, counted from 1. None: RGB and grey as
+            they are; several others side by side, each of them grey.
+    Returns:
+        (..., 3, H, W) uint8, or (..., 3, H, C * W).
+    """
+    pixels = images if images.dtype == torch.uint8 else images.round().clamp(0, 255).to(torch.uint8)
+    if bands:
+        pixels = pixels[..., [band - 1 for band in bands], :, :]
+    elif pixels.shape[-3] not in (1, 3):
+        pixels = rearrange(pixels, "... c h w -> ... 1 h (c w)")
+    return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:])
+
+
 def prediction_columns(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Tensor:
     """Each image as COLUMNS: what it is, what the model saw, what it predicted, what was to be predicted.
 
@@ -20,23 +40,24 @@ def prediction_columns(objective: Objective, predictions: Tensor, images: Tensor
 
     Args:
         predictions: (B, K, outputs) for these images and this corruption.
-        images: (B, 3, S, S) uint8.
+        images: (B, C, H, W).
     Returns:
-        (4, B, 3, S, S) uint8; S is s times the images' where the objective paints s times as large.
+        (4, B, C, H, W) from 0 to 255, s times as large where the objective paints s times as large.
     """
     patches = patchify(images, objective.patch_size)
     clean, targets = at(patches, corruption.positions), objective.targets(images, corruption.positions)
     painted = [objective.paint(each, clean) for each in (objective.decide(predictions), targets)]
     patches = enlarge(patches, painted[0].shape[-1] // objective.patch_size)
     grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
-    seen = corrupt(patches.flatten(2).float(), grey, corruption).to(torch.uint8).view(patches.shape)
-    columns = [patches, seen, *(put(patches, corruption.positions, each) for each in painted)]
+    seen = corrupt(patches.flatten(2).float(), grey, corruption).to(patches.dtype).view(patches.shape)
+    columns = [patches, seen, *(put(patches, corruption.positions, each.to(patches.dtype)) for each in painted)]
     rows = images.shape[-2] // objective.patch_size
     return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:
-    """Columns (n, B, 3, S, S) as one picture with a row for each image, (3, B * S, n * S); small S are enlarged."""
+    """Columns (n, B, C, H, W) as one picture with a row for each image, (3, B * H, n * W); small W are enlarged."""
+    columns = as_rgb(columns)
     return rearrange(enlarge(columns, max(1, PANEL_SIDE // columns.shape[-1])), "n b c h w -> c (b h) (n w)")
 
 
@@ -46,6 +67,6 @@ def enlarge(pixels: Tensor, times: int) -> Tensor:
 
 
 def put(patches: Tensor, positions: Tensor, replaced: Tensor) -> Tensor:
-    """patches (B, N, 3, P, P) with those at positions (B, K) replaced by (B, K, 3, P, P)."""
+    """patches (B, N, C, P, P) with those at positions (B, K) replaced by (B, K, C, P, P)."""
     index = positions[..., None].expand(-1, -1, patches[0, 0].numel())
     return patches.flatten(2).scatter(1, index, replaced.flatten(2)).view(patches.shape)

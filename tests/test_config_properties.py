@@ -52,7 +52,7 @@ VALID = {
     "corruption.source": st.sampled_from(["image", "batch"]),
     "corruption.pattern": st.sampled_from(["random", "blocks", "blockwise"]),
     "objective.name": st.sampled_from(["mean_color", "grid_color", "pixels", "hog"]),
-    "objective.bits": st.integers(1, 5),
+    "objective.bits": st.integers(1, 4),
     "optim.lr": st.floats(1e-12, 1e3),
     "optim.betas": st.lists(shares, min_size=2, max_size=2),
     "optim.clip": st.none() | st.floats(0.001, 1e6),
@@ -91,7 +91,7 @@ def is_one_line_or_reads_back(config_class, arguments, folder) -> None:
     {
         **{"run.steps": 1, "run.seed": 2**63 - 1, "run.dir": "a: #b", "run.trackers": [], "data.path": None},
         **{"data.crop_area": [1.0, 1.0], "data.workers": 0, "model.drop_path": 0.0, "model.mean": [0.01, 0.5, 0.99]},
-        **{"corruption.rate": 0.99, "network.decoder_width": None, "objective.bits": 5, "optim.lr": 1e-12},
+        **{"corruption.rate": 0.99, "network.decoder_width": None, "objective.bits": 8, "optim.lr": 1e-12},
         **{"optim.clip": None, "optim.average": 0.99, "probe.every": 0},
     }
 )

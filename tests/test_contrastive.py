@@ -91,7 +91,7 @@ def test_a_view_is_torchvisions_and_a_function_of_seed_epoch_index_and_view():
         pair = views[epoch, index].images
         for view in range(2):
             place = 2 * index + view
-            crop = random_crop(views.dataset.decode(index, 10**6), 40, views.data, 5, epoch, place)
+            crop = random_crop(views.dataset.decode(index, views.data), 40, views.data, 5, epoch, place)
             torch.manual_seed(int(random_words(Stream.AUGMENT, 5, epoch, place, 1)[0]) >> 1)
             assert torch.equal(pair[view], transforms(crop))
             shown.append(pair[view].numpy().tobytes())
@@ -102,7 +102,7 @@ def test_a_view_is_torchvisions_and_a_function_of_seed_epoch_index_and_view():
 def test_without_distortion_a_view_is_a_crop_and_held_out_views_are_of_no_run():
     plain = ViewsConfig(jitter_probability=0, grey=0, blur=0)
     one, other = two_views(1, distorted=plain), two_views(2, distorted=plain)
-    pixels = one.dataset.decode(7, 10**6)
+    pixels = one.dataset.decode(7, one.data)
     assert torch.equal(one[3, 7].images[1], random_crop(pixels, 32, one.data, 1, 3, 15))
     fixed = one[FIXED, 7].images
     assert torch.equal(fixed, other[FIXED, 7].images) and not torch.equal(*fixed)

@@ -16,8 +16,8 @@ import torch
 from conftest import dataset_of, encoded, picture
 from torch.utils.data import DataLoader
 
-from mpp.config import CorruptionConfig, DataConfig
-from mpp.data.images import UnreadableImage, decode
+from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
+from mpp.data.decoding import UnreadableImage, decode
 from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets
 from mpp.data.views import (
     BatchLayout,
@@ -47,7 +47,7 @@ def test_birds_are_the_default():
     train, test = load_image_datasets(DataConfig())
     assert (len(train), len(test)) == (633, 286)
     assert (train.labels >= 0).sum() == 430 and (test.labels >= 0).all()
-    assert train.decode(0, 10**6).shape == (3, 120, 120)
+    assert train.decode(0, ImagesConfig()).shape == (3, 120, 120)
     assert len(train.labelled()) == 430
 
 
@@ -61,7 +61,7 @@ def test_folder_of_images_is_cut_by_a_seed(image_folder):
     assert [again.name(i) for i in range(3)] == names[1]
     other = load_image_datasets(DataConfig(path=str(image_folder), eval_fraction=0.25, cut_seed=1))[1]
     assert [other.name(i) for i in range(3)] != names[1]
-    assert (train.decode(0, 10**6).shape) == (3, 40, 48)
+    assert (train.decode(0, ImagesConfig()).shape) == (3, 40, 48)
 
 
 @pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "arrow file", "saved", "saved with splits"])
@@ -84,7 +84,7 @@ def test_other_layouts_on_disk(tmp_path, kind):
     train, held_out = load_image_datasets(DataConfig(path=str(path)))
     named_split = kind in ("parquet folder", "saved with splits")
     assert (len(train), len(held_out)) == ((12, 4) if named_split else (11, 1))
-    assert train.decode(0, 10**6).shape == (3, 40, 48)
+    assert train.decode(0, ImagesConfig()).shape == (3, 40, 48)
 
 
 def test_columns_of_other_names_and_text_labels(tmp_path):
@@ -282,7 +282,7 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
     def dies(given, most):
         return os.kill(os.getpid(), 9) if given == data else decode(given, most)
 
-    monkeypatch.setattr("mpp.data.images.decode", dies)
+    monkeypatch.setattr("mpp.data.decoding.decode", dies)
     assert len(list(loader.batches(fine))) == 1
     with (
         pytest.raises(UserError, match=f"a loader process died .* while it read {dataset.name(3)};"),
@@ -321,11 +321,11 @@ def test_a_cell_may_hold_a_url(image_folder):
         {"bytes": file.read_bytes(), "path": "anything"},
         *({"bytes": None, "path": p} for p in (str(file), f"file://{file}")),
     ]
-    first, *others = (decode_cell(cell, 10**6) for cell in cells)
+    first, *others = (decode_cell(cell, ImagesConfig()) for cell in cells)
     assert all(torch.equal(first, other) for other in others)
     for nothing in (None, {"bytes": None, "path": None}, {"bytes": None, "path": ""}):
         with pytest.raises(UnreadableImage, match="no bytes"):
-            decode_cell(nothing, 10**6)
+            decode_cell(nothing, ImagesConfig())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -335,12 +335,12 @@ def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
     held = cache_decoded(dataset, DataConfig(workers=workers))
     broken = [index for index in range(len(dataset)) if dataset.name(index).endswith("01.png")]
     for index in set(range(len(dataset))) - set(broken):
-        assert torch.equal(held.decode(index, 10**6), dataset.decode(index, 10**6))
-        assert held.decode(index, 1).shape == (3, 40, 48)  # it is not decoded again
+        assert torch.equal(held.decode(index, ImagesConfig()), dataset.decode(index, ImagesConfig()))
+        assert held.decode(index, ImagesConfig(max_pixels=1)).shape == (3, 40, 48)  # it is not decoded again
     for index in broken:
         with pytest.raises(UnreadableImage):
-            held.decode(index, 10**6)
-    needed = sum(held.decoded.shapes.prod(1) * 3)
+            held.decode(index, ImagesConfig())
+    needed = sum(held.decoded.shapes.prod(1))
     assert cache_decoded(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
     assert not cache_decoded(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
     dataset.rows = None  # nothing is read for nothing
@@ -357,7 +357,7 @@ def test_holding_many_images_opens_few_files():
         held = cache_decoded(dataset, DataConfig(workers=1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert held.decode(3839, 100).shape == (3, 4, 4)
+    assert held.decode(3839, ImagesConfig()).shape == (3, 4, 4)
 
 
 @pytest.mark.parametrize("empty", ["train", "test"])

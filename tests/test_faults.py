@@ -24,9 +24,9 @@ from conftest import HANGS, TINY, encoded, picture, read_metrics, start_command,
 from PIL import Image
 from server import Command, at_update, context, die_at, told_to_stop, wait_at, wait_for_signal_at
 
-from mpp.config import Config
+from mpp.config import Config, ImagesConfig
 from mpp.data import workers
-from mpp.data.images import UnreadableImage, decode
+from mpp.data.decoding import UnreadableImage, decode
 from mpp.runtime import preemption
 from mpp.runtime.launch import set_timeout
 from mpp.runtime.parsing import parse, to_yaml
@@ -455,10 +455,10 @@ def test_images_go_away_while_a_run_reads_them(tmp_path, image_folder, tally, pr
 
 def refuse(data: bytes, answer) -> None:
     """Decode a bomb; send the error and by how many MB the memory's peak grew."""
-    decode(encoded(picture(0)), 10**8)
+    decode(encoded(picture(0)), ImagesConfig())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        decode(data, 10**8)
+        decode(data, ImagesConfig())
     except UnreadableImage as error:
         answer.send((str(error), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
 
@@ -475,11 +475,11 @@ def test_a_bomb_is_refused_in_little_memory(tally):
 
 def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
-    from mpp.data import images
+    from mpp.data import decoding
     from mpp.training.loop import Update
 
-    decode, call = images.decode, Update.__call__
-    images.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
+    decode, call = decoding.decode, Update.__call__
+    decoding.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
     if slow:  # then the main process is not waiting for data when it hears of it
         Update.__call__ = lambda *args, **kwargs: (time.sleep(0.3), call(*args, **kwargs))[1]
 
@@ -500,12 +500,12 @@ def stuck() -> None:
     import ctypes
     from itertools import count
 
-    from mpp.data import images
+    from mpp.data import decoding
     from mpp.errors import UserError
     from mpp.training.loop import Update
 
-    decode, calls = images.decode, count()
-    images.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
+    decode, calls = decoding.decode, count()
+    decoding.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
 
     def fail(self, step, micro, measure):
         time.sleep(2)

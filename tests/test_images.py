@@ -11,11 +11,12 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
-from mpp.config import DataConfig
-from mpp.data.images import UnreadableImage, augment, centre_crop, crop_box, decode, random_crop, to_ppm
+from mpp.config import DataConfig, ImagesConfig
+from mpp.data.decoding import UnreadableImage, decode, to_ppm
+from mpp.data.images import augment, centre_crop, crop_box, random_crop
 from mpp.runtime.randomness import Stream, random_words
 
-LIMIT = 10_000_000
+LIMIT = ImagesConfig(max_pixels=10**6)
 RGB = picture()
 
 
@@ -58,7 +59,8 @@ def test_grey_is_grey_in_all_channels(mode):
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
 def test_16_bit_grey_is_scaled_not_clipped(format):
     grey = np.array([[0, 257, 32768, 65535]], np.uint16)
-    assert seen(encoded(Image.fromarray(grey), format))[0, :, 0].tolist() == [0, 1, 128, 255]
+    result = decode(encoded(Image.fromarray(grey), format), LIMIT)
+    assert result.dtype == torch.float32 and torch.allclose(result[:, 0], torch.tensor([0, 1, 127.50195, 255]))
 
 
 def png_16_bit_rgb(pixels: np.ndarray) -> bytes:
@@ -74,8 +76,9 @@ def png_16_bit_rgb(pixels: np.ndarray) -> bytes:
 
 
 def test_16_bit_rgb_is_scaled_not_clipped():
-    result = seen(png_16_bit_rgb(np.array([[[0, 32768, 65535], [257, 514, 60000]]])))
-    assert abs(result - [[[0, 128, 255], [1, 2, 233]]]).max() <= 1
+    result = decode(png_16_bit_rgb(np.array([[[0, 32768, 65535], [257, 514, 60000]]])), LIMIT)
+    expected = torch.tensor([[[0, 127.50195, 255], [1, 2, 60000 / 257]]]).permute(2, 0, 1)
+    assert result.dtype == torch.float32 and torch.allclose(result, expected)
 
 
 @pytest.mark.parametrize("alpha", [0, 128, 255])
@@ -127,9 +130,9 @@ def test_a_bomb_is_refused_from_its_header():
     with pytest.raises(UnreadableImage, match="60000"):
         decode(bytes(bomb), LIMIT)
     with pytest.raises(UnreadableImage, match=r"more than data\.max_pixels"):
-        decode(JPEG, 100)
+        decode(JPEG, ImagesConfig(max_pixels=100))
     with pytest.raises(UnreadableImage, match=r"^(?!.*Bomb)"):  # who allows more is not stopped by PIL's own limit
-        decode(bytes(bomb), 10**10)
+        decode(bytes(bomb), ImagesConfig(max_pixels=10**10))
 
 
 def test_plain_pixels_are_read_as_they_are():

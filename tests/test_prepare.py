@@ -18,8 +18,8 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp import prepare
-from mpp.config import DataConfig, SourceConfig
-from mpp.data.images import decode
+from mpp.config import DataConfig, ImagesConfig, SourceConfig
+from mpp.data.decoding import decode
 from mpp.data.shards import load_streamed
 from mpp.data.sources import BIRDS, load_image_datasets
 from mpp.prepare import NOTES, main
@@ -65,9 +65,9 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
         if number % 2:
             assert data == original
         else:
-            assert data[:2] == b"\xff\xd8" and decode(data, 10**6).shape == (3, 60, 80)
+            assert data[:2] == b"\xff\xd8" and decode(data, ImagesConfig()).shape == (3, 60, 80)
             expected = Image.fromarray(picture(number, size)).resize((80, 60), Image.Resampling.BILINEAR)
-            assert abs(np.array(expected, int) - decode(data, 10**6).permute(1, 2, 0).numpy()).mean() < 4
+            assert abs(np.array(expected, int) - decode(data, ImagesConfig()).permute(1, 2, 0).numpy()).mean() < 4
     said = capsys.readouterr().out
     assert "29 images" in said and "dropped 2 that cannot be decoded" in said
     dropped = (tmp_path / "out" / NOTES / "dropped.txt").read_text().splitlines()
@@ -86,7 +86,7 @@ def test_plain_pixels_lose_nothing(folder, tmp_path):
         original = torch.from_numpy(picture(number, (40, 48) if number % 2 else (90, 120))).permute(2, 0, 1)
         expected = original if number % 2 else functional.resize(original, [60], antialias=True)
         data = row["image"]["bytes"]
-        assert data.startswith(b"P6\n") and torch.equal(decode(data, 10**6), expected)
+        assert data.startswith(b"P6\n") and torch.equal(decode(data, ImagesConfig()), expected)
         assert np.array_equal(np.array(Image.open(io.BytesIO(data))), expected.permute(1, 2, 0).numpy())
 
 

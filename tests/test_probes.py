@@ -25,7 +25,7 @@ from evaluation.features import main as extract
 from evaluation.linear import fit_lbfgs
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.extraction import Features, load_features, save_features
-from mpp.config import Config, DataConfig
+from mpp.config import Config, DataConfig, ImagesConfig
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
@@ -132,7 +132,7 @@ def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit
     assert (len(saved.train), len(saved.test)) == (430, 286)
     train, _ = load_image_datasets(DataConfig())
     index = int(np.flatnonzero(train.labels >= 0)[17])
-    crop = centre_crop(train.decode(index, 10**6), 32, 0.5)
+    crop = centre_crop(train.decode(index, ImagesConfig()), 32, 0.5)
     expected = load_frozen(str(folder))(crop[None], "mean", [3])[0][0]
     torch.testing.assert_close(torch.from_numpy(saved.train[17]), expected, rtol=1e-4, atol=1e-5)
     assert saved.train_labels[17] == train.labels[index]

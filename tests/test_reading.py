@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import encoded, picture, read_metrics
 
-from mpp.config import DataConfig
+from mpp.config import DataConfig, ImagesConfig
 from mpp.data import reading
 from mpp.data.reading import retried
 from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets
@@ -44,10 +44,10 @@ def test_a_read_is_tried_again_with_growing_pauses(pauses, capsys):
 
 def test_a_read_that_goes_on_failing_is_an_error(pauses, tmp_path):
     with pytest.raises(ReadFailed, match=r"gone\.png cannot be read, tried for 7 s: .*No such file"):
-        decode_cell({"bytes": None, "path": str(tmp_path / "gone.png")}, 10**6, 3)
+        decode_cell({"bytes": None, "path": str(tmp_path / "gone.png")}, ImagesConfig(read_retries=3))
     assert pauses == [1, 2, 4]
     with pytest.raises(ReadFailed, match="nosuch://x cannot be read"):
-        decode_cell({"bytes": None, "path": "nosuch://x"}, 10**6)
+        decode_cell({"bytes": None, "path": "nosuch://x"}, ImagesConfig(read_retries=0))
 
 
 def test_a_loader_processs_error_is_one_line(image_folder):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from conftest import Killed, encoded
 
-from mpp.config import DataConfig
+from mpp.config import DataConfig, ImagesConfig
 from mpp.data import samples
 from mpp.data.samples import FOLDER, NOTES, ROWS
 from mpp.data.shards import Shards, load_streamed
@@ -163,7 +163,7 @@ def test_a_torn_sample_is_read_anew(shards, cache, how):
         TEARS[how](folder / ROWS, folder / NOTES)
     _, *second = load(shards)
     for one, other in zip(first, second, strict=True):
-        assert one.labels.tolist() == other.labels.tolist() and other.decode(0, 10**6).shape == (3, 64, 64)
+        assert one.labels.tolist() == other.labels.tolist() and other.decode(0, ImagesConfig()).shape == (3, 64, 64)
 
 
 def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch):

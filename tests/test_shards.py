@@ -21,7 +21,7 @@ from conftest import TINY, Killed, dataset_of, encoded, kill_at, picture, read_m
 from server import Command
 
 import mpp.training.run
-from mpp.config import CorruptionConfig, DataConfig
+from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.shards import ROW_BITS, Cursor, Shards, StreamedBatches, load_streamed, streaming_loader
 from mpp.data.views import BatchLayout, ViewDataset
 from mpp.errors import UserError
@@ -181,7 +181,7 @@ def test_every_sort_of_source(tmp_path, kind):
         seen.append(int(sample.indices))
     assert len(seen) == len(set(seen)) == SHARDS * ROWS - len(held_out)
     assert len(known) == 20 and len(held_out) >= 7
-    assert known.labelled() is not None and held_out.decode(0, 1000).shape == (3, 16, 16)
+    assert known.labelled() is not None and held_out.decode(0, ImagesConfig()).shape == (3, 16, 16)
 
 
 def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_path, monkeypatch):

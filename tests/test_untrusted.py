@@ -13,8 +13,8 @@ from conftest import encoded, picture
 from evaluation import fewshot, visualize
 from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
-from mpp.config import Config, ModelConfig
-from mpp.data.images import UnreadableImage, decode
+from mpp.config import Config, ImagesConfig, ModelConfig
+from mpp.data.decoding import UnreadableImage, decode
 from mpp.models.encoder import build_encoder, export_encoder
 from mpp.pretrain import is_pretraining
 from mpp.runtime.hashing import sha256_of
@@ -176,4 +176,4 @@ def test_an_image_folder_with_links_and_ways_out_stays_inside(pretrain, tmp_path
 def test_formats_that_run_programs_are_refused(trap):
     program = f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n({trap}) (w) file closefile\nshowpage\n"
     with pytest.raises(UnreadableImage, match="no image file of a known sort"):
-        decode(program.encode(), 10**6)
+        decode(program.encode(), ImagesConfig())

@@ -21,7 +21,7 @@ from mpp.runtime.randomness import FIXED
 
 @lru_cache
 def distortion(config: ViewsConfig, side: int) -> v2.Transform:
-    """torchvision's transforms of a crop (3, side, side) uint8."""
+    """torchvision's transforms of a crop (C, side, side)."""
     strong, weak = 0.8 * config.jitter, 0.2 * config.jitter
     window = max(3, side // 10 | 1)  # odd
     return v2.Compose(
@@ -35,7 +35,7 @@ def distortion(config: ViewsConfig, side: int) -> v2.Transform:
 
 @dataclass(frozen=True)
 class TwoViews(ViewDataset):
-    """Samples of two views each, (2, 3, S, S) uint8: a view is a function of (seed, epoch, index, view).
+    """Samples of two views each, (2, C, H, W): a view is a function of (seed, epoch, index, view).
 
     Held-out images (epoch FIXED) have two such views too, by `data.cut_seed`: the same whenever they are looked at.
     """
@@ -48,8 +48,10 @@ class TwoViews(ViewDataset):
         return torch.stack([self.one_view(pixels, seed, epoch, 2 * index + number) for number in range(2)])
 
     def one_view(self, pixels: Tensor, seed: int, epoch: int, place: int) -> Tensor:
-        """A view (3, S, S); `place` says of which image, and whether it is the first or the second."""
+        """A view (C, H, W); `place` says of which image, and whether it is the first or the second."""
         crop = images.random_crop(pixels, self.img_size, self.data, seed, epoch, place)
+        if self.distorted.jitter or self.distorted.grey:
+            images.check_colors(crop, "views.jitter and views.grey must be 0")
         return images.transformed(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, place)
 
 

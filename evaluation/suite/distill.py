@@ -95,8 +95,8 @@ class DistilledEncoder(HeadedEncoder):
         return torch.stack(parts, dim=1)
 
 
-def build_student(config: ModelConfig) -> VisionTransformerDistilled:
-    """The ViT that the config describes with a distillation token, without heads.
+def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDistilled:
+    """The ViT for so many channels that the config describes with a distillation token, without heads.
 
     Of `model.init_from` everything is loaded as in pre-training. Where these weights have no distillation token, it and
     its position embedding start random.
@@ -114,7 +114,7 @@ def build_student(config: ModelConfig) -> VisionTransformerDistilled:
         name = name.replace("_distilled", "")  # timm has each of these without the token too
         require(is_model_in_modules(name, STUDENTS), "model.name", name, A_STUDENT)
     again = config.init_from is not None and has_token(Path(config.init_from))
-    plain = build_encoder(replace(config, name=name, init_from=None if again else config.init_from))
+    plain = build_encoder(replace(config, name=name, init_from=None if again else config.init_from), channels)
     student = with_token(plain, config)
     if again:
         load_weights(student, Path(config.init_from))
@@ -145,6 +145,7 @@ def with_token(plain: VisionTransformer, config: ModelConfig) -> VisionTransform
     require(hasattr(attention, "num_heads"), *allowed)
     arguments = architecture(config)[1] | dict(
         img_size=plain.patch_embed.img_size,
+        in_chans=plain.patch_embed.proj.in_channels,
         patch_size=plain.patch_embed.patch_size[0],
         embed_dim=plain.embed_dim,
         depth=len(plain.blocks),

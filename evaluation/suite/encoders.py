@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from mpp.config import Representation, check_grid, require, sides
+from mpp.config import ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import UserError, one_line
 from mpp.frozen_features import features_at, stages
 from mpp.models.encoder import Normalize, load_encoder, set_attention
-from mpp.objectives import quantize
+from mpp.objectives import palette_for, sum_of
 from mpp.runtime.hardware import uses_gpu
 
 Size = tuple[int, int]  # height and width
@@ -48,7 +48,7 @@ class FrozenEncoder(nn.Module):
         return stages(self.model)
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
-        """Features of images (B, 3, S, S) uint8 after each depth, (B, D) float32: see `features_at`."""
+        """Features of images (B, C, H, W), from 0 to 255, after each depth, (B, D) float32: see `features_at`."""
         return features_at(self.model, self.normalize(images), depths, representation)
 
 
@@ -56,14 +56,17 @@ class ColorFloor(nn.Module):
     """Features without a model, which pre-training has to beat: colour statistics of an 8 x 8 grid over the image.
 
     Args:
-        kind: pixels: the mean colour of each cell (192 numbers); colors: how many cells have each of the 512 colours.
+        kind: pixels: the mean colour of each cell (of RGB 192 numbers); colors: how many cells have each of the colours
+            of 3 bits a channel (of RGB 512), or each level of each channel where there are more than four channels.
         img_size: side of the images, a multiple of 8, or height and width; None: 64.
+        channels: of the images.
     """
 
     stages = (None,)
 
-    def __init__(self, kind: str, img_size: int | Size | None):
+    def __init__(self, kind: str, img_size: int | Size | None, channels: int = 3):
         super().__init__()
+        self.palette = palette_for(ObjectiveConfig(), channels)
         if kind not in ("pixels", "colors"):
             raise UserError(f"encoder is floor:{kind}; it must be floor:pixels or floor:colors")
         self.kind, self.img_size, self.crop_pct = kind, sides(img_size or 64), 0.875
@@ -72,11 +75,17 @@ class ColorFloor(nn.Module):
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
         """As FrozenEncoder's; there is one depth and one representation."""
         cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=GRID, w=GRID)
-        sums, most = cells.sum((-2, -1), dtype=torch.int32), 255 * cells[0, 0, 0].numel()  # (B, 64, 3)
+        sums, most = sum_of(cells), 255 * cells[0, 0, 0].numel()  # (B, 64, C)
         if self.kind == "pixels":
             return [sums.flatten(1).float() / most]
-        classes = quantize(sums, most, bits=3)
-        return [F.one_hot(classes, 512).sum(1).float()]
+        classes = self.palette.classify(sums, most)  # (B, 64, S)
+        return [F.one_hot(classes, self.palette.classes).sum(1).flatten(1).float()]
+
+
+def check_channels(encoder: FrozenEncoder, channels: int, key: str = "encoder") -> None:
+    """Raise UserError where an encoder takes other images than these."""
+    allowed = f"{channels}, as many as data.channels; a run's own data settings suit its encoder"
+    require(encoder.channels == channels, f"{key}'s input channels", encoder.channels, allowed)
 
 
 def load_frozen(
@@ -85,6 +94,7 @@ def load_frozen(
     random: bool = False,
     img_size: int | Size | None = None,
     seed: int = 0,
+    channels: int | None = None,
     **changes: Any,
 ) -> FrozenEncoder | ColorFloor:
     """The encoder of a run folder, an encoder folder, or a timm model name; or a floor.
@@ -96,13 +106,14 @@ def load_frozen(
         random: the architecture with random weights, whatever weights there are.
         img_size: another input size (ViTs resample their position embeddings).
         seed: of random weights.
+        channels: of the images; None: those that the encoder takes.
         changes: other arguments of timm's that differ from the encoder's own, such as `drop_path_rate`.
     Raises:
         UserError: nothing of that name, or an encoder of another sort of input.
     """
     torch.manual_seed(seed)
     if encoder.startswith("floor:"):
-        return ColorFloor(encoder.removeprefix("floor:"), img_size)
+        return ColorFloor(encoder.removeprefix("floor:"), img_size, channels or 3)
     if Path(encoder).exists():
         if checkpoint:
             raise UserError("checkpoint goes with the name of a timm model; a folder has its own weights")
@@ -112,16 +123,16 @@ def load_frozen(
             raise UserError(f"encoder is {encoder}: no folder of that name, and no model of timm's")
         if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
             raise UserError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
-        options = {"pretrained": False}
+        options = {"pretrained": False} | ({"in_chans": channels} if channels not in (None, 3) else {})
         if checkpoint and not random:
-            options = {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
+            options |= {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
     model = create(encoder, img_size, **options, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:
         check_grid(img_size, model.patch_embed.patch_size[0], "img_size")
     frozen = FrozenEncoder(model, img_size)
-    require(frozen.channels == 3, "encoder's input channels", frozen.channels, "3: images are RGB here")
+    check_channels(frozen, channels or frozen.channels)
     return frozen
 
 

@@ -124,7 +124,9 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
     Raises:
         UserError: no labels, or an encoder, images or depth that there is not.
     """
-    encoder = load_frozen(config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
+    encoder = load_frozen(
+        *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
+    )
     deepest = len(encoder.stages)
     if isinstance(config.depth, int):
         require(1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}, last, all or dev")

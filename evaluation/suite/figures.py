@@ -29,7 +29,7 @@ def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, what: s
     """A row for each image: original, corrupted, predicted, true and, where there is one, the entropy.
 
     Args:
-        columns: (4, B, S, S, 3).
+        columns: (4, B, H, W, 3).
         doubts: (B, h, w) entropy in bits, NaN where nothing was predicted; None: no distribution is predicted.
         what: is predicted, in a few words.
     """
@@ -52,20 +52,19 @@ def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, what: s
     return figure
 
 
-def plot_filters(components: NDArray, shares: NDArray) -> Figure:
-    """Principal components of the RGB filters, (C, 3, P, P), each scaled to its own range, with shares of variance."""
-    across = min(7, len(components))
-    rows = -(-len(components) // across)
+def plot_filters(filters: NDArray[np.uint8], shares: NDArray) -> Figure:
+    """Principal components of the filters as pictures (n, P, P, 3), each in its own range, with shares of variance."""
+    across = min(7, len(filters))
+    rows = -(-len(filters) // across)
     figure = Figure(figsize=(WIDTH, 0.4 + WIDTH / across * rows * 1.12), layout="constrained")
     panels = figure.subplots(rows, across, squeeze=False)
-    for panel, component, share in zip(panels.flat, components, shares, strict=False):
-        scaled = 0.5 + component / (2 * np.abs(component).max())
-        panel.imshow(scaled.transpose(1, 2, 0), interpolation="nearest")
+    for panel, shown, share in zip(panels.flat, filters, shares, strict=False):
+        panel.imshow(shown, interpolation="nearest")
         panel.set_title(f"{100 * share:.1f} %", fontsize=8)
     bare(*panels.flat)
-    for panel in panels.flat[len(components) :]:
+    for panel in panels.flat[len(filters) :]:
         panel.set_visible(False)
-    title = f"{len(components)} principal components of the filters on RGB, {100 * shares.sum():.0f} % of the variance"
+    title = f"{len(filters)} principal components of the filters on pixels, {100 * shares.sum():.0f} % of the variance"
     figure.suptitle(title, fontsize=11)
     return figure
 

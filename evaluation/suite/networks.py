@@ -36,7 +36,7 @@ class HeadedEncoder(nn.Module):
         self.pooling = resolve_pooling(encoder, pooling)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 to what the head says, such as logits: (B, outputs)."""
+        """(B, C, H, W) from 0 to 255 to what the head says, such as logits: (B, outputs)."""
         tokens = self.encoder.forward_features(self.normalize(images))
         return self.head(pool(self.encoder, tokens, self.pooling))
 
@@ -48,10 +48,10 @@ def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "m
     return "class" if getattr(encoder, "has_class_token", False) else "mean"
 
 
-def build_backbone(config: ModelConfig) -> tuple[nn.Module, tuple[int, int]]:
+def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, tuple[int, int]]:
     """A ViT or hybrid as in pre-training, or another model of timm's; and height and width of the images it takes."""
     if config.name is None or not timm.is_model(config.name) or is_model_in_modules(config.name, VITS):
-        encoder = build_encoder(config)
+        encoder = build_encoder(config, channels)
         return encoder, encoder.patch_embed.img_size
     for name in ("width", "depth", "heads", "patch_size", "init_from"):
         require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
@@ -60,7 +60,7 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, tuple[int, int]]:
     for name in ("position", "position_at", "stride", "mixing", "arguments", "attention"):
         value, usual = getattr(config, name), getattr(ModelConfig(), name)
         require(value == usual, f"model.{name}", value, f"{'null' if usual is None else usual} with {config.name}")
-    encoder = timm.create_model(config.name, num_classes=0)
+    encoder = timm.create_model(config.name, num_classes=0, in_chans=channels)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])

@@ -22,8 +22,17 @@ from torch import Tensor, nn
 from torchvision import datasets, transforms
 
 from evaluation.suite.encoders import load_frozen
-from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, OptimConfig, RunConfig
-from mpp.data.images import decode, to_ppm
+from mpp.config import (
+    Config,
+    CorruptionConfig,
+    DataConfig,
+    ImagesConfig,
+    ModelConfig,
+    NetworkConfig,
+    OptimConfig,
+    RunConfig,
+)
+from mpp.data.decoding import decode, to_ppm
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
 from mpp.models.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
@@ -267,7 +276,7 @@ def write_files(folder: Path, side: int, pixels: bool) -> None:
         file = folder / "ab"[number % 2] / f"{number}.{'ppm' if pixels else 'jpg'}"
         file.parent.mkdir(parents=True, exist_ok=True)
         jpeg = buffer.getvalue()
-        file.write_bytes(to_ppm(decode(jpeg, 10**9)) if pixels else jpeg)
+        file.write_bytes(to_ppm(decode(jpeg, ImagesConfig())) if pixels else jpeg)
 
 
 def end_to_end(bench: Bench, folder: Path, workers: int) -> Iterator[None]:

@@ -8,17 +8,17 @@ from mpp.models.attention import RELATIVE, Biases, RelativeKeys
 
 
 def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
-    """Principal components of the first filters on RGB: a ViT's patch embedding, a ResNet's stem (paper, Figure 7).
+    """Principal components of the first filters: a ViT's patch embedding, a ResNet's stem (paper, Figure 7).
 
     Args:
         count: at most so many; there are no more than filters, or than numbers in one.
     Returns:
-        (count, 3, P, P), of unit length, the number largest in size positive; (count,) shares of the variance.
+        (count, C, P, P), of unit length, the number largest in size positive; (count,) shares of the variance.
     """
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None or first.in_channels != 3:
-        raise Unavailable(f"{type(model).__name__} has no convolution on RGB")
-    filters = first.weight.detach().double().cpu()  # (D, 3, P, P)
+    if first is None:
+        raise Unavailable(f"{type(model).__name__} has no convolution on pixels")
+    filters = first.weight.detach().double().cpu()  # (D, C, P, P)
     flat = filters.flatten(1)
     _, values, components = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
     largest = components.gather(1, components.abs().argmax(1, keepdim=True))

@@ -23,12 +23,15 @@ from mpp.runtime.parsing import read
 from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
+HOW_READ = ("channels", "bands", "range", "nodata")  # whichever images an encoder is shown
 OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
 WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
 
 
 def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
+
+    Others are read as the run's were: with its channels and range.
 
     Args:
         config_class: has `encoder` and `data`.
@@ -38,15 +41,15 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
     config: Any = read(config_class, words, prog)
     named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     run = None if getattr(config, "features", None) else run_folder(config.encoder)
-    if named or run is None:
+    if run is None:
         refuse_idle(config)
         return config
-    images = images_of_run(run)
+    images = [(name, value) for name, value in images_of_run(run) if not named or name in HOW_READ]
     inherited = [f"--data.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in images]
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))
     taken = as_arguments(config.data)
-    if taken and os.environ.get("RANK", "0") == "0":
+    if taken and not named and os.environ.get("RANK", "0") == "0":
         print(f"the images of {run}:{taken}")
     return config
 

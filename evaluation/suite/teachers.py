@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evaluation.config import DistillConfig
 from evaluation.suite.distill import DistilledEncoder, averaged
-from evaluation.suite.encoders import FrozenEncoder, create, load_frozen
+from evaluation.suite.encoders import FrozenEncoder, check_channels, create, load_frozen
 from evaluation.suite.networks import HeadedEncoder, build_head
 from evaluation.suite.run_images import learned_labels, run_folder
 from mpp.config import OptimConfig, require
@@ -29,9 +29,9 @@ A_TEACHER = "the folder of a finished supervised or fine-tuned run, or a folder 
 class Classifier(NamedTuple):
     """A network with its head."""
 
-    network: nn.Module  # images (B, 3, H, W) in [0, 255] to logits (B, C), or (B, 2, C) of two heads
+    network: nn.Module  # images (B, C, H, W) in [0, 255] to logits (B, classes), or (B, 2, classes) of two heads
     img_size: tuple[int, int]  # H, W
-    classes: int  # C
+    classes: int
 
 
 class Teacher(nn.Module):
@@ -48,32 +48,33 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W), uint8 or float in [0, 255], to logits (B, C) float32."""
+        """Images (B, C, H, W), uint8 or float in [0, 255], to logits (B, classes) float32."""
         if images.shape[-2:] != self.img_size:
             images = F.interpolate(images.float(), self.img_size, mode="bilinear", antialias=True)
         logits = self.network(images).float()
         return averaged(logits) if logits.ndim == 3 else logits
 
 
-def load_teacher(config: DistillConfig, classes: int) -> Teacher:
+def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Teacher:
     """The teacher that the config names.
 
     Args:
         classes: that the student learns.
+        channels: of the images.
     Raises:
-        UserError: no classifier there, one of other classes, or other weights than the run began with.
+        UserError: no classifier there, one of other classes or channels, or other weights than the run began with.
     """
     folder = Path(config.teacher)
     found, known = fingerprint(folder), config.teacher_sha256
     require(found == known, "distill.teacher_sha256", known, f"{found}, that of {folder}, or null")
     run = run_folder(config.teacher)
-    classifier = classifier_of_timm(folder) if run is None else classifier_of_run(run)
+    classifier = classifier_of_timm(folder, channels) if run is None else classifier_of_run(run, channels)
     if classifier.classes != classes:
         raise UserError(f"{SETTING} is {folder}, which knows {classifier.classes} classes; these images have {classes}")
     return Teacher(classifier)
 
 
-def classifier_of_timm(folder: Path) -> Classifier:
+def classifier_of_timm(folder: Path, channels: int) -> Classifier:
     """What timm's own folder has, with its head."""
     model = create(str(folder), None, num_classes=None, pretrained=True)
     classes = getattr(model, "num_classes", 0)
@@ -81,17 +82,18 @@ def classifier_of_timm(folder: Path) -> Classifier:
     if not uses_gpu():
         set_attention(model, fused=False)
     frozen = FrozenEncoder(model)
-    require(frozen.channels == 3, f"{SETTING}'s input channels", frozen.channels, "3: images are RGB here")
+    check_channels(frozen, channels, SETTING)
     return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes)
 
 
-def classifier_of_run(run: Path) -> Classifier:
+def classifier_of_run(run: Path, channels: int) -> Classifier:
     """What a run with labels came to. encoder/ has no head: it is in the newest checkpoint."""
     require(learned_labels(str(run)) is not None, SETTING, run, A_TEACHER)
     checkpoints = complete_checkpoints(run)[-1:]
     whole = bool(checkpoints) and not damaged_files(checkpoints[0])
     require(whole, SETTING, run, "a run whose newest checkpoint is there and whole: the head is in it")
     saved, classes, frozen = saved_settings(run), outputs_of(checkpoints[0] / MODEL), load_frozen(str(run))
+    check_channels(frozen, channels, SETTING)
     network = as_trained(frozen, saved, classes)
     restore_trained(run, network, OptimConfig(**saved["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the digest is of these

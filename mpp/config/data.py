@@ -1,10 +1,10 @@
 """Settings of the images: where they are, how they are read, cropped and augmented."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from mpp.config.checks import needs, operational, require
+from mpp.config.checks import group, needs, operational, require
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,41 @@ class ImagesConfig:
     """Column of the images. null: the only image column."""
     label_column: str | None = None
     """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
+    channels: int = 3
+    """Channels of an image. 3 are RGB, and 1 is grey: files are converted to these. Any other number: files have so
+    many bands, or are named as unreadable."""
+    bands: tuple[int, ...] | None = None
+    """Which bands of the files are the channels, counted from 1: [4, 3, 2]. Nothing is converted then. null: all."""
+    range: tuple[float, float] | tuple[tuple[float, float], ...] | None = None
+    """[LOW, HIGH], or a pair for each channel: the values that become 0 and 255; what lies outside is cut off. null: 8
+    bits stay as they are, and of other integers it is all that their type holds. What is not 8 bits is float32."""
+    nodata: float | Literal["nan"] | None = None
+    """The value of pixels without a value, which get the mean of their image's channel, as those do that are not
+    finite. null: an image that has pixels which are not finite is unreadable."""
     max_pixels: int = 100_000_000
-    """Images with more pixels are refused from their header, before they are decoded."""
+    """Images with more pixels are refused from their header, before they are decoded. Four bands count as one."""
     read_retries: int = operational(6)
     """How often a file that cannot be read is tried again, after 1, 2, 4, ... (at most 60) seconds; then a run ends."""
 
     def __post_init__(self):
+        if isinstance(self.nodata, float) and not math.isfinite(self.nodata):
+            object.__setattr__(self, "nodata", "nan")  # which equals itself
+        require(self.channels >= 1, "data.channels", self.channels, "at least 1")
+        if self.bands is not None:
+            fits = len(self.bands) == self.channels and min(self.bands) >= 1
+            require(fits, "data.bands", list(self.bands), f"{self.channels} numbers from 1, one for each channel")
+        pairs = self.limits()
+        ascending = all(len(pair) == 2 and -math.inf < pair[0] < pair[1] < math.inf for pair in pairs)
+        fits = len(pairs) in (0, 1, self.channels) and ascending
+        require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs")
         require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
         require(0 <= self.read_retries <= 20, "data.read_retries", self.read_retries, "from 0 to 20")
+
+    def limits(self) -> tuple[tuple[float, float], ...]:
+        """The pairs of `range`: one for all channels, or one for each; none where it is null."""
+        if not self.range:
+            return ()
+        return self.range if isinstance(self.range[0], tuple) else (self.range,)
 
 
 @dataclass(frozen=True)
@@ -83,7 +110,8 @@ class DataConfig(SourceConfig):
     """At most so many held-out images, a seeded choice, are evaluated."""
     cache_gb: float = operational(0.5, streaming=False)
     """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
-    whose loader processes share them (for a moment it needs twice as much). 0: none are."""
+    whose loader processes share them (for a moment it needs twice as much). 8 bits take a byte for each pixel and
+    channel, all others four. 0: none are kept."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed, and nothing is downloaded but the
     images to evaluate on. Pre-training only."""
@@ -131,9 +159,10 @@ class PrepareConfig:
     """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
     short_side: int = 256
     """Images whose shorter side is longer are shrunk to this; the others keep their size (as JPEG: every byte)."""
-    format: Literal["jpeg", "ppm"] = "jpeg"
+    format: Literal["jpeg", "ppm", "npy"] = "jpeg"
     """jpeg: the images that are shrunk become JPEG. ppm: all images become plain pixels, of which nothing is lost and
-    nothing has to be decoded; they take some ten times the space, and load twice as fast."""
+    nothing has to be decoded; they take some ten times the space, and load twice as fast. npy: the same for any bands
+    and types, which stay as they are."""
     quality: int = needs(90, format="jpeg")
     """JPEG quality of the images that are shrunk."""
     rows: int = 2048
@@ -142,9 +171,11 @@ class PrepareConfig:
     """Seed of the order of the images, which are shuffled over all shards of their split."""
     workers: int = operational(0)
     """Processes. 0: one for each core."""
-    data: ImagesConfig = field(default_factory=ImagesConfig)
+    data: ImagesConfig = group(ImagesConfig, range="values are kept as they are, and data.range is the run's")
 
     def __post_init__(self):
+        holds = {"jpeg": (1, 3), "ppm": (3,)}.get(self.format, (self.data.channels,))
+        require(self.data.channels in holds, "format", self.format, f"npy with {self.data.channels} channels")
         for name in ("short_side", "rows"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(1 <= self.quality <= 100, "quality", self.quality, "from 1 to 100")

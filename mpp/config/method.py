@@ -69,13 +69,17 @@ class ObjectiveConfig:
     normalize: Literal["none", "patch"] = needs("none", name="pixels")
     """patch: of pixels, each patch is predicted less its own mean and over its own deviation (MAE)."""
     bits: int = 3
-    """Bits per colour channel of the colour objectives and of every accuracy: 3 bits are 512 colours."""
+    """Bits per channel of the colour objectives and of every accuracy: 3 bits of RGB are 512 colours. Of all channels
+    together it is 12 at most, but where each has its own softmax."""
+    factorized: bool = needs(False, name=("mean_color", "grid_color"))
+    """A softmax for each channel of a colour, in place of one for all: for images of many channels. Accuracy is the
+    share of the channels that are right then."""
     grid: int = needs(4, name="grid_color")
     """Cells per side of grid_color."""
     cell: int = needs(8, name="hog")
     """Side of a cell of hog in pixels; a smaller patch is one cell."""
 
     def __post_init__(self):
-        require(1 <= self.bits <= 5, "objective.bits", self.bits, "from 1 to 5")
+        require(1 <= self.bits <= 8, "objective.bits", self.bits, "from 1 to 8")
         for name in ("grid", "cell"):
             require(getattr(self, name) >= 1, f"objective.{name}", getattr(self, name), "at least 1")

@@ -49,10 +49,11 @@ class ModelConfig:
     """Stochastic depth rate of the last block, rising linearly from 0."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """timm's attention. auto: fused on a GPU, unfused on a CPU, where it is faster."""
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Channel means that the input is normalised with (of pixels scaled to [0, 1])."""
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Channel deviations that the input is normalised with."""
+    mean: float | tuple[float, ...] | Literal["auto"] = 0.5
+    """Means that the input is normalised with (of pixels scaled to [0, 1]): a number for each channel, or one for all.
+    auto: measured when the run begins, on 1,024 training images; config.yaml then has the numbers."""
+    std: float | tuple[float, ...] | Literal["auto"] = 0.5
+    """Deviations that the input is normalised with, in the same way."""
     activation_checkpointing: bool = operational(False)
     """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     init_from: str | None = None
@@ -82,8 +83,18 @@ class ModelConfig:
             require(width % heads == 0, "model.width", width, f"a multiple of model.heads ({heads})")
         for name in ("dropout", "drop_path"):
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "at least 0 and below 1")
-        require(all(0 < s < math.inf for s in self.std), "model.std", list(self.std), "three positive numbers")
-        require(all(map(math.isfinite, self.mean)), "model.mean", list(self.mean), "three numbers")
+        for name, low in (("mean", -math.inf), ("std", 0)):
+            numbers = () if getattr(self, name) == "auto" else of_channels(getattr(self, name), 1)
+            fits = all(low < number < math.inf for number in numbers)
+            allowed = f"{'positive ' * (low == 0)}numbers, one for each channel or one for all, or auto"
+            require(fits, f"model.{name}", getattr(self, name), allowed)
+
+    def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation of so many channels; UserError where there are others."""
+        found = tuple(of_channels(value, channels) for value in (self.mean, self.std))
+        for name, numbers in zip(("mean", "std"), found, strict=True):
+            require(len(numbers) == channels, f"model.{name}", list(numbers), f"{channels} numbers: data.channels")
+        return found
 
     def check_variant(self) -> None:
         """Raise UserError at settings of an encoder that do not go together."""
@@ -104,6 +115,11 @@ class ModelConfig:
             self.stride is None or (self.stride >= 1 and patch and patch % self.stride == 0),
             *("model.stride", self.stride, f"a divisor of the patch size ({patch})"),
         )
+
+
+def of_channels(value: float | Sequence[float], channels: int) -> tuple[float, ...]:
+    """A number for each channel: one number is that of all."""
+    return (float(value),) * channels if isinstance(value, int | float) else tuple(value)
 
 
 def sides(img_size: int | Sequence[int]) -> tuple[int, int]:

@@ -13,8 +13,8 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 
-from mpp.data.images import UnreadableImage
-from mpp.data.sources import ImageDataset, encoded_bytes
+from mpp.data.decoding import UnreadableImage
+from mpp.data.sources import ImageDataset, encoded_bytes, is_encoded
 
 SAMPLED = 64  # image files of a split whose bytes enter the record
 NAMES = 100_000  # names that are held at a time
@@ -67,6 +67,10 @@ def short_digest(parts: Iterator[bytes] | list[bytes]) -> str:
 def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:
     """What the image files of a split are known by: number, names from their common folder on, bytes of some."""
     yield f"{len(rows)}\n".encode()
+    looked_at = np.unique(np.linspace(0, len(rows) - 1, SAMPLED).astype(int)).tolist()
+    if not is_encoded(rows.features[column]):  # arrays have no names
+        yield from (np.asarray(rows[index][column]).tobytes() for index in looked_at)
+        return
     paths = pc.struct_field(rows.data.column(column), "path")
     ends = pc.min_max(paths)
     first_and_last = [ends[each].as_py() or "" for each in ("min", "max")]
@@ -74,7 +78,7 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
     for first in range(0, len(paths), NAMES):
         names = paths.slice(first, NAMES).to_pylist()
         yield "\n".join((name or "")[shared:] for name in names).encode()
-    for index in np.unique(np.linspace(0, len(rows) - 1, SAMPLED).astype(int)).tolist():
+    for index in looked_at:
         try:
             yield hashlib.sha256(encoded_bytes(rows[index][column], retries)).digest()
         except UnreadableImage:

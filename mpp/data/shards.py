@@ -8,6 +8,7 @@ shard that were read before. The library's own shuffle has a buffer, which its s
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mpp.config import SourceConfig
+from mpp.config import ImagesConfig, SourceConfig
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, retried
 from mpp.data.record import image_files, short_digest
@@ -33,6 +35,8 @@ from mpp.data.sources import (
     find_image_column,
     held_out_name,
     load_splits,
+    numbers_of,
+    undecoded,
 )
 from mpp.data.views import REPLACEMENTS, Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
@@ -52,7 +56,7 @@ class Shards:
     stream: datasets.IterableDataset
     """Undecoded, with the image column and what else there is."""
     image_column: str
-    """Holds {"bytes", "path"}."""
+    """Holds {"bytes", "path"}, or arrays."""
     split: str
     """Its name, for messages."""
     numbers: list[int]
@@ -67,12 +71,22 @@ class Shards:
         """How many shards these are."""
         return len(self.numbers)
 
+    @cached_property
+    def numbers_type(self) -> str | None:
+        """Of arrays, which a stream has as lists; None: image files."""
+        return numbers_of(self.stream.features[self.image_column])
+
+    def cell(self, row: dict[str, Any]) -> Any:
+        """What a row has of its image."""
+        found = row[self.image_column]
+        return np.asarray(found, self.numbers_type) if self.numbers_type else found
+
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
         """The rows of a shard in lists of `size`, from row `skip` on."""
         alone = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         # not by iterating: in a loader process the library would leave all but one of them without a row
         for columns in alone.skip(skip).iter(batch_size=size):
-            if not isinstance(columns[self.image_column][0], dict | type(None)):  # the library has decoded a file
+            if isinstance(columns[self.image_column][0], Image.Image):  # the library has decoded a file
                 without = "leave out data.streaming, or make shards by mpp prepare"
                 raise UserError(f"it holds image files, no shards: {without}")
             yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -120,12 +134,13 @@ class Block:
     rows: list[dict[str, Any]]
     labels = None
 
-    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
-        return decode_cell(self.rows[index - self.first][self.shards.image_column], max_pixels, retries)
+    def decode(self, index: int, config: ImagesConfig) -> Tensor:
+        """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
+        return decode_cell(self.shards.cell(self.rows[index - self.first]), config)
 
     def name(self, index: int) -> str:
-        path = (self.rows[index - self.first][self.shards.image_column] or {}).get("path")
+        cell = self.rows[index - self.first][self.shards.image_column]
+        path = isinstance(cell, dict) and cell.get("path")
         return f"{self.shards.name(index)}{f' ({path})' if path else ''}"
 
     def other(self, word: int) -> int:
@@ -263,11 +278,11 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     if train.features is None:
         raise UserError(f"{describe(config)} says nothing of the types of its columns; it cannot be streamed")
     column = find_image_column(config, train.features)
-    train = undecoded(train, column)
-    rows = indexed[config.split].cast_column(column, datasets.Image(decode=False)) if indexed else None
+    train = all_undecoded(train, column)
+    rows = undecoded(indexed[config.split], column) if indexed else None
     if held_out is not None:
         shards = Shards(train, column, config.split, [*range(train.num_shards)], files, rows)
-        others = undecoded(splits[held_out], column)
+        others = all_undecoded(splits[held_out], column)
         others = Shards(others, column, held_out, [*range(others.num_shards)], files)
     else:
         cut = max(1, round(config.eval_fraction * train.num_shards))
@@ -285,7 +300,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     ]
     labels = number_labels([read_labels(*part, describe(config)) for part in zip(parts, named, strict=True)])
     known = [
-        ImageDataset(rows.select_columns([column]), column, of_part, name)
+        ImageDataset(undecoded(rows.select_columns([column]), column), column, of_part, name)
         for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
     ]
     return replace(shards, stream=train.select_columns([column])), known[0], known[1]
@@ -314,11 +329,10 @@ def sampled(config: SourceConfig, shards: Shards, label: str | None, limit: int,
     return kept.select(np.argsort(kept[POSITION][:])[:limit])
 
 
-def undecoded(stream: datasets.IterableDataset, column: str) -> datasets.IterableDataset:
+def all_undecoded(stream: datasets.IterableDataset, column: str) -> datasets.IterableDataset:
     """The stream with encoded images, in the column that is wanted and in any other."""
-    columns = {column} | {name for name, feature in stream.features.items() if isinstance(feature, datasets.Image)}
-    for name in columns:
-        stream = stream.cast_column(name, datasets.Image(decode=False))
+    for name in {column, *(name for name, feature in stream.features.items() if isinstance(feature, datasets.Image))}:
+        stream = undecoded(stream, name)
     return stream
 
 

@@ -15,13 +15,15 @@ import fsspec
 import numpy as np
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from huggingface_hub.errors import HfHubHTTPError
 from numpy.typing import NDArray
 from pyarrow import ArrowException
 from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig
-from mpp.data import images
+from mpp.data import decoding
 from mpp.data.hub import check_commit
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
@@ -34,6 +36,10 @@ LOADING_ERRORS = (  # what the library and those below it raise for what a user 
     *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
     *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
 )
+ARRAY_FILES = (".npy", ".npz")
+ImageFolder.EXTENSIONS = [*ImageFolder.EXTENSIONS, *ARRAY_FILES]  # images too, which the library leaves to us to decode
+for _kind in ARRAY_FILES:
+    WebDataset.DECODERS.pop(_kind.removeprefix("."), None)
 BIRDS = Path(__file__).parent.parent / "birds"
 
 
@@ -52,17 +58,17 @@ class Origin(NamedTuple):
 class Decoded(NamedTuple):
     """Decoded images in one piece of memory, which loader processes inherit and share."""
 
-    pixels: Tensor  # uint8: (H, W, 3) of one image after the other, which is cropped in half the time of (3, H, W)
+    pixels: Tensor  # (H, W, C) of one image after the other, which is cropped in half the time of (C, H, W)
     ends: NDArray[np.int64]  # (n,): where each image ends
-    shapes: NDArray[np.int64]  # (n, 2): H, W; 0, 0 where an image cannot be decoded
+    shapes: NDArray[np.int64]  # (n, 3): C, H, W; H is 0 where an image cannot be decoded
 
     def get(self, index: int) -> Tensor | None:
-        """The image as (3, H, W) uint8; None where it cannot be decoded."""
-        height, width = self.shapes[index].tolist()
+        """The image as (C, H, W); None where it cannot be decoded."""
+        channels, height, width = self.shapes[index].tolist()
         if height == 0:
             return None
-        pixels = self.pixels[self.ends[index] - 3 * height * width : self.ends[index]]
-        return pixels.view(height, width, 3).permute(2, 0, 1)
+        pixels = self.pixels[self.ends[index] - channels * height * width : self.ends[index]]
+        return pixels.view(height, width, channels).permute(2, 0, 1)
 
 
 @dataclass(eq=False)
@@ -71,7 +77,7 @@ class ImageDataset:
 
     rows: datasets.Dataset
     image_column: str
-    """Holds {"bytes", "path"}, undecoded."""
+    """Holds {"bytes", "path"}, undecoded; or arrays."""
     labels: NDArray[np.int64] | None
     """(n,) class of each image, -1 where there is none; (n, L) where several are right, padded with -1; None where
     nothing is labelled."""
@@ -88,10 +94,10 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def decode(self, index: int, max_pixels: int, retries: int = 0) -> Tensor:
-        """The image as (3, H, W) uint8; raises UnreadableImage, or ReadFailed after `retries`."""
+    def decode(self, index: int, config: ImagesConfig) -> Tensor:
+        """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
         kept = self.decoded and self.decoded.get(index)
-        return decode_cell(self.rows[index][self.image_column], max_pixels, retries) if kept is None else kept
+        return decode_cell(self.rows[index][self.image_column], config) if kept is None else kept
 
     def other(self, word: int) -> int:
         """An image by a random number."""
@@ -102,8 +108,8 @@ class ImageDataset:
 
     def name(self, index: int) -> str:
         """What a person finds the image by."""
-        cell = self.rows[index][self.image_column] or {}
-        return cell.get("path") or f"{self.split}[{index}]"
+        cell = self.rows[index][self.image_column]
+        return (isinstance(cell, dict) and cell.get("path")) or f"{self.split}[{index}]"
 
     def select(self, indices: NDArray[np.int64]) -> "ImageDataset":
         """The images at `indices`, in that order."""
@@ -132,9 +138,14 @@ class ImageDataset:
         return self.select(np.sort(order[count:])), replace(self.select(np.sort(order[:count])), split=name)
 
 
-def decode_cell(cell: dict[str, Any] | None, max_pixels: int, retries: int = 0) -> Tensor:
-    """The image of a cell {"bytes", "path"} as (3, H, W) uint8; raises UnreadableImage, or ReadFailed."""
-    return images.decode(encoded_bytes(cell, retries), max_pixels)
+def decode_cell(cell: Any, config: ImagesConfig) -> Tensor:
+    """The image of a cell {"bytes", "path"}, or an array, as (C, H, W); raises UnreadableImage, or ReadFailed."""
+    return decoding.decode(contents(cell, config.read_retries), config)
+
+
+def contents(cell: Any, retries: int) -> bytes | NDArray:
+    """The image file of a cell, or its array."""
+    return cell if isinstance(cell, np.ndarray) else encoded_bytes(cell, retries)
 
 
 def encoded_bytes(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
@@ -145,7 +156,7 @@ def encoded_bytes(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
         ReadFailed: there is, and it cannot be read now.
     """
     if not cell or (cell["bytes"] is None and not cell["path"]):
-        raise images.UnreadableImage("no bytes: neither an image nor the name of a file")
+        raise decoding.UnreadableImage("no bytes: neither an image nor the name of a file")
     if cell["bytes"] is not None:
         return cell["bytes"]
     if "://" in cell["path"]:  # whatever a file system over a network raises
@@ -176,9 +187,8 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
         if len(rows) == 0:
             raise UserError(f"{describe(config)}: its split {name} has no images")
     labels = number_labels([read_labels(rows, name, describe(config)) for rows, name in parts.values()])
-    undecoded = datasets.Image(decode=False)
     loaded = [
-        ImageDataset(rows.select_columns([column]).cast_column(column, undecoded), column, of_split, name)
+        ImageDataset(undecoded(rows.select_columns([column]), column), column, of_split, name)
         for (name, (rows, _)), of_split in zip(parts.items(), labels, strict=True)
     ]
     if held_out is None:
@@ -222,6 +232,8 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
         found = str(path) if path.is_dir() else config.path
+        if path.is_dir() and any(next(path.rglob(f"*{end}"), None) for end in ARRAY_FILES):
+            return datasets.load_dataset("imagefolder", data_dir=found, streaming=streaming)  # not to be guessed
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
         return load() if path.is_dir() else from_the_hub(load, config)
     except LOADING_ERRORS as error:
@@ -286,6 +298,7 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     """The column that holds the images: the named one, or the only one that can."""
     columns = ", ".join(features)
     found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    found = found or [name for name, feature in features.items() if is_array(feature) or f".{name}" in ARRAY_FILES]
     if config.image_column is None:
         if len(found) != 1:
             raise UserError(
@@ -295,6 +308,36 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     if config.image_column not in features:
         raise UserError(f"data.image_column is {config.image_column}; {describe(config)} has {columns}")
     feature = features[config.image_column]
-    if not isinstance(feature, datasets.Image) and getattr(feature, "dtype", None) not in ("binary", "string"):
+    if not is_encoded(feature) and numbers_of(feature) is None:
         raise UserError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
     return config.image_column
+
+
+def is_encoded(feature: Any) -> bool:
+    """Whether a column holds image files, or their names."""
+    return isinstance(feature, datasets.Image) or getattr(feature, "dtype", None) in ("binary", "string")
+
+
+def is_array(feature: Any) -> bool:
+    """Whether a column can hold nothing but arrays that are images."""
+    return isinstance(feature, datasets.Array2D | datasets.Array3D)
+
+
+def numbers_of(feature: Any) -> str | None:
+    """The type of the numbers of a column of arrays: Array2D, Array3D, lists of lists. None: it has none."""
+    depth = 0
+    while not is_array(feature) and not isinstance(feature, datasets.Value):
+        feature, depth = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None), depth + 1
+        if feature is None:
+            return None
+    return feature.dtype if is_array(feature) or (depth > 1 and np.dtype(feature.dtype).kind in "uif") else None
+
+
+def undecoded(rows: Any, column: str) -> Any:
+    """Rows, indexed or a stream, whose images are image files still, or arrays of the type that they are stored in."""
+    feature = rows.features[column]
+    if is_encoded(feature):
+        return rows.cast_column(column, datasets.Image(decode=False))
+    if isinstance(rows, datasets.IterableDataset):
+        return rows  # has lists, and no such format
+    return rows.with_format("numpy", [column], output_all_columns=True, dtype=numbers_of(feature))

@@ -19,6 +19,7 @@ from mpp import corruption
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption, Grid
 from mpp.data import images
+from mpp.data.decoding import UnreadableImage
 from mpp.data.sources import Decoded, ImageDataset
 from mpp.data.workers import NOTHING, WatchedLoader, note_reading
 from mpp.errors import Undecodable, UserError
@@ -30,7 +31,7 @@ REPLACEMENTS = 64  # so many undecodable images in a row do not happen where few
 class Batch(NamedTuple):
     """What a loader hands over: one forward pass of one process."""
 
-    images: Tensor  # (B, 3, H, W) uint8: the clean crop, the network's input and the source of the targets
+    images: Tensor  # (B, C, H, W) uint8, or float32 from 0 to 255: the network's input and the source of the targets
     corruption: Corruption | None  # (B, K); None where the images are only looked at
     labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
@@ -66,7 +67,7 @@ class ViewDataset(Dataset):
         return Batch(crop, drawn, label, torch.tensor(shown), unreadable)
 
     def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
-        """What of an image (3, H, W) is shown: (3, H, W) uint8, H x W being `img_size`."""
+        """What of an image (C, H, W) is shown: (C, H, W), H x W being `img_size`."""
         if epoch == FIXED:
             return images.centre_crop(pixels, self.img_size, self.data.eval_crop)
         crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
@@ -89,9 +90,9 @@ class ViewDataset(Dataset):
         while len(failures) <= REPLACEMENTS:
             note_reading(candidate)
             try:
-                pixels = self.dataset.decode(candidate, self.data.max_pixels, self.data.read_retries)
+                pixels = self.dataset.decode(candidate, self.data)
                 return candidate, pixels, failures
-            except images.UnreadableImage as error:
+            except UnreadableImage as error:
                 failures.append(f"{self.dataset.name(candidate)}: {error}")
                 seed = self.data.cut_seed if epoch == FIXED else self.seed
                 others = random_words(Stream.REPLACEMENT, seed, epoch, index, len(failures))
@@ -184,19 +185,19 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
 
 @dataclass(frozen=True)
 class Whole(Dataset):
-    """Whole images by index, flat: pixels (H * W * 3,) uint8, H, W; nothing, 0, 0 where one cannot be decoded."""
+    """Whole images by index, flat: pixels (H * W * C,), and C, H, W; nothing, C, 0, 0 where one cannot be decoded."""
 
     dataset: ImageDataset
     data: DataConfig
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, torch.Size]:
         note_reading(index)
         try:
-            pixels = self.dataset.decode(index, self.data.max_pixels, self.data.read_retries)
-        except images.UnreadableImage:
-            pixels = torch.empty(3, 0, 0, dtype=torch.uint8)  # it is named when its turn comes
+            pixels = self.dataset.decode(index, self.data)
+        except UnreadableImage:
+            pixels = torch.empty(self.data.channels, 0, 0)  # it is named when its turn comes
         note_reading(NOTHING)
-        return pixels.permute(1, 2, 0).flatten(), *pixels.shape[1:]
+        return pixels.permute(1, 2, 0).flatten(), pixels.shape
 
 
 def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
@@ -206,22 +207,25 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
         return dataset
     keys = [batch.tolist() for batch in torch.arange(len(dataset)).split(64)]
     parts: list[Tensor] = []
-    shapes: list[tuple[int, int]] = []
+    shapes: list[torch.Size] = []
     taken = 0
-    for pixels, heights, widths in loader(Whole(dataset, data), keys, flatten, pin_memory=False):
-        parts.append(pixels.clone())  # what a loader process hands over keeps a file open, and fills /dev/shm
-        shapes.extend(zip(heights, widths, strict=True))
-        taken += len(pixels)
-        if taken > most or taken * len(dataset) > 2 * most * len(shapes):  # it is, or by all appearance will be
+    for pixels, of_these in loader(Whole(dataset, data), keys, flatten, pin_memory=False):
+        parts += [part.clone() for part in pixels]  # what a loader process hands over keeps a file open
+        shapes += of_these
+        taken += sum(part.nbytes for part in pixels)
+        too_much = taken > most or taken * len(dataset) > 2 * most * len(shapes)  # it is, or by all appearance will be
+        if too_much or len({part.dtype for part in parts}) > 1:  # some have 8 bits: their crops are rounded
             return dataset
     sizes = np.array(shapes)
-    return replace(dataset, decoded=Decoded(torch.cat(parts), 3 * sizes.prod(1).cumsum(), sizes))
+    pixels = torch.cat(parts) if parts else torch.empty(0)
+    return replace(dataset, decoded=Decoded(pixels, sizes.prod(1).cumsum(), sizes))
 
 
-def flatten(samples: list[tuple[Tensor, int, int]]) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Whole images to one piece of memory."""
-    pixels, heights, widths = zip(*samples, strict=True)
-    return torch.cat(pixels), heights, widths
+def flatten(samples: list[tuple[Tensor, torch.Size]]) -> tuple[list[Tensor], tuple[torch.Size, ...]]:
+    """Whole images to one piece of memory for each type that they have."""
+    pixels, shapes = zip(*samples, strict=True)
+    kinds = dict.fromkeys(part.dtype for part in pixels if len(part))
+    return [torch.cat([part for part in pixels if part.dtype == kind]) for kind in kinds], shapes
 
 
 def training_loader(views: ViewDataset, layout: BatchLayout, start: int, stop: int) -> WatchedLoader:

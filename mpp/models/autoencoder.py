@@ -69,7 +69,7 @@ class MaskedAutoencoder(nn.Module):
         """Predict what each corrupted patch looked like.
 
         Args:
-            images: (B, 3, H, W) uint8.
+            images: (B, C, H, W) from 0 to 255.
             corruption: of these images.
         Returns:
             (B, K, outputs), in the order of `corruption.positions`.

@@ -9,6 +9,7 @@ import difflib
 import inspect
 import json
 import math
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import PatchEmbed
-from timm.models import save_for_hf
+from timm.models import adapt_input_conv, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -39,16 +40,19 @@ SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 BAD_VALUES = (AttributeError, KeyError, RuntimeError, ValueError)  # how timm answers to senseless arguments
 
 
-def build_encoder(config: ModelConfig) -> VisionTransformer:
+def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
     """The ViT that the config describes, without a classification head.
 
     Its weights are random, from torch's global generator, or those of `init_from` with position embeddings and patch
-    filters resampled where the sizes differ.
+    filters resampled where the sizes differ, and filters on RGB repeated or summed where the channels do (timm's way).
 
+    Args:
+        channels: of the images.
     Raises:
         UserError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
     """
     name, arguments = architecture(config)
+    arguments |= {"in_chans": channels} if channels != 3 else {}
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
         raise UserError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
@@ -150,7 +154,7 @@ def hold_positions(encoder: VisionTransformer, table: Tensor) -> None:
 
 
 class Normalize(nn.Module):
-    """Pixels (B, 3, H, W) uint8 to an encoder's float32 input.
+    """Pixels (B, C, H, W) from 0 to 255, uint8 or float32, to an encoder's float32 input.
 
     Args:
         mean, std: of the channels, for pixels scaled to [0, 1].
@@ -202,12 +206,33 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     """
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
-        state = resample(load_file(file), encoder, trained_size(file.parent))
+        state = resample(of_these_channels(load_file(file), encoder), encoder, trained_size(file.parent))
         encoder.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("head.")})
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
     except RuntimeError as error:
         raise UserError(f"model.init_from: {file} does not fit the model: {one_line(error)}") from error
+
+
+def of_these_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
+    """Weights with the first filters for the encoder's channels.
+
+    Raises:
+        UserError: they are of other channels, and not of RGB.
+    """
+    name, (first, own) = next(
+        (name, (module, state.get(f"{name}.weight")))
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Conv2d)
+    )
+    if own is None or own.shape[1] == first.in_channels:
+        return state
+    key, channels = "model.init_from", own.shape[1]
+    require(channels == 3, f"{key}'s input channels", channels, f"3 (RGB) or data.channels ({first.in_channels})")
+    how = "are summed" if first.in_channels == 1 else "are repeated, and scaled by 3 / data.channels"
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {key} is of RGB: its filters {how} for {first.in_channels} channels, as timm does")
+    return state | {f"{name}.weight": adapt_input_conv(first.in_channels, own)}
 
 
 def trained_size(folder: Path) -> Grid | None:
@@ -241,7 +266,7 @@ def export_encoder(
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
-    data_config["input_size"] = (3, *sides(img_size))
+    data_config["input_size"] = (len(mean), *sides(img_size))
     ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp"}}  # not that of the weights that timm has under this name
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
         ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned

@@ -1,7 +1,7 @@
 """The networks that can be pre-trained: what the encoder sees, and what predicts.
 
 A network has an `encoder`, which is exported, and a `normalize` for its input. In words it has the `method` and what is
-`on_top` of the encoder, for the model card. It turns images (B, 3, H, W) uint8 and their corruption into predictions
+`on_top` of the encoder, for the model card. It turns images (B, C, H, W) and their corruption into predictions
 (B, K, outputs). To add one, write such a module and name it in NETWORKS.
 """
 

@@ -40,8 +40,8 @@ class PixelMasking(nn.Module):
         self.register_buffer("cells", cells, persistent=False)
 
     def corrupt(self, images: Tensor, corruption: Corruption) -> Tensor:
-        """Normalised images (B, 3, H, W) with corrupted cells."""
-        cells = patchify(images, self.side)  # (B, N, 3, P, P)
+        """Normalised images (B, C, H, W) with corrupted cells."""
+        cells = patchify(images, self.side)  # (B, N, C, P, P)
         blank = images.new_zeros(cells[0, 0].numel())
         corrupted = corrupt(cells.flatten(2), blank, corruption).view(cells.shape)
         columns = images.shape[-1] // self.side

@@ -47,7 +47,7 @@ class MaskedPatchPredictor(nn.Module):
         """Predict what each corrupted patch looked like.
 
         Args:
-            images: (B, 3, H, W) uint8.
+            images: (B, C, H, W) from 0 to 255.
             corruption: of these images.
         Returns:
             (B, K, outputs), in the order of `corruption.positions`.
@@ -61,7 +61,7 @@ class MaskedPatchPredictor(nn.Module):
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
-        """Normalised images (B, 3, H, W) to corrupted patch embeddings, (B, N, D)."""
+        """Normalised images (B, C, H, W) to corrupted patch embeddings, (B, N, D)."""
         if self.pixel_masking is not None:
             patches = self.encoder.patch_embed(self.pixel_masking.corrupt(images, corruption))
             return torch.where(self.pixel_masking.hidden(corruption), self.mask_token.to(patches.dtype), patches)

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, release_memory
 
 from mpp.data.hub import commit_of
+from mpp.data.moments import channel_moments
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.runtime.launch import start
@@ -23,7 +24,7 @@ from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.loop import Loop
-from mpp.training.run_folder import commit_begun_with, is_finished, open_run, write_config, write_record
+from mpp.training.run_folder import commit_begun_with, is_finished, open_run, saved_settings, write_config, write_record
 from mpp.training.task import ImageTask
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
@@ -58,7 +59,17 @@ def settled(config: Any, accelerator: Accelerator) -> Any:
     """The config as it is carried out and saved: what was left to the machine and to the length has a value."""
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     run, optim = replace(config.run, precision=precision), config.optim.settled(config.run.steps)
-    return replace(config, run=run, optim=optim)
+    known = saved_settings(Path(config.run.dir)).get("model", {})  # what was measured when the run began
+    return with_moments(replace(config, run=run, optim=optim), known.get("mean"), known.get("std"))
+
+
+def with_moments(config: Any, mean: Any, std: Any) -> Any:
+    """The config with these in the place of `auto`, where they are known."""
+    model = getattr(config, "model", None)
+    found = {"mean": mean, "std": std}
+    given = {name: value for name, value in found.items() if value and getattr(model, name, None) == "auto"}
+    measured = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return replace(config, model=replace(model, **measured)) if measured else config
 
 
 def said(config: Any) -> str:
@@ -76,7 +87,12 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         passes = layout.accumulation_steps * layout.world_size
         shares = f"{passes} shares of {layout.smallest} or {layout.batch_size}"
         accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
-    task = build(at_one_commit(config, folder, accelerator), accelerator, layout)
+    as_begun = at_one_commit(config, folder, accelerator)
+    if "auto" in (getattr(getattr(config, "model", None), name, None) for name in ("mean", "std")):
+        moments = from_main_process(accelerator, lambda: channel_moments(as_begun.data))
+        config, as_begun = (with_moments(each, *moments) for each in (config, as_begun))
+        accelerator.print(f"measured: model.mean {list(config.model.mean)}, model.std {list(config.model.std)}")
+    task = build(as_begun, accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: write_config(config, folder))
@@ -92,10 +108,15 @@ def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    commits: list[str | None] = []
-    on_main_process(accelerator, lambda: commits.append(commit_begun_with(folder) or commit_of(config.data)))
-    (commit,) = broadcast_object_list(commits or [None])
+    commit = from_main_process(accelerator, lambda: commit_begun_with(folder) or commit_of(config.data))
     return replace(config, data=replace(config.data, revision=commit)) if commit else config
+
+
+def from_main_process(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
+    """What `get` returns on the main process, for all processes."""
+    found: list[Any] = []
+    on_main_process(accelerator, lambda: found.append(get()))
+    return broadcast_object_list(found or [None])[0]
 
 
 def first_weights(config: Any) -> dict[str, Any]:

@@ -1,0 +1,282 @@
+"""Image files and arrays to pixels: uint8 where they have 8 bits, else float32 from 0 to 255, (C, H, W) throughout.
+
+Pictures are what a person sees: files that PIL shows in 8 bits, converted to RGB or grey. All else has bands: TIFF by
+tifffile, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.bands` or another `data.channels` asks for
+bands. Their values become [0, 255] by `data.range`.
+"""
+
+import io
+import logging
+import math
+import re
+import zipfile
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from mpp.config import ImagesConfig
+from mpp.errors import one_line
+
+try:
+    from torchvision.io import ImageReadMode, decode_jpeg
+except ImportError:  # torchvision 0.29 announces their removal: PIL then decodes JPEG too, more slowly
+    decode_jpeg = None
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins; + is BigTIFF
+NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"
+DEEP_PNG = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x04\x06]", re.DOTALL)  # 16 bits, several bands
+PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
+Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
+BANDS_AS_ONE = 4  # for data.max_pixels
+LUMA = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
+
+
+class UnreadableImage(Exception):
+    """The bytes are no image that can be shown."""
+
+
+def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
+    """An image file, or an array, as pixels.
+
+    Of a picture that is its first frame, upright: greyscale, palette, CMYK and YCbCr are converted, transparency is
+    laid on white, the EXIF orientation is applied. See `ImagesConfig` for all else.
+
+    Args:
+        image: a file of one of FORMATS, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or (bands, H, W).
+    Returns:
+        (C, H, W), uint8 or float32 in [0, 255].
+    Raises:
+        UnreadableImage: with the reason.
+    """
+    return scaled(read(image, config), config.limits())
+
+
+def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
+    """The same with the values and the type that the file has."""
+    try:
+        if isinstance(image, np.ndarray):
+            check_size(image.shape, config)
+            found = bands_first(image, config)
+        elif header := PIXELS.match(image):
+            found = decode_ppm(image, header, config)
+        elif image.startswith((NPY, ZIP)):
+            found = bands_first(read_npy(image, config), config)
+        elif image.startswith(TIFF):
+            found = read_tiff(image, config)
+        elif header := DEEP_PNG.match(image):
+            found = bands_first(read_deep_png(image, header, config), config)
+        else:
+            found = read_picture(image, config)
+        return as_asked(found, config)
+    except UnreadableImage:
+        raise
+    except UnidentifiedImageError:
+        raise UnreadableImage("no image file of a known sort") from None
+    except Exception as error:  # decoders raise whatever they like on broken files: no sort of it may end a run
+        raise UnreadableImage(f"{type(error).__name__}: {one_line(error)}") from error
+
+
+def check_size(shape: Sequence[int], config: ImagesConfig) -> None:
+    """Refuse an image by its header: its height, width and bands, in any order."""
+    if 0 in shape:
+        raise UnreadableImage("no pixels")
+    *bands, width, height = sorted(shape)
+    if width * height * -(-math.prod(bands) // BANDS_AS_ONE) > config.max_pixels:
+        size = " x ".join(map(str, shape))
+        raise UnreadableImage(f"{size} pixels are more than data.max_pixels ({config.max_pixels})")
+
+
+def decode_ppm(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray[np.uint8]:
+    """Pixels that are in a file as they are, (3, H, W): nothing to decode. PIL takes fifty times as long."""
+    width, height = map(int, header.groups())
+    check_size((width, height), config)
+    pixels = np.frombuffer(bytearray(data), np.uint8, offset=header.end(), count=3 * width * height)
+    return pixels.reshape(height, width, 3).transpose(2, 0, 1)
+
+
+def to_ppm(pixels: Tensor) -> bytes:
+    """(3, H, W) uint8 as a PPM file."""
+    height, width = pixels.shape[1:]
+    return b"P6\n%d %d\n255\n" % (width, height) + pixels.permute(1, 2, 0).numpy().tobytes()
+
+
+def read_npy(data: bytes, config: ImagesConfig) -> NDArray:
+    """The array of a `.npy` file, or the only one of a `.npz`; nothing in it is run."""
+    file = io.BytesIO(data)
+    if data.startswith(NPY):
+        return read_array(file, len(data), config)
+    with zipfile.ZipFile(file) as archive:
+        arrays = archive.infolist()
+        if len(arrays) != 1:
+            raise UnreadableImage(f"{len(arrays)} arrays in one .npz; an image is one")
+        with archive.open(arrays[0]) as member:
+            return read_array(io.BufferedReader(member), arrays[0].file_size, config)
+
+
+def read_array(file: io.BytesIO | io.BufferedReader, size: int, config: ImagesConfig) -> NDArray:
+    """An array from a file of so many bytes, by its header before its values."""
+    version = np.lib.format.read_magic(file)
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, _, dtype = headers[version](file)
+    check_size(shape if len(shape) > 1 else (1, *shape, 1), config)
+    if dtype.hasobject:
+        raise UnreadableImage("an array of objects, which could run code")
+    if math.prod(shape) * dtype.itemsize > size:
+        raise UnreadableImage("fewer values than its header announces")
+    file.seek(0)
+    return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
+    """A TIFF of 8 bits as a picture, where one is asked for; else its bands (n, H, W).
+
+    They are the samples of its first page, or its channels or pages where each has one sample.
+    """
+    import tifffile  # reads TIFF alone, and takes a tenth of a second
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # what is broken is named by us
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        series = file.series[0]
+        page = series.pages[0]
+        if as_picture(config) and page.dtype == np.uint8:
+            return read_picture(data, config)
+        if page.samplesperpixel > 1 or len(series.pages) == 1 or as_picture(config):
+            check_size(page.shape, config)
+            pixels, axes = page.asarray(), page.axes
+        else:
+            check_size(series.shape, config)
+            pixels, axes = series.asarray(), series.axes
+    bands = next((axis for axis in "SC" if axis in axes), next((axis for axis in axes if axis not in "YX"), ""))
+    first = tuple(slice(None) if axis in f"YX{bands}" else 0 for axis in axes)
+    left = [axis for axis in axes if axis in f"YX{bands}"]
+    pixels = pixels[first].transpose([left.index(axis) for axis in f"{bands}YX"])
+    return pixels if bands else pixels[None]
+
+
+def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray:
+    """A PNG of 16 bits and several bands, (H, W, bands), of which PIL would read 8 bits."""
+    check_size([int.from_bytes(side, "big") for side in header.groups()], config)
+    from imagecodecs import png_decode  # takes a fifth of a second
+
+    return png_decode(data)
+
+
+def as_picture(config: ImagesConfig) -> bool:
+    """Whether what a person sees is asked for, not bands."""
+    return config.bands is None and config.channels in (1, 3)
+
+
+def read_picture(data: bytes, config: ImagesConfig) -> NDArray:
+    """A file that PIL reads, (n, H, W): see `from_pil`."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        check_size(image.size, config)
+        if decode_jpeg and image.format == "JPEG" and image.mode in ("L", "RGB") and as_picture(config):
+            encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            mode = ImageReadMode.RGB if config.channels == 3 else ImageReadMode.GRAY
+            return decode_jpeg(encoded, mode=mode, apply_exif_orientation=True).numpy()
+        return from_pil(image, config)
+
+
+def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
+    """A PIL image of any mode: RGB or grey of 8 bits where a picture is asked for, else its bands, (n, H, W)."""
+    image.seek(0)
+    image = ImageOps.exif_transpose(image)
+    transparent = "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
+    if image.mode.startswith("I"):
+        return from_integers(np.asarray(image))[None]
+    if as_picture(config) and image.mode != "F":
+        if transparent:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB" if config.channels == 3 else "L")
+    elif image.mode in ("P", "PA"):
+        image = image.convert("RGBA" if transparent else "RGB")
+    return bands_first(np.array(image), config)
+
+
+def from_integers(pixels: NDArray) -> NDArray[np.uint16]:
+    """16-bit greyscale (H, W), which some versions of PIL widen to 32."""
+    if pixels.min() < 0 or pixels.max() > 65535:
+        raise UnreadableImage("integer pixels outside 16 bits have no agreed range")
+    return pixels.astype(np.uint16)
+
+
+def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
+    """(H, W), (H, W, bands) or (bands, H, W) to (bands, H, W).
+
+    Bands are the side that has as many as are asked for, or the shorter one; the last where both do.
+    """
+    if pixels.ndim == 2:
+        return pixels[None]
+    if pixels.ndim != 3:
+        raise UnreadableImage(f"an array of shape {pixels.shape}, which is no image (H, W, bands) or (bands, H, W)")
+    ends = (pixels.shape[0], pixels.shape[2])
+    asked = None if config.bands else config.channels
+    last = ends[1] == asked or (ends[0] != asked and ends[1] <= ends[0])
+    return pixels.transpose(2, 0, 1) if last else pixels
+
+
+def as_asked(pixels: NDArray, config: ImagesConfig) -> NDArray:
+    """The bands (n, H, W) that the settings ask for, (C, H, W), with a value everywhere."""
+    if pixels.dtype.kind not in "uif":
+        raise UnreadableImage(f"{pixels.dtype} values, which are no integers or floating-point numbers")
+    return with_values(as_channels(pixels, config), config.nodata)
+
+
+def as_channels(pixels: NDArray, config: ImagesConfig) -> NDArray:
+    """(n, H, W) to (C, H, W): the bands that are named, all, or grey and RGB of each other."""
+    count, channels = len(pixels), config.channels
+    if config.bands:
+        if max(config.bands) > count:
+            raise UnreadableImage(f"{count} bands; data.bands asks for {max(config.bands)}")
+        return pixels[[band - 1 for band in config.bands]]
+    if count == channels:
+        return pixels
+    if (count, channels) == (1, 3):
+        return pixels.repeat(3, 0)
+    if (count, channels) == (3, 1):
+        grey = np.tensordot(LUMA, pixels, 1)[None]
+        return (grey if pixels.dtype.kind == "f" else grey.round()).astype(pixels.dtype)
+    raise UnreadableImage(f"{count} bands; data.channels is {channels}, and data.bands can choose so many")
+
+
+def with_values(pixels: NDArray, nodata: float | str | None) -> NDArray:
+    """The same with the mean of its channel in the place of what has no value."""
+    if nodata is None and pixels.dtype.kind != "f":
+        return pixels
+    missing = ~np.isfinite(pixels)
+    if nodata is None:
+        if missing.any():
+            band = 1 + int(np.flatnonzero(missing.any((1, 2)))[0])
+            raise UnreadableImage(f"values that are not finite in channel {band}; data.nodata nan gives them the mean")
+        return pixels
+    if nodata != "nan":
+        missing |= pixels == nodata
+    if not missing.any():
+        return pixels
+    pixels = pixels.copy()
+    for number, (channel, without) in enumerate(zip(pixels, missing, strict=True), start=1):
+        if without.all():
+            raise UnreadableImage(f"no value in channel {number}")
+        mean = channel[~without].mean(dtype=np.float64)
+        channel[without] = mean if channel.dtype.kind == "f" else np.rint(mean)
+    return pixels
+
+
+def scaled(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tensor:
+    """Values (C, H, W) of any type to [0, 255]: see `data.range`."""
+    if pixels.dtype == np.uint8 and all(pair == (0, 255) for pair in limits):
+        return torch.from_numpy(pixels)
+    if not limits:
+        if pixels.dtype.kind == "f":
+            raise UnreadableImage("floating-point pixels have no agreed range; data.range says which")
+        limits = [(np.iinfo(pixels.dtype).min, np.iinfo(pixels.dtype).max)]
+    exact = np.float32 if pixels.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
+    low, high = (np.array(ends, exact)[:, None, None] for ends in zip(*limits, strict=True))
+    values = (pixels.astype(exact) - low) * 255 / (high - low)
+    return torch.from_numpy(np.clip(values, 0, 255).astype(np.float32, copy=False))
