@@ -243,6 +243,8 @@ def visualize(config: VisualizeConfig) -> list[str]:
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     if accelerator.num_processes > 1:
         raise UserError("pictures are drawn by one process: start it with python, without a launcher")
+    largest = max(config.bands or (1,))
+    require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
     folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     encoder = load_frozen(

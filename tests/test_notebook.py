@@ -57,7 +57,10 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
 @pytest.mark.parametrize(
     ("images", "said"),
     [
-        (torch.rand(2, 3, 32, 32), r"images is torch.float32 \(3, 32, 32\) each up to .*; it must be PIL images, or a tensor"),
+        (
+            torch.rand(2, 3, 32, 32),
+            r"images is torch.float32 \(3, 32, 32\) each up to .*; it must be PIL images",
+        ),
         (torch.zeros(2, 32, 32, 3, dtype=torch.uint8), r"images is torch.uint8 \(32, 32, 3\) each"),
         (torch.zeros(3, 32, 32, dtype=torch.uint8), r"images is torch.uint8 \(32, 32\) each"),
         ([np.zeros((32, 32, 3), np.uint8)], "images is of ndarray"),

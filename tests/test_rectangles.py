@@ -1,13 +1,10 @@
 """Images that are not square: rows and columns are not swapped anywhere, and all that squares have, they have."""
 
 import json
-import shutil
 
 import pytest
 import timm
 import torch
-from conftest import read_metrics
-from test_pretended import UNSEEN
 
 import mpp
 from evaluation import fewshot, finetune, visualize
@@ -19,15 +16,6 @@ from mpp.metrics import nearest_visible
 from mpp.models.encoder import build_encoder, export_encoder
 
 WIDE = "--model.img_size=[16,32]"
-KINDS = {
-    **{name: [f"--model.position={name}"] for name in ("learned_2d", "sincos_2d", "relative", "relative_bias", "rope")},
-    "every": ["--model.position_at=every"],
-    "stride": ["--model.stride=4"],
-    "axial": ["--model.mixing=axial"],
-    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", *UNSEEN],
-    "blockwise": ["--corruption.pattern=blockwise"],
-    "hog": ["--objective.name=hog"],
-}
 
 
 def image(height, width):
@@ -88,23 +76,6 @@ def test_turned_images_and_weights_give_turned_tokens():
     images = torch.randn(2, 3, 16, 32)
     tokens, turned = wide.forward_features(images), tall.forward_features(images.transpose(2, 3))
     torch.testing.assert_close(turned, torch.cat([tokens[:, :1], tokens[:, 1:][:, turn]], 1), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_every_kind_trains_resumes_and_is_loaded_at_another_size(pretrain, tmp_path, options):
-    words = [WIDE, "--model.patch_size=8", *options]
-    folder = pretrain(*words)
-    losses, bits = read_metrics(folder), (folder / "encoder" / "model.safetensors").read_bytes()
-    shutil.rmtree(folder / "encoder")
-    shutil.rmtree(folder / "checkpoints" / "step_00000004")
-    pretrain(*words)
-    assert (folder / "encoder" / "model.safetensors").read_bytes() == bits and read_metrics(folder) == losses
-    config = json.loads((folder / "encoder" / "config.json").read_text())
-    assert config["pretrained_cfg"]["input_size"] == [3, 16, 32]
-    images = torch.rand(1, 3, 16, 32)
-    plain = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
-    torch.testing.assert_close(mpp.load_encoder(folder)(images), plain(images))
-    assert mpp.load_encoder(folder, img_size=(24, 16))(torch.rand(1, 3, 24, 16)).shape == (1, 16)
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned_2d", "relative", "relative_bias", "every"])

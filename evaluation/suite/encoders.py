@@ -32,15 +32,18 @@ class FrozenEncoder(nn.Module):
     Args:
         model: timm's, without a head.
         img_size: side of the images it is shown, or height and width; None: its own.
+        channels: that it was built for, where timm's own settings are of others; None: its own.
     """
 
-    def __init__(self, model: nn.Module, img_size: int | Size | None = None):
+    def __init__(self, model: nn.Module, img_size: int | Size | None = None, channels: int | None = None):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         data_config = resolve_model_data_config(model)
-        self.channels, self.img_size = data_config["input_size"][0], sides(img_size or data_config["input_size"][1:])
+        own = data_config["input_size"][0]
+        self.channels, self.img_size = channels or own, sides(img_size or data_config["input_size"][1:])
         self.crop_pct = data_config["crop_pct"]
-        self.normalize = Normalize(data_config["mean"], data_config["std"])
+        moments = ((0.5,) * self.channels,) * 2 if self.channels != own else (data_config["mean"], data_config["std"])
+        self.normalize = Normalize(*moments)
 
     @property
     def stages(self) -> Sequence[nn.Module]:
@@ -131,7 +134,7 @@ def load_frozen(
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:
         check_grid(img_size, model.patch_embed.patch_size[0], "img_size")
-    frozen = FrozenEncoder(model, img_size)
+    frozen = FrozenEncoder(model, img_size, options.get("in_chans"))
     check_channels(frozen, channels or frozen.channels)
     return frozen
 

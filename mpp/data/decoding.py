@@ -126,7 +126,7 @@ def read_array(file: io.BytesIO | io.BufferedReader, size: int, config: ImagesCo
     check_size(shape if len(shape) > 1 else (1, *shape, 1), config)
     if dtype.hasobject:
         raise UnreadableImage("an array of objects, which could run code")
-    if math.prod(shape) * dtype.itemsize > size:
+    if math.prod(shape) * dtype.itemsize > size - file.tell():
         raise UnreadableImage("fewer values than its header announces")
     file.seek(0)
     return np.lib.format.read_array(file, allow_pickle=False)

@@ -1,0 +1,388 @@
+"""Images of one channel, of four, of many: from the targets to the exported encoder, its probes and its pictures."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tifffile
+import timm
+import torch
+from conftest import TINY, kill_at, read_metrics
+from PIL import Image
+from safetensors.torch import load_file
+from server import Command, die_at
+from test_pretended import UNSEEN
+from timm.models import adapt_input_conv
+
+import mpp
+from evaluation import contrastive, fewshot, finetune, knn, supervised, visualize
+from evaluation.config import EVERY
+from evaluation.memory import peak_memory
+from evaluation.suite.encoders import load_frozen
+from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
+from mpp.corruption import Corruption, draw
+from mpp.data.images import augment
+from mpp.data.moments import channel_moments
+from mpp.data.sources import load_image_datasets
+from mpp.errors import UserError
+from mpp.metrics import measure, summarize
+from mpp.models.encoder import build_encoder
+from mpp.models.networks import build_network
+from mpp.objectives import build_objective, patches_at
+from mpp.reconstructions import as_rgb, prediction_columns, prediction_panel
+from mpp.runtime.parsing import read_saved
+
+OBJECTIVES = {
+    "mean_color": {},
+    "factorized": dict(name="mean_color", factorized=True),
+    "grid": dict(name="grid_color", grid=2, bits=2),
+    "pixels": dict(name="pixels"),
+    "normalised": dict(name="pixels", normalize="patch"),
+    "hog": dict(name="hog", cell=4),
+}
+KINDS = {
+    **{name: [f"--model.position={name}"] for name in ("none", "learned_2d", "sincos_2d", "relative", "rope")},
+    "relative_bias, axial": ["--model.position=relative_bias", "--model.mixing=axial"],
+    "every, overlapping": ["--model.position_at=every", "--model.stride=4"],
+    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *UNSEEN],
+    "blockwise, factorized": ["--corruption.pattern=blockwise", "--objective.factorized=true"],
+    "blocks, hog": ["--corruption.pattern=blocks", "--objective.name=hog"],
+}
+
+
+@pytest.fixture(scope="module")
+def bands(tmp_path_factory):
+    """16 images of four bands of 16 bits, the fourth a copy of the first, in two classes and two splits."""
+    folder, rng = tmp_path_factory.mktemp("bands"), np.random.default_rng(0)
+    for number in range(32):
+        low = rng.integers(1000, 9000, (3, 3, 3)) + 5000 * (number // 2 % 2)
+        pixels = np.kron(low, np.ones((8, 14, 1), np.int64)).astype(np.uint16)
+        file = folder / ("train", "test")[number % 2] / ("a", "b")[number // 2 % 2] / f"{number:02d}.tif"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.concatenate([pixels, pixels[..., :1]], -1)
+        tifffile.imwrite(file, pixels, photometric="minisblack", planarconfig="contig")
+    return folder
+
+
+@pytest.fixture
+def four(bands):
+    """Settings for them."""
+    return [f"--data.path={bands}", "--data.channels=4", "--data.range=[0,16000]", "--data.eval_split=test"]
+
+
+def images_of(channels, *shape, whole=False):
+    drawn = torch.rand(2, channels, *(shape or (16, 24)), generator=torch.Generator().manual_seed(0)) * 255
+    return drawn.to(torch.uint8) if whole else drawn
+
+
+def objective_of(channels, settings, patch_size=8):
+    return build_objective(ObjectiveConfig(**settings), patch_size, channels)
+
+
+def model_of(objective, channels):
+    torch.manual_seed(0)
+    encoder = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=(16, 24), patch_size=8), channels)
+    return build_network(NetworkConfig(), encoder, objective.outputs, (0.5,) * channels, (0.25,) * channels)
+
+
+def corruption_of():
+    drawn = [draw(CorruptionConfig(mask=1.0, random=0.0, keep=0.0), (2, 3), 0, 0, index) for index in range(2)]
+    return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_mean_colors_by_hand(channels, whole):
+    images, positions = images_of(channels, whole=whole), corruption_of().positions
+    targets = objective_of(channels, {}).targets(images, positions)
+    apart = objective_of(channels, {"factorized": True}).targets(images, positions)
+    means = patches_at(images, positions, 8).double().mean((-2, -1)) / 255
+    levels = (means * 8).long()
+    assert torch.equal(apart, levels)
+    assert torch.equal(targets[..., 0], sum(levels[..., c] * 8 ** (channels - 1 - c) for c in range(channels)))
+
+
+def test_a_mean_on_the_edge_of_a_bin_is_in_the_one_above_for_floats_too():
+    """Of 8-bit values, floats have the classes that integers have."""
+    objective = objective_of(3, {"bits": 4})
+    images = images_of(3, 64, 64, whole=True)
+    images[0] = torch.arange(64).repeat(3, 64, 1) * 4  # many sums of which are on an edge
+    images[1, :, :8] = 255
+    positions = torch.arange(64).expand(2, -1)
+    assert torch.equal(objective.targets(images, positions), objective.targets(images.float(), positions))
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_permuted_bands_have_permuted_targets_and_gradients(settings):
+    """What a channel is called does not matter: permuted with its filters and its outputs, the loss is the same."""
+    order, channels = [2, 0, 3, 1], 4
+    objective, images, corruption = objective_of(channels, settings), images_of(channels), corruption_of()
+    targets = objective.targets(images, corruption.positions)
+    permuted = objective.targets(images[:, order], corruption.positions)
+    if settings.get("name") == "hog":
+        assert torch.equal(permuted.unflatten(-1, (4, 4, 9)), targets.unflatten(-1, (4, 4, 9))[:, :, :, order])
+    elif settings.get("normalize") or settings.get("name") == "pixels":
+        torch.testing.assert_close(permuted, targets[:, :, order])
+    else:
+        softmaxes = objective.palette.softmaxes
+        colors = [objective.palette.colors(each.unflatten(-1, (-1, softmaxes))) for each in (permuted, targets)]
+        assert torch.equal(colors[0], colors[1][..., order])
+    one, other = model_of(objective, channels), model_of(objective, channels)
+    with torch.no_grad():
+        other.encoder.patch_embed.proj.weight.copy_(one.encoder.patch_embed.proj.weight[:, order])
+    torch.testing.assert_close(one(images, corruption), other(images[:, order], corruption), rtol=1e-4, atol=1e-5)
+    objective.loss(one(images, corruption), targets).backward()
+    objective.loss(other(images[:, order], corruption), targets).backward()
+    gradients = [each.encoder.patch_embed.proj.weight.grad for each in (one, other)]
+    torch.testing.assert_close(gradients[1], gradients[0][:, order], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_a_copied_band_by_hand(settings):
+    """Its targets and the gradient of its filters are those of the band that it copies."""
+    objective, images, corruption = objective_of(4, settings), images_of(4), corruption_of()
+    images[:, 3] = images[:, 0]
+    targets = objective.targets(images, corruption.positions)
+    shown = objective.paint(targets, patches_at(images, corruption.positions, 8))
+    assert torch.equal(shown[:, :, 3], shown[:, :, 0])
+    if settings.get("name") == "pixels" and not settings.get("normalize"):
+        model = model_of(objective, 4)
+        predicted = model(images, corruption)
+        expected = torch.nn.functional.mse_loss(
+            predicted.view(2, 3, 4, 8, 8), patches_at(images, corruption.positions, 8) / 127.5 - 1
+        )
+        torch.testing.assert_close(objective.loss(predicted, targets), expected)
+    model = model_of(objective, 4)
+    objective.loss(model(images, corruption), targets).backward()
+    gradient = model.encoder.patch_embed.proj.weight.grad
+    torch.testing.assert_close(gradient[:, 3], gradient[:, 0])
+
+
+def test_factorized_accuracy_by_hand():
+    """The share of channels that are right; the most frequent is chosen for each channel."""
+    objective = objective_of(5, {"factorized": True, "bits": 3})
+    images, corruption = images_of(5), corruption_of()
+    truth = objective.targets(images, corruption.positions)
+    predictions = torch.nn.functional.one_hot(truth, 8).float().flatten(2)
+    predictions[0, 0, :8] = torch.nn.functional.one_hot((truth[0, 0, 0] + 1) % 8, 8)  # one of 30 is wrong
+    found = summarize(measure(objective, predictions, images, corruption))
+    assert found["accuracy"] == pytest.approx(29 / 30)
+    counts = [np.bincount(truth[..., channel].flatten(), minlength=8).max() for channel in range(5)]
+    assert found["most_frequent"] == pytest.approx(sum(counts) / 30)
+    assert objective.entropy(torch.zeros_like(predictions))[0, 0].tolist() == pytest.approx([15.0])  # 5 x 3 bits
+
+
+@pytest.mark.parametrize(
+    ("channels", "settings", "says"),
+    [
+        (
+            5,
+            {},
+            r"objective\.bits is 3, which makes 2\*\*\(3 x 5\) .* more than 4,096; at most 2, objective",
+        ),
+        (13, {}, r"more than 4,096; objective\.factorized true .* or objective\.name pixels serves"),
+        (3, {"bits": 5}, "at most 4, objective"),
+    ],
+)
+def test_too_many_colors_are_refused(channels, settings, says):
+    with pytest.raises(UserError, match=says):
+        objective_of(channels, settings)
+    assert objective_of(channels, {"factorized": True}).outputs == channels * 8
+    assert objective_of(channels, {"name": "pixels"}).outputs == channels * 64
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("channels", [1, 4])
+def test_every_kind_trains_resumes_and_is_loaded_by_timm(pretrain, monkeypatch, four, channels, options):
+    words = ["--model.img_size=[16,32]", "--model.patch_size=8", *options]
+    words += four if channels == 4 else ["--data.channels=1"]
+    with monkeypatch.context() as patched:
+        kill_at(patched, 3)
+        with pytest.raises(BaseException, match="killed"):
+            pretrain(*words)
+    folder = pretrain(*words)
+    losses, bits = read_metrics(folder), (folder / "encoder" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder)
+    pretrain(*words)
+    assert (folder / "encoder" / "model.safetensors").read_bytes() == bits and read_metrics(folder) == losses
+    config = json.loads((folder / "encoder" / "config.json").read_text())
+    assert config["pretrained_cfg"]["input_size"] == [channels, 16, 32]
+    images = torch.rand(1, channels, 16, 32)
+    plain = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
+    torch.testing.assert_close(mpp.load_encoder(folder)(images), plain(images))
+    assert mpp.load_encoder(folder, img_size=(24, 16))(torch.rand(1, channels, 24, 16)).shape == (1, 16)
+
+
+def test_two_processes_are_one(four, tmp_path):
+    """With moments that are measured, and a kill in between."""
+    words = [*TINY, *four, "--model.img_size=[16,32]", "--model.mean=auto", "--model.std=auto", "--data.workers=1"]
+    alone = Command("pretrain", *words, f"--run.dir={tmp_path / 'one'}")
+    dying = Command("pretrain", *words, f"--run.dir={tmp_path / 'two'}", processes=2, prepare=die_once)
+    assert alone.wait() == [0], alone.said
+    assert dying.wait() != [0, 0]
+    again = Command("pretrain", *words, f"--run.dir={tmp_path / 'two'}", processes=2)
+    assert again.wait() == [0, 0], again.said
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-5)
+    means = [read_saved(tmp_path / name / "config.yaml")["model"]["mean"] for name in ("one", "two")]
+    assert means[0] == means[1] and len(means[0]) == 4 and f"measured: model.mean {means[0]}" in dying.said
+
+
+def die_once():
+    die_at(3)
+
+
+def test_moments_by_hand(bands):
+    config = DataConfig(path=str(bands), channels=4, range=(0.0, 16000.0), eval_split="test")
+    files = sorted((bands / "train").rglob("*.tif"))
+    values = np.stack([tifffile.imread(file) for file in files]).astype(np.float64).reshape(-1, 4) / 16000
+    mean, std = channel_moments(config)
+    np.testing.assert_allclose(mean, values.mean(0), atol=1e-6)
+    np.testing.assert_allclose(std, values.std(0), atol=1e-6)
+
+
+def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, bands):
+    words = [*four, "--model.mean=auto", "--model.std=auto"]
+    folder = pretrain(*words)
+    mean = read_saved(folder / "config.yaml")["model"]["mean"]
+    config = json.loads((folder / "encoder" / "config.json").read_text())
+    assert config["pretrained_cfg"]["mean"] == mean
+    shutil.rmtree(folder / "encoder")
+    monkeypatch.setattr("mpp.training.run.channel_moments", None)  # nothing is measured again
+    pretrain(*words)
+    with pytest.raises(UserError, match=r"model\.mean, model\.std differ"):
+        pretrain(*four)
+
+
+def test_a_channel_without_contrast_is_named(tmp_path):
+    for number in range(10):
+        np.save(tmp_path / f"{number}.npy", np.dstack([np.eye(16), np.ones((16, 16))]).astype(np.uint8))
+    with pytest.raises(UserError, match=r"the same everywhere: \[2\]"):
+        channel_moments(DataConfig(path=str(tmp_path), channels=2))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_filters_on_rgb_become_those_of_other_channels_as_timm_does(
+    pretrain, trained, tmp_path, capsys, four, channels
+):
+    words = {1: ["--data.channels=1"], 2: [*four, "--data.channels=2", "--data.bands=[1,2]"], 4: four}[channels]
+    settings = dict(width=16, depth=2, heads=2, img_size=32, init_from=str(trained))
+    rgb = load_file(trained / "encoder" / "model.safetensors")["patch_embed.proj.weight"]
+    encoder = build_encoder(ModelConfig(**settings), channels)
+    assert torch.equal(encoder.patch_embed.proj.weight, adapt_input_conv(channels, rgb))
+    how = "are summed" if channels == 1 else "are repeated, and scaled"
+    assert how in capsys.readouterr().out
+    own = pretrain(*words, dir=tmp_path / "own")
+    with pytest.raises(UserError, match=rf"input channels is {channels}; it must be 3 \(RGB\) or data\.channels \(7\)"):
+        build_encoder(ModelConfig(**settings | {"init_from": str(own)}), 7)
+
+
+def test_it_is_judged_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, capsys):
+    """An encoder of four bands, with the run's settings, whichever images are named."""
+    folder = pretrain(*four, "--model.img_size=[16,32]")
+    fast = ("--data.workers=0", "--precision=fp32", "--threads=1")
+    reports = []
+    for named in ([], [f"--data.path={bands}", "--data.eval_split=test"]):
+        knn.main([f"--encoder={folder}", "--neighbours=3", f"--out={tmp_path / 'knn.json'}", *named, *fast])
+        reports.append(json.loads((tmp_path / "knn.json").read_text()))
+    assert reports[0]["results"] == reports[1]["results"]
+    assert reports[0]["protocol"]["data"]["range"] == reports[1]["protocol"]["data"]["range"] == [0, 16000]
+    for floor in ("pixels", "colors"):
+        fewshot.main([f"--encoder=floor:{floor}", "--shots=3", f"--out={tmp_path / 'floor.json'}", *four, *fast])
+    for chosen in ([], ["--bands=[3,2,1]"], ["--bands=4"]):
+        words = ["--images=2", "--attention_images=4", f"--pictures={json.dumps(EVERY)}", *fast, *chosen]
+        visualize.main([f"--encoder={folder}", f"--out={tmp_path / f'pictures{len(chosen)}'}", *words])
+        assert "no " not in capsys.readouterr().out.partition("wrote")[0].replace("no accuracy_by_depth", "")
+    with pytest.raises(UserError, match=r"bands is 5; it must be from 1 to 4: data\.channels"):
+        visualize.main([f"--encoder={folder}", "--bands=5", *fast])
+    with pytest.raises(UserError, match=r"encoder's input channels is 4; it must be 3"):
+        knn.main([f"--encoder={folder / 'encoder'}", "--data.channels=3", f"--data.path={bands}", *fast])
+    quick = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8")
+    finetune.main([f"--encoder={folder}", f"--run.dir={tmp_path / 'tuned'}", "--lrs=0.1", *quick])
+    exported = next((tmp_path / "tuned").rglob("encoder/config.json"))
+    assert mpp.load_encoder(exported.parent)(torch.rand(1, 4, 16, 32)).shape == (1, 16)
+
+
+def test_labels_and_contrast_are_learned_of_four_bands(four, tmp_path):
+    words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--probe.every=0"]
+    words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", *four]
+    supervised.main([*(word for word in words if "probe" not in word), f"--run.dir={tmp_path / 'labels'}"])
+    plain = ["--views.jitter=0", "--views.grey=0"]
+    contrastive.main([*words, *plain, f"--run.dir={tmp_path / 'views'}", "--head.outputs=8", "--head.hidden=16"])
+    with pytest.raises(UserError, match=r"views\.jitter is 1\.0; it must be 0 with 4 channels: .*crops, flips"):
+        contrastive.main([*words, f"--run.dir={tmp_path / 'refused'}"])
+    with pytest.raises(UserError, match=r"augment\.randaugment is 9; it must be 0: .* crops and flips are for all"):
+        supervised.main([*words[:4], *four, "--augment.randaugment=9", f"--run.dir={tmp_path / 'strong'}"])
+    for image in (torch.zeros(3, 8, 8), torch.zeros(1, 8, 8, dtype=torch.uint8)):
+        with pytest.raises(UserError, match="colour operations are for RGB of 8 bits"):
+            augment(image, 9, 0, 0, 0)
+
+
+def test_features_of_images_in_memory(pretrain, four, bands):
+    folder = pretrain(*four, "--model.img_size=[16,32]")
+    _, held_out = load_image_datasets(SourceConfig(path=str(bands), channels=4, eval_split="test"))
+    encoder = mpp.load_encoder(folder)
+    images = torch.stack([held_out.decode(i, DataConfig(channels=4, range=(0.0, 16000.0))) for i in range(3)])
+    found = mpp.extract_features(encoder, images)
+    assert found.shape == (3, 16)
+    with pytest.raises(UserError, match=r"a tensor \(B, 4, H, W\), of torch\.uint8 or from 0 to 255"):
+        mpp.extract_features(encoder, images[:, :3])
+    with pytest.raises(UserError, match="up to"):
+        mpp.extract_features(encoder, images / 255)
+    grey = mpp.load_encoder(pretrain("--data.channels=1", dir=folder.parent / "grey"))
+    assert mpp.extract_features(grey, held_image()).shape == (1, 16)
+
+
+def held_image():
+    return Image.new("RGB", (40, 40), "red")
+
+
+def test_what_a_person_sees():
+    ramp = torch.arange(4 * 2 * 3).view(1, 4, 2, 3).float() * 10.4
+    rounded = ramp.round().to(torch.uint8)
+    beside = as_rgb(ramp)
+    assert beside.shape == (1, 3, 2, 12) and torch.equal(beside[0, 0, :, 3:6], rounded[0, 1])
+    assert torch.equal(as_rgb(ramp, (3, 2, 1)), rounded[:, [2, 1, 0]])
+    assert torch.equal(as_rgb(ramp, (4,)), rounded[:, [3, 3, 3]])
+    assert torch.equal(as_rgb(ramp[:, :1]), rounded[:, [0, 0, 0]])
+    assert torch.equal(as_rgb(rounded[:, :3]), rounded[:, :3])
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_panels_of_four_bands(settings):
+    objective, images, corruption = objective_of(4, settings), images_of(4), corruption_of()
+    predictions = torch.zeros(2, 3, objective.outputs)
+    columns = prediction_columns(objective, predictions, images, corruption)
+    times = columns.shape[-1] // 24
+    assert columns.shape == (4, 2, 4, 16 * times, 24 * times)
+    assert torch.equal(columns[0, ..., ::times, ::times], images)
+    assert prediction_panel(columns).shape[0] == 3
+    assert objective.shown
+
+
+def test_color_floors_of_many_channels():
+    for channels, count in ((1, 8), (4, 4096), (7, 7 * 8)):
+        images = images_of(channels, 16, 16)
+        (colors,) = load_frozen("floor:colors", channels=channels, img_size=16)(images, "mean", [1])
+        (pixels,) = load_frozen("floor:pixels", channels=channels, img_size=16)(images, "mean", [1])
+        assert colors.shape == (2, count) and colors.sum() == 2 * 64 * (channels if channels == 7 else 1)
+        cells = images.unflatten(2, (8, 2)).unflatten(4, (8, 2)).mean((3, 5)) / 255  # (B, C, 8, 8)
+        torch.testing.assert_close(pixels.view(2, 64, channels), cells.flatten(2).transpose(1, 2))
+
+
+def test_memory_is_counted_for_these_channels():
+    pixels = ObjectiveConfig(name="pixels")
+    few, many = (peak_memory(Config(data=DataConfig(channels=count), objective=pixels), 4) for count in (1, 8))
+    assert many["weights"] > few["weights"] and many["total"] > few["total"]
+
+
+def test_encoders_of_timm_are_built_for_the_images(tmp_path):
+    frozen = load_frozen("vit_tiny_patch16_224", img_size=32, channels=2)
+    assert frozen(torch.zeros(1, 2, 32, 32), "mean", [12])[0].shape == (1, 192)
+
+
+@pytest.mark.parametrize("name", ["mean", "std"])
+def test_moments_of_other_channels_are_refused(pretrain, name):
+    with pytest.raises(UserError, match=rf"model\.{name} is \[0\.5, 0\.5, 0\.5\]; it must be 1 numbers"):
+        pretrain("--data.channels=1", f"--model.{name}=[0.5,0.5,0.5]")

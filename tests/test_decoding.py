@@ -1,0 +1,390 @@
+"""Files and arrays of any bands and depth become the same pixels; what is broken, or lies, is named."""
+
+import io
+import tarfile
+import zipfile
+
+import datasets
+import numpy as np
+import pytest
+import tifffile
+import torch
+from conftest import encoded, picture, read_metrics
+from PIL import Image
+
+from mpp.config import DataConfig, ImagesConfig, SourceConfig
+from mpp.data.decoding import UnreadableImage, decode
+from mpp.data.sources import load_image_datasets
+from mpp.data.views import cache_decoded
+from mpp.errors import UserError
+from mpp.prepare import main as prepare
+
+RGB = picture(0)  # 40 x 48
+DEEP = np.random.default_rng(0).integers(0, 65536, (40, 48, 5), dtype=np.uint16)
+HALF = DEEP.astype(np.float32) / 65535
+
+
+def tiff(pixels: np.ndarray, **options) -> bytes:
+    file = io.BytesIO()
+    tifffile.imwrite(file, pixels, **options)
+    return file.getvalue()
+
+
+def npy(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, pixels)
+    return file.getvalue()
+
+
+def npz(*arrays: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.savez_compressed(file, *arrays)
+    return file.getvalue()
+
+
+def scaled(pixels: np.ndarray, low: float = 0, high: float = 65535) -> torch.Tensor:
+    """(H, W, C) to what is expected."""
+    return torch.from_numpy(np.clip((pixels.astype(np.float64) - low) * 255 / (high - low), 0, 255)).permute(2, 0, 1)
+
+
+GREY = dict(photometric="minisblack")
+FIVE = {
+    "samples side by side": tiff(DEEP, planarconfig="contig", **GREY),
+    "samples one after the other": tiff(DEEP.transpose(2, 0, 1), planarconfig="separate", **GREY),
+    "pages": tiff(DEEP.transpose(2, 0, 1), **GREY),
+    "tiles, LZW": tiff(DEEP, planarconfig="contig", tile=(16, 16), compression="lzw", predictor=True, **GREY),
+    "big-endian BigTIFF": tiff(DEEP, planarconfig="contig", bigtiff=True, byteorder=">", **GREY),
+    "channels of ImageJ": tiff(DEEP.transpose(2, 0, 1)[None], imagej=True, metadata={"axes": "ZCYX"}),
+    "channels of OME, of which there are several stacks": tiff(
+        np.stack([DEEP.transpose(2, 0, 1)] * 2), ome=True, metadata={"axes": "ZCYX"}, **GREY
+    ),
+    "npy": npy(DEEP),
+    "npy, bands first": npy(DEEP.transpose(2, 0, 1)),
+    "npy, Fortran's order": npy(np.asfortranarray(DEEP)),
+    "npz": npz(DEEP),
+}
+
+
+@pytest.mark.parametrize("data", FIVE.values(), ids=FIVE)
+def test_five_bands_of_16_bits(data):
+    found = decode(data, ImagesConfig(channels=5))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), scaled(DEEP), rtol=1e-6, atol=1e-5)
+    chosen = decode(data, ImagesConfig(bands=(5, 1, 2)))
+    assert torch.equal(chosen, found[[4, 0, 1]])
+
+
+@pytest.mark.parametrize("kind", [tiff, npy, npz, encoded])
+def test_8_bits_stay_8_bits(kind):
+    found = decode(kind(RGB), ImagesConfig())
+    assert found.dtype == torch.uint8 and np.array_equal(found.permute(1, 2, 0), RGB)
+
+
+@pytest.mark.parametrize("kind", [tiff, npy, npz])
+def test_values_times_257_are_the_same_values(kind):
+    found = decode(kind(RGB.astype(np.uint16) * 257), ImagesConfig())
+    assert found.dtype == torch.float32 and np.array_equal(found.permute(1, 2, 0), RGB.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "limits", "low_high"),
+    [
+        (DEEP, None, (0, 65535)),
+        (DEEP, (0.0, 4095.0), (0, 4095)),  # 12 bits in 16: what is above is cut off
+        (DEEP.astype(np.int16), None, (-32768, 32767)),
+        (DEEP.astype(np.uint32), (100.0, 60000.0), (100, 60000)),
+        (HALF, (0.25, 0.75), (0.25, 0.75)),
+        ((DEEP >> 8).astype(np.uint8), (10.0, 200.0), (10, 200)),
+    ],
+)
+def test_range(pixels, limits, low_high):
+    found = decode(npy(pixels), ImagesConfig(channels=5, range=limits))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), scaled(pixels, *low_high), rtol=1e-6, atol=2e-5)
+
+
+def test_range_of_each_channel():
+    pairs = ((0.0, 1000.0), (500.0, 65535.0))
+    found = decode(npy(DEEP[..., :2]), ImagesConfig(channels=2, range=pairs)).double()
+    for number, pair in enumerate(pairs):
+        expected = scaled(DEEP[..., number : number + 1], *pair)[0]
+        torch.testing.assert_close(found[number], expected, rtol=1e-6, atol=2e-5)
+    assert (decode(encoded(RGB), ImagesConfig(range=(0.0, 255.0))).numpy() == RGB.transpose(2, 0, 1)).all()
+
+
+def test_grey_and_rgb_become_each_other():
+    grey = np.array(Image.fromarray(RGB).convert("L"))
+    for data in (encoded(RGB), tiff(RGB), npy(RGB)):
+        found = decode(data, ImagesConfig(channels=1))
+        assert found.shape == (1, 40, 48) and abs(found[0].numpy().astype(int) - grey).max() <= 1
+    assert decode(encoded(RGB, "JPEG"), ImagesConfig(channels=1)).shape == (1, 40, 48)
+    for data in (encoded(grey), tiff(grey), npy(grey)):
+        assert (decode(data, ImagesConfig()).numpy() == grey).all()
+    deep = decode(tiff(DEEP[..., :3]), ImagesConfig(channels=1))[0]
+    expected = scaled(DEEP[..., :3] @ np.array([0.299, 0.587, 0.114])[:, None])[0]
+    torch.testing.assert_close(deep.double(), expected, rtol=1e-5, atol=0.003)
+    stack = tiff(DEEP.transpose(2, 0, 1), **GREY)  # a picture is its first frame
+    assert torch.equal(decode(stack, ImagesConfig()), decode(tiff(DEEP[..., 0]), ImagesConfig()))
+
+
+def test_bands_of_pictures():
+    rgba = np.dstack([RGB, np.full(RGB.shape[:2], 7, np.uint8)])
+    for data in (encoded(rgba), tiff(rgba), npy(rgba)):
+        assert np.array_equal(decode(data, ImagesConfig(channels=4)).permute(1, 2, 0), rgba)  # nothing is laid on white
+        assert np.array_equal(decode(data, ImagesConfig(bands=(3, 2, 1))).permute(1, 2, 0), RGB[..., ::-1])
+        assert (decode(data, ImagesConfig(channels=1, bands=(4,))) == 7).all()
+    palette = Image.fromarray(RGB).convert("P")
+    assert np.array_equal(
+        decode(encoded(palette), ImagesConfig(bands=(1, 2, 3))).permute(1, 2, 0), palette.convert("RGB")
+    )
+
+
+def test_16_bit_png():
+    found = decode(encoded(Image.fromarray(DEEP[..., 0])), ImagesConfig(channels=1))
+    torch.testing.assert_close(found.double(), scaled(DEEP[..., :1]), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("nodata", [-9999.0, float("nan")])
+def test_what_has_no_value_gets_the_mean_of_its_channel(nodata):
+    holes = HALF[..., :2].copy()
+    holes[3:9, 4:20, 1] = nodata
+    config = ImagesConfig(channels=2, range=(0.0, 1.0), nodata=nodata)
+    found = decode(npy(holes), config).double()
+    whole = scaled(HALF[..., :2], 0, 1)
+    valid = torch.ones(40, 48, dtype=torch.bool)
+    valid[3:9, 4:20] = False
+    torch.testing.assert_close(found[0], whole[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[1][valid], whole[1][valid], rtol=1e-5, atol=1e-4)
+    assert (found[1][~valid] - whole[1][valid].mean()).abs().max() < 1e-3
+    assert config == ImagesConfig(channels=2, range=(0.0, 1.0), nodata=nodata)  # a run can be resumed
+
+
+def test_nodata_of_integers():
+    holes = DEEP[..., :1].copy()
+    holes[0] = 0
+    found = decode(npy(holes), ImagesConfig(channels=1, nodata=0))
+    mean = np.rint(holes[holes > 0].mean())
+    assert (found[0, 0] - mean * 255 / 65535).abs().max() < 1e-3
+
+
+HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (5000, 5000, 5)}"
+HUGE = b"\x93NUMPY\x01\0v\0" + HEADER.ljust(117) + b"\n"
+BROKEN = {
+    "npy, truncated": (npy(DEEP)[:-1], "fewer values than its header announces"),
+    "npy, a header that lies": (HUGE + b"\0" * 100, "fewer values than its header announces"),
+    "npy, a bomb": (HUGE.replace(b"5000, 5000", b"90000,90000"), r"90000 x 90000 x 5 pixels are more than data\.max_"),
+    "npy, cut in its header": (npy(DEEP)[:20], "ValueError|EOFError"),
+    "npy, objects": (npy(np.array([[print]], object)), "objects, which could run code"),
+    "npy, text": (npy(np.full((4, 4, 5), "a")), "which are no integers"),
+    "npy, four dimensions": (npy(DEEP[None]), "which is no image"),
+    "npy, empty": (npy(DEEP[:0]), "no pixels"),
+    "npz, truncated": (npz(DEEP)[:-200], "BadZipFile"),
+    "npz, several": (npz(DEEP, DEEP), "2 arrays in one"),
+    "tiff, truncated": (tiff(DEEP, planarconfig="contig", **GREY)[:9000], "ValueError"),
+    "tiff, truncated tiles": (tiff(DEEP, planarconfig="contig", tile=(16, 16), **GREY)[:9000], "TiffFileError"),
+    "tiff, fewer bands": (tiff(DEEP[..., :2], planarconfig="contig", **GREY), "2 bands; data.channels is 5"),
+    "png of three": (encoded(RGB), "3 bands; data.channels is 5, and data.bands can choose so many"),
+    "no values": (npy(np.full((4, 4, 5), np.nan, np.float32)), r"not finite in channel 1; data\.nodata nan"),
+    "no range": (npy(HALF), r"floating-point pixels have no agreed range; data\.range"),
+}
+
+
+@pytest.mark.parametrize(("data", "says"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_or_lies_is_named(data, says):
+    with pytest.raises(UnreadableImage, match=says):
+        decode(data, ImagesConfig(channels=5))
+
+
+def test_a_tiff_whose_header_lies_takes_no_memory():
+    data = bytearray(tiff(DEEP, planarconfig="contig", **GREY))
+    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
+        places = [file.pages[0].tags[name].valueoffset for name in ("ImageWidth", "ImageLength")]
+    for place in places:
+        data[place : place + 4] = (60_000).to_bytes(4, "little")
+    with pytest.raises(UnreadableImage, match="60000 x 60000 x 5 pixels are more"):
+        decode(bytes(data), ImagesConfig(channels=5))
+    with zipfile.ZipFile(bomb := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("image.npy", HUGE + bytes(10**7))
+    with pytest.raises(UnreadableImage, match="fewer values than its header announces"):
+        decode(bomb.getvalue(), ImagesConfig(channels=5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (dict(bands=(1, 2)), r"data\.bands is \[1, 2\]; it must be 3 numbers from 1, one for each channel"),
+        (dict(channels=1, bands=(0,)), r"data\.bands is \[0\]"),
+        (dict(channels=0), r"data\.channels is 0"),
+        (dict(range=(5.0, 5.0)), r"data\.range is \(5\.0, 5\.0\); it must be \[LOW, HIGH\], or 3 such pairs"),
+        (dict(range=((0.0, 1.0), (0.0, 1.0))), r"data\.range is .*; it must be \[LOW, HIGH\], or 3 such pairs"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, says):
+    with pytest.raises(UserError, match=says):
+        ImagesConfig(**settings)
+
+
+FOUR = [DEEP[..., :4] // (1 + number % 3) for number in range(16)]
+
+
+def write_folder(folder, kind, end):
+    for number, pixels in enumerate(FOUR):
+        file = folder / ("train", "test")[number % 2] / ("a", "b")[number // 2 % 2] / f"{number:02d}.{end}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(kind(pixels))
+    return str(folder)
+
+
+def write_tar(file, kind, end):
+    for split in range(2):
+        with tarfile.open(file / f"{('train', 'test')[split]}.tar", "w") as archive:
+            for number, pixels in list(enumerate(FOUR))[split::2]:
+                for name, data in ((f"{number:02d}.{end}", kind(pixels)), (f"{number:02d}.cls", b"%d" % (number // 8))):
+                    entry = tarfile.TarInfo(name)
+                    entry.size = len(data)
+                    archive.addfile(entry, io.BytesIO(data))
+    return str(file)
+
+
+def write_columns(folder, feature, change):
+    for split in range(2):
+        features = datasets.Features({"image": feature, "label": datasets.Value("int64")})
+        columns = {"image": [change(each) for each in FOUR[split::2]], "label": [0, 1] * 4}
+        rows = datasets.Dataset.from_dict(columns, features=features)
+        rows.to_parquet(folder / f"{('train', 'test')[split]}-00000-of-00001.parquet")
+    return str(folder)
+
+
+def contiguous(pixels: np.ndarray) -> bytes:
+    return tiff(pixels, planarconfig="contig", **GREY)
+
+
+LISTS = datasets.Sequence(datasets.Sequence(datasets.Sequence(datasets.Value("uint16"))))
+SOURCES = {
+    "folder of tiff": lambda folder: write_folder(folder, contiguous, "tif"),
+    "folder of npy": lambda folder: write_folder(folder, npy, "npy"),
+    "folder of npz": lambda folder: write_folder(folder, npz, "npz"),
+    "tar of tiff": lambda folder: write_tar(folder, contiguous, "tif"),
+    "tar of npy": lambda folder: write_tar(folder, npy, "npy"),
+    "tar of npz": lambda folder: write_tar(folder, npz, "npz"),
+    "Array3D": lambda folder: write_columns(folder, datasets.Array3D((40, 48, 4), "uint16"), np.asarray),
+    "lists": lambda folder: write_columns(folder, LISTS, np.ndarray.tolist),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_all_sources_hold_the_same_images(tmp_path, source):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    column = "cls" if "tar" in source else "label"
+    path = SOURCES[source](folder)
+    name = "image" if source == "lists" else None
+    source_config = SourceConfig(path=path, channels=4, image_column=name, label_column=column, eval_split="test")
+    for start, dataset in enumerate(load_image_datasets(source_config)):
+        found = {tuple(dataset.decode(i, ImagesConfig(channels=4))[:, 0, 0].tolist()) for i in range(len(dataset))}
+        expected = {tuple(scaled(each)[:, 0, 0].float().tolist()) for each in FOUR[start::2]}
+        assert len(dataset) == 8 and found == expected and dataset.labels is not None
+        held = cache_decoded(dataset, DataConfig(channels=4, workers=0))
+        assert held.decoded.pixels.nbytes == 8 * 40 * 48 * 4 * 4  # four bytes for each value
+        assert torch.equal(held.decode(3, ImagesConfig(channels=4)), dataset.decode(3, ImagesConfig(channels=4)))
+
+
+@pytest.mark.parametrize("source", ["folder of npy", "tar of npz", "Array3D", "lists"])
+def test_they_are_streamed_and_resumed(pretrain, tmp_path, source):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    words = [f"--data.path={SOURCES[source](folder)}", "--data.streaming=true", "--model.mean=auto", "--model.std=auto"]
+    words += ["--data.channels=4", "--data.eval_split=test", "--data.eval_images=8"]
+    words += ["--data.image_column=image"] if source == "lists" else []
+    run = pretrain(*words)
+    first = read_metrics(run)
+    (run / "encoder" / "model.safetensors").unlink()
+    (run / "encoder" / "config.json").unlink()
+    (run / "encoder" / "README.md").unlink()
+    (run / "encoder").rmdir()
+    (run / "checkpoints" / "step_00000004" / "state.json").unlink()
+    pretrain(*words)
+    assert read_metrics(run) == first
+
+
+def test_8_and_16_bits_in_one_set(pretrain, tmp_path):
+    """A batch of both is float32; crops of 8 bits are rounded, as ever, whether images are held in memory or not."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(12):
+        pixels = picture(number)
+        data = encoded(pixels) if number % 2 else tiff(pixels.astype(np.uint16) * 257)
+        (folder / f"{number:02d}.{'png' if number % 2 else 'tif'}").write_bytes(data)
+    losses = [
+        read_metrics(pretrain(f"--data.path={folder}", f"--data.cache_gb={size}", dir=tmp_path / f"run_{size}"))
+        for size in (0, 1)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_prepared_arrays_keep_bands_and_depth(tmp_path, capsys):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    path = SOURCES["folder of tiff"](folder)
+    words = [f"--data.path={path}", "--workers=1", "--data.channels=2", "--data.bands=[4,2]", "--format=npy"]
+    prepare([*words, f"--out={tmp_path / 'out'}", "--short_side=20"])
+    assert f"--data.path {tmp_path / 'out'} --data.channels 2" in capsys.readouterr().out
+    source = SourceConfig(path=str(tmp_path / "out"), channels=2, eval_split="test")
+    train, _ = load_image_datasets(source)
+    assert len(train) == 8 and train.labels is not None
+    for index in range(8):
+        stored = np.load(io.BytesIO(train.rows[index]["image"]["bytes"]))
+        assert stored.dtype == np.uint16 and stored.shape == (20, 24, 2)
+    prepare([*words, f"--out={tmp_path / 'whole'}"])
+    train, _ = load_image_datasets(SourceConfig(path=str(tmp_path / "whole"), channels=2, eval_split="test"))
+    found = {np.load(io.BytesIO(row["image"]["bytes"])).tobytes() for row in train.rows}
+    assert found == {np.ascontiguousarray(each[..., [3, 1]]).tobytes() for each in FOUR[::2]}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--data.channels=4"], "format is jpeg; it must be npy with 4 channels"),
+        (["--data.bands=[1,2,3]"], r"format is jpeg, which holds 8 bits; it must be npy for uint16 values"),
+        (["--data.range=[0,4095]", "--format=npy"], r"data\.range is .*values are kept as they are"),
+    ],
+)
+def test_what_prepare_cannot_keep_is_refused(tmp_path, words, says):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    path = SOURCES["folder of tiff"](folder)
+    with pytest.raises(UserError, match=says):
+        prepare([f"--data.path={path}", "--workers=1", f"--out={tmp_path / 'out'}", *words])
+
+
+def test_formats_train_alike(pretrain, tmp_path):
+    """8 bits to the bit, whatever file holds them; 16 bits and floats to each other."""
+    kinds = {
+        "png": (lambda p: encoded(p), []),
+        "tif": (lambda p: tiff(p), []),
+        "npy": (lambda p: npy(p), []),
+        "deep.tif": (lambda p: tiff(p.astype(np.uint16) * 257, compression="zlib"), []),
+        "deep.npy": (lambda p: npy(p.transpose(2, 0, 1).astype(np.uint16) * 257), []),
+        "float.npy": (lambda p: npy(p.astype(np.float32)), ["--data.range=[0,255]"]),
+    }
+    found = {}
+    for kind, (write, words) in kinds.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        for number in range(12):
+            (folder / f"{number:02d}.{kind.split('.')[-1]}").write_bytes(write(picture(number)))
+        run = pretrain(f"--data.path={folder}", *words, dir=tmp_path / f"run_{kind}")
+        found[kind] = list(read_metrics(run).values())
+    assert found["png"] == found["tif"] == found["npy"]
+    assert found["deep.tif"] == found["deep.npy"] != found["png"]
+    np.testing.assert_allclose(found["float.npy"], found["deep.npy"], rtol=1e-6)
+
+
+def test_broken_files_of_a_set_are_named(pretrain, tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    SOURCES["folder of npy"](folder)
+    broken = folder / "train" / "a" / "00.npy"
+    broken.write_bytes(npy(FOUR[0][..., :3]))
+    run = pretrain(f"--data.path={folder}", "--data.channels=4", "--data.eval_split=test")
+    assert "00.npy: 3 bands; data.channels is 4" in (run / "unreadable.txt").read_text()
