@@ -388,3 +388,13 @@ def test_broken_files_of_a_set_are_named(pretrain, tmp_path):
     broken.write_bytes(npy(FOUR[0][..., :3]))
     run = pretrain(f"--data.path={folder}", "--data.channels=4", "--data.eval_split=test")
     assert "00.npy: 3 bands; data.channels is 4" in (run / "unreadable.txt").read_text()
+
+
+def test_arrays_beside_pictures_are_no_images(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.png").write_bytes(encoded(picture(number)))
+        (folder / f"{number}.npy").write_bytes(npy(DEEP))
+    train, held_out = load_image_datasets(SourceConfig(path=str(folder), eval_split=None))
+    assert len(train) + len(held_out) == 4

@@ -27,7 +27,7 @@ BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when an update is logged
     "_local_scalar_dense in finite.check",  # the verdict on it, and on those since the last
     "index by a mask in metrics.measure",  # the accuracy on corrupted patches, by what became of them
-    "bincount in metrics.measure",
+    "bincount in objectives.count",
 }
 
 
@@ -55,6 +55,8 @@ PRETRAIN |= {
     "Polyak average": ["--optim.average=0.9"],
     "layer decay": ["--optim.layer_decay=0.7"],
     "stride": ["--model.stride=4"],
+    "float32 pixels, factorized": ["--data.range=[10,200]", "--objective.factorized=true"],
+    "float32 pixels of one channel": ["--data.range=[10,200]", "--data.channels=1", "--objective.name=pixels"],
 }
 
 

@@ -1,6 +1,7 @@
 """Where images come from: what `datasets` can load, as encoded images with their labels."""
 
 import dataclasses
+import os
 import shlex
 import tarfile
 import zipfile
@@ -37,9 +38,8 @@ LOADING_ERRORS = (  # what the library and those below it raise for what a user 
     *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
 )
 ARRAY_FILES = (".npy", ".npz")
-ImageFolder.EXTENSIONS = [*ImageFolder.EXTENSIONS, *ARRAY_FILES]  # images too, which the library leaves to us to decode
-for _kind in ARRAY_FILES:
-    WebDataset.DECODERS.pop(_kind.removeprefix("."), None)
+for _end in ARRAY_FILES:  # the library would make lists of an array, and nothing of several
+    WebDataset.DECODERS.pop(_end.removeprefix("."), None)
 BIRDS = Path(__file__).parent.parent / "birds"
 
 
@@ -232,13 +232,33 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
         found = str(path) if path.is_dir() else config.path
-        if path.is_dir() and any(next(path.rglob(f"*{end}"), None) for end in ARRAY_FILES):
-            return datasets.load_dataset("imagefolder", data_dir=found, streaming=streaming)  # not to be guessed
+        if path.is_dir() and holds_arrays(path):
+            return load_arrays(found)
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
         return load() if path.is_dir() else from_the_hub(load, config)
     except LOADING_ERRORS as error:
         reason = one_line(error)
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
+
+
+def holds_arrays(folder: Path) -> bool:
+    """Whether a folder's images are arrays: it has some, and no pictures beside which they might be something else."""
+    found = False
+    for _, _, names in os.walk(folder):
+        ends = {os.path.splitext(name)[1].lower() for name in names}
+        if not ends.isdisjoint(ImageFolder.EXTENSIONS):
+            return False
+        found = found or not ends.isdisjoint(ARRAY_FILES)
+    return found
+
+
+def load_arrays(folder: str) -> dict[str, Any]:
+    """A folder of arrays as the library loads a folder of pictures: splits and labels by the names of folders."""
+    pictures, ImageFolder.EXTENSIONS = ImageFolder.EXTENSIONS, list(ARRAY_FILES)
+    try:
+        return datasets.load_dataset("imagefolder", data_dir=folder)
+    finally:
+        ImageFolder.EXTENSIONS = pictures
 
 
 def from_the_hub(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
