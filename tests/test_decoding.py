@@ -203,6 +203,13 @@ def test_a_tiff_whose_header_lies_takes_no_memory():
         data[place : place + 4] = (60_000).to_bytes(4, "little")
     with pytest.raises(UnreadableImage, match="60000 x 60000 x 5 pixels are more"):
         decode(bytes(data), ImagesConfig(channels=5))
+    data = bytearray(tiff(DEEP, planarconfig="contig", tile=(16, 16), compression="zlib", **GREY))
+    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
+        places = [file.pages[0].tags[name].valueoffset for name in ("TileWidth", "TileLength")]
+    for place in places:
+        data[place : place + 4] = (60_000).to_bytes(4, "little")
+    with pytest.raises(UnreadableImage, match="60000 x 60000 x 5 pixels are more"):
+        decode(bytes(data), ImagesConfig(channels=5))
     with zipfile.ZipFile(bomb := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("image.npy", HUGE + bytes(10**7))
     with pytest.raises(UnreadableImage, match="fewer values than its header announces"):

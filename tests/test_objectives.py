@@ -181,7 +181,7 @@ def test_unknown_objective_lists_the_known():
 
 def test_the_readmes_example_of_another_objective_works(monkeypatch):
     readme = (ROOT / "mpp" / "README.md").read_text()
-    example = readme[readme.index("class Brightness") : readme.index("OBJECTIVES = {...")]
+    example = readme[readme.index("class Brightness") : readme.index("OBJECTIVES[")]
     names = vars(objectives).copy()
     exec(example, names)
     monkeypatch.setitem(OBJECTIVES, "brightness", names["Brightness"])

@@ -35,7 +35,8 @@ def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, what: s
     """
     titles = [*COLUMNS, *(["entropy"] if doubts is not None else [])]
     rows, across = columns.shape[1], len(titles)
-    figure = Figure(figsize=(WIDTH, 0.5 + WIDTH / across * rows), layout="constrained")
+    tall = columns.shape[2] / columns.shape[3]
+    figure = Figure(figsize=(WIDTH, 0.5 + WIDTH / across * rows * tall), layout="constrained")
     panels = figure.subplots(rows, across, squeeze=False)
     for row, line in enumerate(panels):
         for panel, pixels in zip(line, columns[:, row], strict=False):
@@ -119,10 +120,10 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
     """Images (B, H, W, 3), and attention rollout (B, h, w) laid over each, as a multiple of uniform attention."""
     across = min(3, len(images))
     rows = -(-len(images) // across)
-    figure = Figure(figsize=(WIDTH, 0.4 + (WIDTH - 0.8) / (2 * across) * rows), layout="constrained")
+    height, width = images.shape[1:3]
+    figure = Figure(figsize=(WIDTH, 0.4 + (WIDTH - 0.8) / (2 * across) * rows * height / width), layout="constrained")
     panels = figure.subplots(rows, 2 * across, squeeze=False)
     pairs = panels.reshape(-1, 2)
-    height, width = images.shape[1:3]
     for (left, right), pixels, flow in zip(pairs, images, rollout, strict=False):
         left.imshow(pixels)
         right.imshow(pixels.mean(-1), cmap="gray")
@@ -151,7 +152,7 @@ def plot_components(
     """
     across, rows, (height, width) = 1 + len(depths), 2 * len(images), images.shape[1:3]
     panel_side = min(1.2, WIDTH / across)  # inches
-    figure = Figure(figsize=(panel_side * across + 0.3, panel_side * rows + 0.9), layout="constrained")
+    figure = Figure(figsize=(panel_side * across + 0.3, panel_side * rows * height / width + 0.9), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01)
     panels = figure.subplots(rows, across, squeeze=False)
     for number, pixels in enumerate(images):

@@ -145,6 +145,7 @@ def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
         page = series.pages[0]
         if as_picture(config) and page.dtype == np.uint8:
             return read_picture(data, config)
+        check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
         if page.samplesperpixel > 1 or len(series.pages) == 1 or as_picture(config):
             check_size(page.shape, config)
             pixels, axes = page.asarray(), page.axes
