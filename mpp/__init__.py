@@ -4,7 +4,7 @@
 
     folder = mpp.pretrain()                       # the default run; or of an mpp.Config
     encoder = mpp.load_encoder(folder)            # timm's model
-    features = mpp.extract_features(encoder, images)  # (B, D) of PIL images, or of a (B, 3, H, W) uint8 tensor
+    features = mpp.extract_features(encoder, images)  # (B, D) of PIL images, or of a tensor (B, C, H, W)
 
 The shape vocabulary of the whole package: B images, N patches, K corrupted patches, D width, C classes, P patch side.
 """

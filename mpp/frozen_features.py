@@ -15,7 +15,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from mpp.config import ImagesConfig, Representation, require
-from mpp.data.decoding import as_asked, from_pil, scaled
+from mpp.data.decoding import as_asked, from_pil
 from mpp.data.images import centre_crop
 from mpp.data.views import Batch
 from mpp.errors import UserError
@@ -83,7 +83,11 @@ def extract_features(
 def to_pixels(image: Tensor | Image.Image, config: ImagesConfig) -> Tensor:
     """One of the images of `extract_features`, (C, H, W) from 0 to 255."""
     if isinstance(image, Image.Image):
-        return scaled(as_asked(from_pil(image, config), config), ())
+        values, kind = as_asked(from_pil(image, config), config), f"a PIL image of mode {image.mode}"
+        require(
+            values.dtype == np.uint8, "images", kind, f"of 8 bits, or a tensor (B, {config.channels}, H, W), scaled"
+        )
+        return torch.from_numpy(values)
     allowed = IMAGES.format(config.channels)
     found = f"{image.dtype} {tuple(image.shape)} each" if torch.is_tensor(image) else f"of {type(image).__name__}"
     fits = torch.is_tensor(image) and image.ndim == 3 and len(image) == config.channels

@@ -29,7 +29,7 @@ from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.data.decoding import UnreadableImage, read, to_ppm
-from mpp.data.sources import contents, describe, find_image_column, load_splits, undecoded
+from mpp.data.sources import contents, describe, find_image_column, load_splits, numbers_of, undecoded
 from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import sync
@@ -57,8 +57,8 @@ class Shard(NamedTuple):
         return Path(self.config.out) / NOTES / f"{self.file.stem}.json"
 
 
-def prepare_image(image: bytes | NDArray, config: PrepareConfig) -> bytes:
-    """An image file that is shrunk to `config.short_side`, where it is larger.
+def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
+    """An image file that is shrunk to `config.short_side`, where it is larger; `name` is for the message.
 
     Raises:
         UnreadableImage: it cannot be decoded.
@@ -70,7 +70,8 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig) -> bytes:
     if small and config.format == "jpeg" and as_it_is:
         return image
     if config.format != "npy" and values.dtype != np.uint8:
-        raise UserError(f"format is {config.format}, which holds 8 bits; it must be npy for {values.dtype} values")
+        what = f"{name or 'an image'}, which has {values.dtype} values"
+        raise UserError(f"format is {config.format}, which holds 8 bits; it must be npy for {what}")
     values = values if small else shrunk(values, config.short_side)
     if config.format == "ppm":
         return to_ppm(torch.from_numpy(values))
@@ -95,11 +96,12 @@ def write_shard(shard: Shard) -> None:
     notes: dict[str, Any] = {"kept": 0, "dropped": [], "bytes_before": 0, "bytes_after": 0}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     columns: dict[str, list] = {column: [] for column in features}
+    numbers = numbers_of(shard.rows.features["image"])
     for row in shard.rows:
         name = name_of(row["image"], shard.config.data.path)
         try:
-            data = contents(row["image"], shard.config.data.read_retries)
-            prepared = prepare_image(data, shard.config)
+            data = contents(row["image"], shard.config.data.read_retries, numbers)
+            prepared = prepare_image(data, shard.config, name)
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
             continue

@@ -7,6 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, corrupt
+from mpp.data.images import to_8_bits
 from mpp.objectives import GREY, Objective, at, patchify
 
 PANEL_SIDE = 128  # of an image in a panel, at least half of it
@@ -25,7 +26,7 @@ def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
     Returns:
         (..., 3, H, W) uint8, or (..., 3, H, C * W).
     """
-    pixels = images if images.dtype == torch.uint8 else images.round().clamp(0, 255).to(torch.uint8)
+    pixels = to_8_bits(images)
     if bands:
         pixels = pixels[..., [band - 1 for band in bands], :, :]
     elif pixels.shape[-3] not in (1, 3):

@@ -20,11 +20,12 @@ from evaluation import contrastive, fewshot, finetune, knn, supervised, visualiz
 from evaluation.config import EVERY
 from evaluation.memory import peak_memory
 from evaluation.suite.encoders import load_frozen
+from evaluation.suite.run_images import learned_labels
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.corruption import Corruption, draw
 from mpp.data.images import augment
 from mpp.data.moments import channel_moments
-from mpp.data.sources import load_image_datasets
+from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.metrics import measure, summarize
 from mpp.models.encoder import build_encoder
@@ -278,6 +279,20 @@ def test_filters_on_rgb_become_those_of_other_channels_as_timm_does(
         build_encoder(ModelConfig(**settings | {"init_from": str(own)}), 7)
 
 
+def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
+    """By what looks whether an encoder learned the labels of test images; and said as a command line has them."""
+    words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8"]
+    words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", f"--data.path={bands}"]
+    run = tmp_path / "labels"
+    pairs = ["--data.channels=2", "--data.bands=[4,2]", "--data.range=[[0,16000],[0,9000]]", "--data.eval_split=test"]
+    supervised.main([*words, *pairs, f"--run.dir={run}"])
+    learned = learned_labels(str(run))
+    assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
+    said = as_arguments(learned)
+    assert "--data.bands '[4, 2]'" in said and "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said
+    knn.main([f"--encoder={run}", "--neighbours=3", "--precision=fp32", "--threads=1", "--data.workers=0"])
+
+
 def test_it_is_judged_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, capsys):
     """An encoder of four bands, with the run's settings, whichever images are named."""
     folder = pretrain(*four, "--model.img_size=[16,32]")
@@ -312,11 +327,15 @@ def test_labels_and_contrast_are_learned_of_four_bands(four, tmp_path):
     contrastive.main([*words, *plain, f"--run.dir={tmp_path / 'views'}", "--head.outputs=8", "--head.hidden=16"])
     with pytest.raises(UserError, match=r"views\.jitter is 1\.0; it must be 0 with 4 channels: .*crops, flips"):
         contrastive.main([*words, f"--run.dir={tmp_path / 'refused'}"])
-    with pytest.raises(UserError, match=r"augment\.randaugment is 9; it must be 0: .* crops and flips are for all"):
+    with pytest.raises(UserError, match=r"augment\.randaugment is 9; it must be 0 with 4 channels: .* crops and flips"):
         supervised.main([*words[:4], *four, "--augment.randaugment=9", f"--run.dir={tmp_path / 'strong'}"])
-    for image in (torch.zeros(3, 8, 8), torch.zeros(1, 8, 8, dtype=torch.uint8)):
-        with pytest.raises(UserError, match="colour operations are for RGB of 8 bits"):
-            augment(image, 9, 0, 0, 0)
+
+
+def test_color_operations_round_what_is_deeper_than_8_bits():
+    """One 16-bit photograph among others does not end a run."""
+    image = images_of(3, whole=True)[0]
+    for index in range(6):
+        assert torch.equal(augment(image.float() + 0.2, 9, 0, 0, index), augment(image, 9, 0, 0, index))
 
 
 def test_features_of_images_in_memory(pretrain, four, bands):
@@ -331,11 +350,9 @@ def test_features_of_images_in_memory(pretrain, four, bands):
     with pytest.raises(UserError, match="up to"):
         mpp.extract_features(encoder, images / 255)
     grey = mpp.load_encoder(pretrain("--data.channels=1", dir=folder.parent / "grey"))
-    assert mpp.extract_features(grey, held_image()).shape == (1, 16)
-
-
-def held_image():
-    return Image.new("RGB", (40, 40), "red")
+    assert mpp.extract_features(grey, Image.new("RGB", (40, 40), "red")).shape == (1, 16)
+    with pytest.raises(UserError, match=r"images is a PIL image of mode I;16; it must be of 8 bits, or a tensor"):
+        mpp.extract_features(grey, Image.fromarray(np.ones((40, 40), np.uint16)))
 
 
 def test_what_a_person_sees():

@@ -350,7 +350,8 @@ def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
 def test_holding_many_images_opens_few_files():
     """What a loader process hands over is a file: 64 images each."""
     cell = {"bytes": encoded(picture(1, (4, 4))), "path": None}
-    dataset = ImageDataset([{"image": cell}] * 64 * 60, "image", None, "train")
+    rows = dataset_of([cell["bytes"]] * 64 * 60).cast_column("image", datasets.Image(decode=False))
+    dataset = ImageDataset(rows, "image", None, "train")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
     try:

@@ -10,6 +10,7 @@ import pytest
 import tifffile
 import torch
 from conftest import encoded, picture, read_metrics
+from imagecodecs import png_encode
 from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
@@ -93,6 +94,7 @@ def test_values_times_257_are_the_same_values(kind):
         (DEEP, (0.0, 4095.0), (0, 4095)),  # 12 bits in 16: what is above is cut off
         (DEEP.astype(np.int16), None, (-32768, 32767)),
         (DEEP.astype(np.uint32), (100.0, 60000.0), (100, 60000)),
+        (DEEP.astype(np.int64), (0.0, 65535.0), (0, 65535)),
         (HALF, (0.25, 0.75), (0.25, 0.75)),
         ((DEEP >> 8).astype(np.uint8), (10.0, 200.0), (10, 200)),
     ],
@@ -139,6 +141,69 @@ def test_bands_of_pictures():
     )
 
 
+def test_photographs_of_16_bits_are_seen_as_those_of_8():
+    """Opacity is laid on white, the orientation is applied, and white may be 0."""
+    alpha = np.linspace(0, 255, RGB[..., 0].size).reshape(RGB.shape[:2]).astype(np.uint8)
+    rgba = np.dstack([RGB, alpha])
+    expected = decode(encoded(rgba), ImagesConfig())
+    opacity = dict(photometric="rgb", extrasamples=["unassalpha"])
+    for data in (tiff(rgba.astype(np.uint16) * 257, **opacity), png_encode(rgba.astype(np.uint16) * 257)):
+        found = decode(data, ImagesConfig())
+        assert found.dtype == torch.float32 and (found - expected).abs().max() <= 1
+        assert decode(data, ImagesConfig(channels=4)).shape == (4, 40, 48)
+    for orientation in range(1, 9):
+        turned = [(274, "H", 1, orientation, True)]
+        shallow, deep = (tiff(p, extratags=turned) for p in (RGB, RGB.astype(np.uint16) * 257))
+        assert torch.equal(decode(deep, ImagesConfig()), decode(shallow, ImagesConfig()).float())
+    grey = RGB[..., 0]
+    shallow, deep = (tiff(p, photometric="miniswhite") for p in (grey, grey.astype(np.uint16) * 257))
+    assert torch.equal(decode(deep, ImagesConfig()), decode(shallow, ImagesConfig()).float())
+
+
+def test_black_and_white():
+    page = RGB[..., 0] > 128
+    image = Image.fromarray(page)
+    kinds = [encoded(image), encoded(image, "TIFF"), encoded(image, "TIFF", compression="group4"), npy(page)]
+    for data in kinds:
+        for config in (ImagesConfig(), ImagesConfig(channels=1), ImagesConfig(channels=2, bands=(1, 1))):
+            assert (decode(data, config) == torch.from_numpy(page) * 255).all()
+
+
+def test_compressions_that_pil_does_not_know():
+    for compression in ("jpeg2000", "zstd", "png"):
+        found = decode(tiff(RGB, compression=compression, photometric="rgb"), ImagesConfig())
+        assert found.dtype == torch.uint8 and (found.int().permute(1, 2, 0) - RGB).abs().max() <= 8
+    three = tiff(RGB, planarconfig="contig", **GREY)
+    assert np.array_equal(decode(three, ImagesConfig()).permute(1, 2, 0), RGB)
+
+
+def test_channels_of_a_microscope_are_no_frames():
+    for bits in (np.uint8, np.uint16):
+        planes = DEEP[..., :3].astype(bits)
+        data = tiff(planes.transpose(2, 0, 1), imagej=True, metadata={"axes": "CYX"})
+        found = decode(data, ImagesConfig())
+        assert torch.equal(found, decode(npy(planes), ImagesConfig()))
+
+
+def test_bands_of_arrays_are_what_a_square_leaves():
+    cube = DEEP[:32, :32, [0] * 60 + [1, 2, 3, 4]]
+    found = decode(npy(cube), ImagesConfig(bands=(64, 62, 61), range=(0.0, 65535.0)))
+    expected = scaled(DEEP[:32, :32, [4, 2, 1]]).float()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(decode(npy(cube.transpose(2, 0, 1)), ImagesConfig(bands=(64, 62, 61))), expected)
+    assert ImagesConfig(channels=1, bands=2) == ImagesConfig(channels=1, bands=(2,))
+
+
+def test_a_hole_in_one_band_is_filled_before_it_becomes_grey():
+    holes = HALF[..., :3].copy()
+    holes[0, 0, 0] = -1
+    found = decode(npy(holes), ImagesConfig(channels=1, range=(0.0, 1.0), nodata=-1.0))
+    filled = holes.copy()
+    filled[0, 0, 0] = HALF[..., 0].ravel()[1:].mean()
+    expected = decode(npy(filled), ImagesConfig(channels=1, range=(0.0, 1.0)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
 def test_16_bit_png():
     found = decode(encoded(Image.fromarray(DEEP[..., 0])), ImagesConfig(channels=1))
     torch.testing.assert_close(found.double(), scaled(DEEP[..., :1]), rtol=1e-6, atol=1e-5)
@@ -174,7 +239,7 @@ BROKEN = {
     "npy, a header that lies": (HUGE + b"\0" * 100, "fewer values than its header announces"),
     "npy, a bomb": (HUGE.replace(b"5000, 5000", b"90000,90000"), r"90000 x 90000 x 5 pixels are more than data\.max_"),
     "npy, cut in its header": (npy(DEEP)[:20], "ValueError|EOFError"),
-    "npy, objects": (npy(np.array([[print]], object)), "objects, which could run code"),
+    "npy, objects": (npy(np.array([[print]], object)), "object values, which are no integers"),
     "npy, text": (npy(np.full((4, 4, 5), "a")), "which are no integers"),
     "npy, four dimensions": (npy(DEEP[None]), "which is no image"),
     "npy, empty": (npy(DEEP[:0]), "no pixels"),
@@ -185,7 +250,10 @@ BROKEN = {
     "tiff, fewer bands": (tiff(DEEP[..., :2], planarconfig="contig", **GREY), "2 bands; data.channels is 5"),
     "png of three": (encoded(RGB), "3 bands; data.channels is 5, and data.bands can choose so many"),
     "no values": (npy(np.full((4, 4, 5), np.nan, np.float32)), r"not finite in channel 1; data\.nodata nan"),
-    "no range": (npy(HALF), r"floating-point pixels have no agreed range; data\.range"),
+    "no range": (npy(HALF), r"float32 values have no agreed range; data\.range"),
+    "no range of 64 bits": (npy(DEEP.astype(np.int64)), r"int64 values have no agreed range; data\.range"),
+    "npy, long text": (npy(np.full((4, 4, 5), "a" * 1500)), "which are no integers"),
+    "one band": (npy(DEEP[..., 0]), "1 band; data.channels is 5"),
 }
 
 
@@ -285,8 +353,7 @@ def test_all_sources_hold_the_same_images(tmp_path, source):
     folder.mkdir()
     column = "cls" if "tar" in source else "label"
     path = SOURCES[source](folder)
-    name = "image" if source == "lists" else None
-    source_config = SourceConfig(path=path, channels=4, image_column=name, label_column=column, eval_split="test")
+    source_config = SourceConfig(path=path, channels=4, label_column=column, eval_split="test")
     for start, dataset in enumerate(load_image_datasets(source_config)):
         found = {tuple(dataset.decode(i, ImagesConfig(channels=4))[:, 0, 0].tolist()) for i in range(len(dataset))}
         expected = {tuple(scaled(each)[:, 0, 0].float().tolist()) for each in FOUR[start::2]}
@@ -302,7 +369,7 @@ def test_they_are_streamed_and_resumed(pretrain, tmp_path, source):
     folder.mkdir()
     words = [f"--data.path={SOURCES[source](folder)}", "--data.streaming=true", "--model.mean=auto", "--model.std=auto"]
     words += ["--data.channels=4", "--data.eval_split=test", "--data.eval_images=8"]
-    words += ["--data.image_column=image"] if source == "lists" else []
+    words += ["--model.img_size=[16,32]"]
     run = pretrain(*words)
     first = read_metrics(run)
     (run / "encoder" / "model.safetensors").unlink()
@@ -352,7 +419,7 @@ def test_prepared_arrays_keep_bands_and_depth(tmp_path, capsys):
     ("words", "says"),
     [
         (["--data.channels=4"], "format is jpeg; it must be npy with 4 channels"),
-        (["--data.bands=[1,2,3]"], r"format is jpeg, which holds 8 bits; it must be npy for uint16 values"),
+        (["--data.bands=[1,2,3]"], r"format is jpeg, .*; it must be npy for .*tif, which has uint16 values"),
         (["--data.range=[0,4095]", "--format=npy"], r"data\.range is .*values are kept as they are"),
     ],
 )
@@ -374,12 +441,13 @@ def test_formats_train_alike(pretrain, tmp_path):
         "deep.npy": (lambda p: npy(p.transpose(2, 0, 1).astype(np.uint16) * 257), []),
         "float.npy": (lambda p: npy(p.astype(np.float32)), ["--data.range=[0,255]"]),
     }
-    found = {}
+    found, (birds, _) = {}, load_image_datasets(SourceConfig())
     for kind, (write, words) in kinds.items():
         folder = tmp_path / kind
         folder.mkdir()
         for number in range(12):
-            (folder / f"{number:02d}.{kind.split('.')[-1]}").write_bytes(write(picture(number)))
+            bird = birds.decode(number, ImagesConfig()).permute(1, 2, 0).numpy()
+            (folder / f"{number:02d}.{kind.split('.')[-1]}").write_bytes(write(bird))
         run = pretrain(f"--data.path={folder}", *words, dir=tmp_path / f"run_{kind}")
         found[kind] = list(read_metrics(run).values())
     assert found["png"] == found["tif"] == found["npy"]
@@ -405,3 +473,32 @@ def test_arrays_beside_pictures_are_no_images(tmp_path):
         (folder / f"{number}.npy").write_bytes(npy(DEEP))
     train, held_out = load_image_datasets(SourceConfig(path=str(folder), eval_split=None))
     assert len(train) + len(held_out) == 4
+
+
+def test_arrays_beside_shards_are_no_images(tmp_path):
+    SOURCES["Array3D"](tmp_path)
+    (tmp_path / "mean.npy").write_bytes(npy(HALF))
+    train, _ = load_image_datasets(SourceConfig(path=str(tmp_path), channels=4, eval_split="test"))
+    assert len(train) == 8
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_lists_with_holes_are_named_as_broken_files_are(pretrain, tmp_path, streaming):
+    """Indexed and streamed alike."""
+    lists = [each.tolist() for each in FOUR]
+    lists[0], lists[2], lists[4] = None, [[[1, 2, 3, 4], [1]]], [[[1, None, 3, 4]] * 8] * 8
+    features = datasets.Features({"image": LISTS})
+    for split in ("train", "test"):
+        rows = lists if split == "train" else lists[8:]
+        datasets.Dataset.from_dict({"image": rows}, features=features).to_parquet(tmp_path / f"{split}.parquet")
+    words = ["--data.channels=4", f"--data.streaming={streaming}", "--data.eval_split=test", "--run.steps=6"]
+    run = pretrain(f"--data.path={tmp_path}", *words)
+    named = (run / "unreadable.txt").read_text()
+    assert "no bytes" in named and "lists of several lengths" in named and "object values" in named
+
+
+def test_a_column_of_words_is_no_image(tmp_path):
+    features = datasets.Features({"words": datasets.Sequence(datasets.Sequence(datasets.Value("string")))})
+    datasets.Dataset.from_dict({"words": [[["a"]]] * 4}, features=features).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(UserError, match="which holds no images but"):
+        load_image_datasets(SourceConfig(path=str(tmp_path), image_column="words"))

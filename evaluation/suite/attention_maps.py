@@ -16,7 +16,7 @@ def see_attention(encoder: FrozenEncoder, images: Tensor, see: Callable[[int, Te
     """Run the encoder and show the attention weights of each block as they are computed.
 
     Args:
-        images: (B, 3, S, S) uint8.
+        images: (B, C, H, W).
         see: called with the block's number (from 0) and weights (B, heads, T, T), rows of queries that sum to 1.
     """
     blocks = getattr(encoder.model, "blocks", ())
@@ -71,7 +71,7 @@ def spacing(encoder: FrozenEncoder) -> float:
 
 
 def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Tensor:
-    """Mean attention distance of each head (paper, Figure 7), over images in batches (B, 3, S, S) uint8.
+    """Mean attention distance of each head (paper, Figure 7), over images in batches (B, C, H, W).
 
     Returns:
         (depth, heads), in pixels of the input.
@@ -113,7 +113,7 @@ def attention_rollout(
     """Rollout from the [class] token, or from the mean over the patches, to the patches.
 
     Args:
-        images: (B, 3, S, S) uint8.
+        images: (B, C, H, W).
     Returns:
         (B, h, w), as multiples of uniform attention: 1 on average.
     """

@@ -41,6 +41,8 @@ class Classification(ImageTask):
     ):
         super().__init__(accelerator, layout, run, data)
         self.augment, self.randaugment = augment, augment.randaugment
+        allowed = f"0 with {data.channels} channels: it changes colours; crops and flips serve all images"
+        require(data.channels == 3 or self.randaugment == 0, "augment.randaugment", self.randaugment, allowed)
         self.train = splits[0]
         self.held_out = splits[1].choose(data.eval_images, data.cut_seed)
         self.classes = count_classes(splits)
@@ -76,7 +78,7 @@ class Classification(ImageTask):
 
         Args:
             outputs: of the model.
-            images: (B, 3, S, S) as the model saw them, uint8 or float in [0, 255].
+            images: (B, C, H, W) as the model saw them, uint8 or float in [0, 255].
             target: classes (B,) or shares of classes (B, C).
         """
         return F.cross_entropy(outputs, target, label_smoothing=self.augment.label_smoothing)
@@ -108,7 +110,7 @@ class Classification(ImageTask):
 
 
 def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """Images (B, 3, S, S) float32 and labels (B,) to mixed images and shares of classes (B, C); None: no mixing."""
+    """Images (B, C, H, W) float32 and labels (B,) to mixed images and shares of classes (B, C); None: no mixing."""
     chosen = [(v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix)]
     transforms = [transform(alpha=alpha, num_classes=classes) for transform, alpha in chosen if alpha > 0]
     return v2.RandomChoice(transforms) if len(transforms) > 1 else next(iter(transforms), None)

@@ -89,7 +89,7 @@ class DistilledEncoder(HeadedEncoder):
         self.distill_head = distill_head
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 to the logits of both heads, (B, 2, C)."""
+        """(B, C, H, W) to the logits of both heads, (B, 2, classes)."""
         tokens = self.encoder.forward_features(self.normalize(images))
         parts = self.head(pool(self.encoder, tokens, self.pooling)), self.distill_head(tokens[:, 1])
         return torch.stack(parts, dim=1)

@@ -34,7 +34,7 @@ class Components(NamedTuple):
 
 @torch.no_grad()
 def patch_features(encoder: FrozenEncoder, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
-    """Features of each patch of images (B, 3, S, S) uint8 after each depth, (B, h, w, D) float32."""
+    """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
     grid, prefix = grid_of(encoder.model), encoder.model.num_prefix_tokens
     tokens = tokens_at(encoder.model, encoder.normalize(images), depths)
     return [of_depth[:, prefix:].unflatten(1, grid).float().cpu() for of_depth in tokens]

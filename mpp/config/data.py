@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mpp.config.checks import group, needs, operational, require
+from mpp.config.checks import as_lists, group, needs, operational, require
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class ImagesConfig:
     channels: int = 3
     """Channels of an image. 3 are RGB, and 1 is grey: files are converted to these. Any other number: files have so
     many bands, or are named as unreadable."""
-    bands: tuple[int, ...] | None = None
+    bands: int | tuple[int, ...] | None = None
     """Which bands of the files are the channels, counted from 1: [4, 3, 2]. Nothing is converted then. null: all."""
     range: tuple[float, float] | tuple[tuple[float, float], ...] | None = None
     """[LOW, HIGH], or a pair for each channel: the values that become 0 and 255; what lies outside is cut off. null: 8
-    bits stay as they are, and of other integers it is all that their type holds. What is not 8 bits is float32."""
+    bits stay as they are, and of 16 bits it is all that they hold. What is not 8 bits is float32."""
     nodata: float | Literal["nan"] | None = None
     """The value of pixels without a value, which get the mean of their image's channel, as those do that are not
     finite. null: an image that has pixels which are not finite is unreadable."""
@@ -42,6 +42,7 @@ class ImagesConfig:
             object.__setattr__(self, "nodata", "nan")  # which equals itself
         require(self.channels >= 1, "data.channels", self.channels, "at least 1")
         if self.bands is not None:
+            as_lists(self, "bands")
             fits = len(self.bands) == self.channels and min(self.bands) >= 1
             require(fits, "data.bands", list(self.bands), f"{self.channels} numbers from 1, one for each channel")
         pairs = self.limits()
@@ -55,7 +56,7 @@ class ImagesConfig:
         """The pairs of `range`: one for all channels, or one for each; none where it is null."""
         if not self.range:
             return ()
-        return self.range if isinstance(self.range[0], tuple) else (self.range,)
+        return self.range if isinstance(self.range[0], tuple | list) else (self.range,)
 
 
 @dataclass(frozen=True)

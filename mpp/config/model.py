@@ -90,8 +90,11 @@ class ModelConfig:
             require(fits, f"model.{name}", getattr(self, name), allowed)
 
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and deviation of so many channels; UserError where there are others."""
-        found = tuple(of_channels(value, channels) for value in (self.mean, self.std))
+        """Mean and deviation of so many channels; UserError where there are others.
+
+        A run has numbers in the place of `auto` before it asks; who only counts operations has 0.5.
+        """
+        found = tuple(of_channels(0.5 if value == "auto" else value, channels) for value in (self.mean, self.std))
         for name, numbers in zip(("mean", "std"), found, strict=True):
             require(len(numbers) == channels, f"model.{name}", list(numbers), f"{channels} numbers: data.channels")
         return found

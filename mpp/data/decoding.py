@@ -5,6 +5,7 @@ tifffile, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.ban
 bands. Their values become [0, 255] by `data.range`.
 """
 
+import contextlib
 import io
 import logging
 import math
@@ -33,6 +34,8 @@ DEEP_PNG = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x04\x06]
 PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 BANDS_AS_ONE = 4  # for data.max_pixels
+ALPHA = (1, 2)  # extra samples of a TIFF that are opacity
+WHITE_IS_ZERO, ORIENTATION = 0, 274  # of TIFF: a photometric interpretation, and a tag
 LUMA = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
 
 
@@ -60,7 +63,7 @@ def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """The same with the values and the type that the file has."""
     try:
         if isinstance(image, np.ndarray):
-            check_size(image.shape, config)
+            check_size(image.shape if image.ndim > 1 else (1, *image.shape, 1), config)
             found = bands_first(image, config)
         elif header := PIXELS.match(image):
             found = decode_ppm(image, header, config)
@@ -69,7 +72,7 @@ def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
         elif image.startswith(TIFF):
             found = read_tiff(image, config)
         elif header := DEEP_PNG.match(image):
-            found = bands_first(read_deep_png(image, header, config), config)
+            found = read_deep_png(image, header, config)
         else:
             found = read_picture(image, config)
         return as_asked(found, config)
@@ -124,18 +127,24 @@ def read_array(file: io.BytesIO | io.BufferedReader, size: int, config: ImagesCo
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     shape, _, dtype = headers[version](file)
     check_size(shape if len(shape) > 1 else (1, *shape, 1), config)
-    if dtype.hasobject:
-        raise UnreadableImage("an array of objects, which could run code")
+    check_numbers(dtype)
     if math.prod(shape) * dtype.itemsize > size - file.tell():
         raise UnreadableImage("fewer values than its header announces")
     file.seek(0)
     return np.lib.format.read_array(file, allow_pickle=False)
 
 
+def check_numbers(dtype: np.dtype) -> None:
+    """Refuse what is no number, such as objects, which could run code."""
+    if dtype.kind not in "uifb":
+        raise UnreadableImage(f"{dtype} values, which are no integers or floating-point numbers")
+
+
 def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
     """A TIFF of 8 bits as a picture, where one is asked for; else its bands (n, H, W).
 
-    They are the samples of its first page, or its channels or pages where each has one sample.
+    They are the samples of its first page, or its channels or pages where each has one sample. Of a picture, pages are
+    frames, of which the first counts, and a sample may be opacity.
     """
     import tifffile  # reads TIFF alone, and takes a tenth of a second
 
@@ -143,28 +152,53 @@ def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         series = file.series[0]
         page = series.pages[0]
-        if as_picture(config) and page.dtype == np.uint8:
-            return read_picture(data, config)
+        if as_picture(config) and page.bitspersample <= 8 and "C" not in series.axes:
+            with contextlib.suppress(UnidentifiedImageError):  # some compressions
+                return read_picture(data, config)
         check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
-        if page.samplesperpixel > 1 or len(series.pages) == 1 or as_picture(config):
+        shape = dict(zip(series.axes, series.shape, strict=True))
+        if page.samplesperpixel > 1 or len(series.pages) == 1 or (as_picture(config) and shape.get("C") != 3):
             check_size(page.shape, config)
             pixels, axes = page.asarray(), page.axes
         else:
+            if None in series.pages:
+                raise UnreadableImage("some of its channels are in other files")
             check_size(series.shape, config)
             pixels, axes = series.asarray(), series.axes
+        opaque = not set(page.extrasamples or ()) & set(ALPHA)
+        inverted = as_picture(config) and page.photometric == WHITE_IS_ZERO and pixels.dtype.kind == "u"
+        orientation = page.tags.valueof(ORIENTATION, 1)
     bands = next((axis for axis in "SC" if axis in axes), next((axis for axis in axes if axis not in "YX"), ""))
     first = tuple(slice(None) if axis in f"YX{bands}" else 0 for axis in axes)
     left = [axis for axis in axes if axis in f"YX{bands}"]
     pixels = pixels[first].transpose([left.index(axis) for axis in f"{bands}YX"])
-    return pixels if bands else pixels[None]
+    pixels = upright(pixels if bands else pixels[None], orientation)
+    if inverted:
+        pixels = np.iinfo(pixels.dtype).max - pixels
+    return pixels if opaque or not as_picture(config) else on_white(pixels)
+
+
+def upright(pixels: NDArray, orientation: int) -> NDArray:
+    """Pixels (n, H, W) as EXIF's orientation says, 1 to 8."""
+    pixels = pixels.swapaxes(1, 2) if orientation >= 5 else pixels
+    pixels = pixels[:, :, ::-1] if orientation in (2, 3, 6, 7) else pixels
+    return pixels[:, ::-1] if orientation in (3, 4, 7, 8) else pixels
+
+
+def on_white(pixels: NDArray) -> NDArray:
+    """Integers (n + 1, H, W), the last of which is opacity, laid on white: (n, H, W)."""
+    most = np.iinfo(pixels.dtype).max
+    opacity = pixels[-1] / most
+    return np.rint(pixels[:-1] * opacity + most * (1 - opacity)).astype(pixels.dtype)
 
 
 def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray:
-    """A PNG of 16 bits and several bands, (H, W, bands), of which PIL would read 8 bits."""
+    """A PNG of 16 bits and several bands, (bands, H, W), of which PIL would read 8 bits."""
     check_size([int.from_bytes(side, "big") for side in header.groups()], config)
     from imagecodecs import png_decode  # takes a fifth of a second
 
-    return png_decode(data)
+    pixels = png_decode(data).transpose(2, 0, 1)
+    return on_white(pixels) if as_picture(config) and len(pixels) in (2, 4) else pixels
 
 
 def as_picture(config: ImagesConfig) -> bool:
@@ -195,9 +229,10 @@ def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB" if config.channels == 3 else "L")
-    elif image.mode in ("P", "PA"):
-        image = image.convert("RGBA" if transparent else "RGB")
-    return bands_first(np.array(image), config)
+    elif image.mode in ("1", "P", "PA"):
+        image = image.convert("L" if image.mode == "1" else "RGBA" if transparent else "RGB")
+    pixels = np.array(image)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
 def from_integers(pixels: NDArray) -> NDArray[np.uint16]:
@@ -210,32 +245,40 @@ def from_integers(pixels: NDArray) -> NDArray[np.uint16]:
 def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
     """(H, W), (H, W, bands) or (bands, H, W) to (bands, H, W).
 
-    Bands are the side that has as many as are asked for, or the shorter one; the last where both do.
+    Bands are the first or the last side: the one that has as many as are asked for, or that is left by a square, or the
+    shorter one; the last where both do.
     """
     if pixels.ndim == 2:
         return pixels[None]
     if pixels.ndim != 3:
         raise UnreadableImage(f"an array of shape {pixels.shape}, which is no image (H, W, bands) or (bands, H, W)")
-    ends = (pixels.shape[0], pixels.shape[2])
+    first, middle, last = pixels.shape
     asked = None if config.bands else config.channels
-    last = ends[1] == asked or (ends[0] != asked and ends[1] <= ends[0])
-    return pixels.transpose(2, 0, 1) if last else pixels
+    guess = first == middle or (middle != last and last <= first)
+    at_end = last == asked or (first != asked and guess)
+    return pixels.transpose(2, 0, 1) if at_end else pixels
 
 
 def as_asked(pixels: NDArray, config: ImagesConfig) -> NDArray:
     """The bands (n, H, W) that the settings ask for, (C, H, W), with a value everywhere."""
-    if pixels.dtype.kind not in "uif":
-        raise UnreadableImage(f"{pixels.dtype} values, which are no integers or floating-point numbers")
-    return with_values(as_channels(pixels, config), config.nodata)
-
-
-def as_channels(pixels: NDArray, config: ImagesConfig) -> NDArray:
-    """(n, H, W) to (C, H, W): the bands that are named, all, or grey and RGB of each other."""
-    count, channels = len(pixels), config.channels
+    check_numbers(pixels.dtype)
+    if pixels.dtype == bool:
+        pixels = pixels.astype(np.uint8) * 255
     if config.bands:
-        if max(config.bands) > count:
-            raise UnreadableImage(f"{count} bands; data.bands asks for {max(config.bands)}")
-        return pixels[[band - 1 for band in config.bands]]
+        if max(config.bands) > len(pixels):
+            raise UnreadableImage(f"{in_words(len(pixels))}; data.bands asks for {max(config.bands)}")
+        pixels = pixels[[band - 1 for band in config.bands]]
+    return as_channels(with_values(pixels, config.nodata), config.channels)
+
+
+def in_words(count: int) -> str:
+    """So many bands."""
+    return f"{count} band{'s' * (count != 1)}"
+
+
+def as_channels(pixels: NDArray, channels: int) -> NDArray:
+    """(n, H, W) to (C, H, W): all, or grey and RGB of each other."""
+    count = len(pixels)
     if count == channels:
         return pixels
     if (count, channels) == (1, 3):
@@ -243,7 +286,7 @@ def as_channels(pixels: NDArray, config: ImagesConfig) -> NDArray:
     if (count, channels) == (3, 1):
         grey = np.tensordot(LUMA, pixels, 1)[None]
         return (grey if pixels.dtype.kind == "f" else grey.round()).astype(pixels.dtype)
-    raise UnreadableImage(f"{count} bands; data.channels is {channels}, and data.bands can choose so many")
+    raise UnreadableImage(f"{in_words(count)}; data.channels is {channels}, and data.bands can choose so many")
 
 
 def with_values(pixels: NDArray, nodata: float | str | None) -> NDArray:
@@ -271,11 +314,11 @@ def with_values(pixels: NDArray, nodata: float | str | None) -> NDArray:
 
 def scaled(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tensor:
     """Values (C, H, W) of any type to [0, 255]: see `data.range`."""
-    if pixels.dtype == np.uint8 and all(pair == (0, 255) for pair in limits):
-        return torch.from_numpy(pixels)
+    if pixels.dtype == np.uint8 and all(tuple(pair) == (0, 255) for pair in limits):
+        return torch.from_numpy(pixels if min(pixels.strides) >= 0 else pixels.copy())
     if not limits:
-        if pixels.dtype.kind == "f":
-            raise UnreadableImage("floating-point pixels have no agreed range; data.range says which")
+        if pixels.dtype.kind == "f" or pixels.dtype.itemsize > 2:
+            raise UnreadableImage(f"{pixels.dtype} values have no agreed range; data.range says which")
         limits = [(np.iinfo(pixels.dtype).min, np.iinfo(pixels.dtype).max)]
     exact = np.float32 if pixels.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
     low, high = (np.array(ends, exact)[:, None, None] for ends in zip(*limits, strict=True))

@@ -12,7 +12,6 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from mpp.config import DataConfig, sides
-from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, random_words, uniform
 
 LONGEST = 16  # times the view's proportions: what of an image is resized for its centre crop
@@ -46,21 +45,19 @@ def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) ->
     """RandAugment: torchvision's two random operations; a function of (magnitude, seed, epoch, index).
 
     Args:
-        image: (3, H, W) uint8; UserError where it is another.
+        image: (3, H, W); what has more than 8 bits is rounded.
         magnitude: 1 to 30; 0 leaves the image as it is.
     Returns:
         (3, H, W) uint8.
     """
     if magnitude == 0:
         return image
-    check_colors(image, f"augment.randaugment is {magnitude}; it must be 0")
-    return transformed(rand_augment(magnitude), image, seed, epoch, index)
+    return transformed(rand_augment(magnitude), to_8_bits(image), seed, epoch, index)
 
 
-def check_colors(image: Tensor, refusal: str) -> None:
-    """Raise UserError where an image has no colours that torchvision's transforms can change."""
-    if image.dtype != torch.uint8 or len(image) != 3:
-        raise UserError(f"{refusal}: colour operations are for RGB of 8 bits; crops and flips are for all images")
+def to_8_bits(image: Tensor) -> Tensor:
+    """Pixels from 0 to 255 as uint8, rounded."""
+    return image if image.dtype == torch.uint8 else image.round().clamp(0, 255).to(torch.uint8)
 
 
 def transformed(transform: Callable[[Tensor], Tensor], image: Tensor, seed: int, epoch: int, index: int) -> Tensor:

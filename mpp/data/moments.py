@@ -41,14 +41,14 @@ def channel_moments(config: DataConfig) -> tuple[list[float], list[float]]:
 def sample(config: DataConfig) -> Iterator[Tensor]:
     """Training images, decoded; those that cannot be are left out."""
     if config.streaming:
-        shards, _, _ = load_streamed(config, 0, 1)
-        cells = (shards.cell(row) for _, row in shards.sample(SAMPLE, config.eval_seed))
+        source, _, _ = load_streamed(config, 0, 1)
+        numbers, rows = source.numbers_type, (row for _, row in source.sample(SAMPLE, config.eval_seed))
     else:
-        train = load_image_datasets(config)[0].choose(config.train_images, config.eval_seed)
-        train = train.choose(SAMPLE, config.eval_seed)
-        cells = (row[train.image_column] for row in train.rows)
-    for cell in cells:
+        source = load_image_datasets(config)[0].choose(config.train_images, config.eval_seed)
+        source = source.choose(SAMPLE, config.eval_seed)
+        numbers, rows = source.numbers, source.rows
+    for row in rows:
         try:
-            yield decode_cell(cell, config)
+            yield decode_cell(row[source.image_column], config, numbers)
         except UnreadableImage:
             continue

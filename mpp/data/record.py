@@ -69,7 +69,8 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
     yield f"{len(rows)}\n".encode()
     looked_at = np.unique(np.linspace(0, len(rows) - 1, SAMPLED).astype(int)).tolist()
     if not is_encoded(rows.features[column]):  # arrays have no names
-        yield from (np.asarray(rows[index][column]).tobytes() for index in looked_at)
+        cells = (rows[index][column] for index in looked_at)
+        yield from (repr(cell.tolist() if isinstance(cell, np.ndarray) else cell).encode() for cell in cells)
         return
     paths = pc.struct_field(rows.data.column(column), "path")
     ends = pc.min_max(paths)

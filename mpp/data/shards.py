@@ -76,11 +76,6 @@ class Shards:
         """Of arrays, which a stream has as lists; None: image files."""
         return numbers_of(self.stream.features[self.image_column])
 
-    def cell(self, row: dict[str, Any]) -> Any:
-        """What a row has of its image."""
-        found = row[self.image_column]
-        return np.asarray(found, self.numbers_type) if self.numbers_type else found
-
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
         """The rows of a shard in lists of `size`, from row `skip` on."""
         alone = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
@@ -136,7 +131,8 @@ class Block:
 
     def decode(self, index: int, config: ImagesConfig) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
-        return decode_cell(self.shards.cell(self.rows[index - self.first]), config)
+        row = self.rows[index - self.first]
+        return decode_cell(row[self.shards.image_column], config, self.shards.numbers_type)
 
     def name(self, index: int) -> str:
         cell = self.rows[index - self.first][self.shards.image_column]

@@ -1,13 +1,14 @@
 """Where images come from: what `datasets` can load, as encoded images with their labels."""
 
 import dataclasses
+import json
 import os
 import shlex
 import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,12 @@ class ImageDataset:
     def decode(self, index: int, config: ImagesConfig) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
         kept = self.decoded and self.decoded.get(index)
-        return decode_cell(self.rows[index][self.image_column], config) if kept is None else kept
+        return decode_cell(self.rows[index][self.image_column], config, self.numbers) if kept is None else kept
+
+    @cached_property
+    def numbers(self) -> str | None:
+        """Type of the numbers of arrays; None: image files."""
+        return numbers_of(self.rows.features[self.image_column])
 
     def other(self, word: int) -> int:
         """An image by a random number."""
@@ -138,14 +144,25 @@ class ImageDataset:
         return self.select(np.sort(order[count:])), replace(self.select(np.sort(order[:count])), split=name)
 
 
-def decode_cell(cell: Any, config: ImagesConfig) -> Tensor:
-    """The image of a cell {"bytes", "path"}, or an array, as (C, H, W); raises UnreadableImage, or ReadFailed."""
-    return decoding.decode(contents(cell, config.read_retries), config)
+def decode_cell(cell: Any, config: ImagesConfig, numbers: str | None = None) -> Tensor:
+    """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `contents`."""
+    return decoding.decode(contents(cell, config.read_retries, numbers), config)
 
 
-def contents(cell: Any, retries: int) -> bytes | NDArray:
-    """The image file of a cell, or its array."""
-    return cell if isinstance(cell, np.ndarray) else encoded_bytes(cell, retries)
+def contents(cell: Any, retries: int, numbers: str | None = None) -> bytes | NDArray:
+    """The image file of a cell {"bytes", "path"}, or its array.
+
+    Args:
+        numbers: type of the array's numbers; None: it is a file.
+    """
+    if numbers is None or cell is None:
+        return encoded_bytes(cell, retries)
+    try:
+        found = np.asarray(cell)
+    except ValueError:
+        raise decoding.UnreadableImage("lists of several lengths, which are no image") from None
+    decoding.check_numbers(found.dtype)  # of a null among the numbers
+    return found.astype(numbers, copy=False)
 
 
 def encoded_bytes(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
@@ -206,7 +223,12 @@ def as_arguments(config: SourceConfig) -> str:
     names = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
     usual = SourceConfig()
     changed = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
-    return "".join(f" --data.{name} {shlex.quote('null' if value is None else str(value))}" for name, value in changed)
+    return "".join(f" --data.{name} {shlex.quote(as_word(value))}" for name, value in changed)
+
+
+def as_word(value: Any) -> str:
+    """A setting's value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]:
@@ -242,11 +264,11 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
 
 
 def holds_arrays(folder: Path) -> bool:
-    """Whether a folder's images are arrays: it has some, and no pictures beside which they might be something else."""
+    """Whether a folder's images are arrays: it has some, and no pictures or shards beside them."""
     found = False
     for _, _, names in os.walk(folder):
         ends = {os.path.splitext(name)[1].lower() for name in names}
-        if not ends.isdisjoint(ImageFolder.EXTENSIONS):
+        if not ends.isdisjoint((*ImageFolder.EXTENSIONS, *SHARD_FILES)):
             return False
         found = found or not ends.isdisjoint(ARRAY_FILES)
     return found
@@ -319,6 +341,7 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     columns = ", ".join(features)
     found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     found = found or [name for name, feature in features.items() if is_array(feature) or f".{name}" in ARRAY_FILES]
+    found = found or [name for name, feature in features.items() if numbers_of(feature)]
     if config.image_column is None:
         if len(found) != 1:
             raise UserError(
@@ -350,14 +373,15 @@ def numbers_of(feature: Any) -> str | None:
         feature, depth = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None), depth + 1
         if feature is None:
             return None
-    return feature.dtype if is_array(feature) or (depth > 1 and np.dtype(feature.dtype).kind in "uif") else None
+    plain = feature.dtype.startswith(("int", "uint", "float"))
+    return feature.dtype if is_array(feature) or (depth > 1 and plain) else None
 
 
 def undecoded(rows: Any, column: str) -> Any:
-    """Rows, indexed or a stream, whose images are image files still, or arrays of the type that they are stored in."""
+    """Rows, indexed or a stream, whose images are image files still; or arrays, or lists that are slower to read."""
     feature = rows.features[column]
     if is_encoded(feature):
         return rows.cast_column(column, datasets.Image(decode=False))
-    if isinstance(rows, datasets.IterableDataset):
-        return rows  # has lists, and no such format
-    return rows.with_format("numpy", [column], output_all_columns=True, dtype=numbers_of(feature))
+    if not is_array(feature) or isinstance(rows, datasets.IterableDataset) or rows.data.column(column).null_count:
+        return rows  # lists
+    return rows.with_format("numpy", [column], output_all_columns=True, dtype=feature.dtype)
