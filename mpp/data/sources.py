@@ -98,7 +98,10 @@ class ImageDataset:
     def decode(self, index: int, config: ImagesConfig) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
         kept = self.decoded and self.decoded.get(index)
-        return decode_cell(self.rows[index][self.image_column], config, self.numbers) if kept is None else kept
+        if kept is not None:
+            return kept
+        cell = self.rows[index][self.image_column]
+        return decode_cell(cell, config, None if isinstance(cell, dict) else self.numbers)
 
     @cached_property
     def numbers(self) -> str | None:
