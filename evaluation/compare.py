@@ -37,7 +37,7 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import differing, parse, plain, settings, to_yaml
+from mpp.runtime.parsing import as_words, differing, parse, plain, settings, to_yaml
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
@@ -69,7 +69,7 @@ def command_line(options: Options, seed: int) -> list[str]:
         key: value.replace("{seed}", str(seed)) if isinstance(value, str) else value for key, value in options.items()
     }
     return [f"--config={file}" for file in ([files] if isinstance(files, str) else files)] + [
-        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in filled.items()
+        f"--{key}={as_words(value)}" for key, value in filled.items()
     ]
 
 

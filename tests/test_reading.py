@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import encoded, picture, read_metrics
@@ -142,10 +143,12 @@ def test_a_few_broken_images_end_nothing():
 
 def test_nothing_is_made_up_where_no_image_can_be_decoded(tmp_path):
     cells = [{"bytes": b"nothing", "path": f"{number}.png"} for number in range(8)]
-    dataset = ImageDataset([{"image": cell} for cell in cells], "image", None, "train")
+    images = datasets.Features({"image": datasets.Image(decode=False)})
+    dataset = ImageDataset(datasets.Dataset.from_dict({"image": cells}, images), "image", None, "train")
     views = ViewDataset(dataset, DataConfig(workers=0), 16)
     with pytest.raises(UserError, match=r"65 images in a row cannot be decoded, such as 7.png: no image file"):
         views[0, 7]
     cells[5]["bytes"] = encoded(picture())
+    dataset.rows = datasets.Dataset.from_dict({"image": cells}, images)
     shown = [views[0, index] for index in range(3)]
     assert all(int(each.indices) == 5 and each.unreadable for each in shown)

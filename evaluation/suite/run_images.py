@@ -5,7 +5,6 @@ is against.
 """
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from mpp.config import SourceConfig, refuse_idle
 from mpp.data.record import record
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
-from mpp.runtime.parsing import read
+from mpp.runtime.parsing import as_words, read
 from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
@@ -45,7 +44,7 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
         refuse_idle(config)
         return config
     images = [(name, value) for name, value in images_of_run(run) if not named or name in HOW_READ]
-    inherited = [f"--data.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in images]
+    inherited = [f"--data.{name}={as_words(value)}" for name, value in images]
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))
     taken = as_arguments(config.data)

@@ -42,13 +42,13 @@ def sample(config: DataConfig) -> Iterator[Tensor]:
     """Training images, decoded; those that cannot be are left out."""
     if config.streaming:
         source, _, _ = load_streamed(config, 0, 1)
-        numbers, rows = source.numbers_type, (row for _, row in source.sample(SAMPLE, config.eval_seed))
+        rows = (row for _, row in source.sample(SAMPLE, config.eval_seed))
     else:
         source = load_image_datasets(config)[0].choose(config.train_images, config.eval_seed)
         source = source.choose(SAMPLE, config.eval_seed)
-        numbers, rows = source.numbers, source.rows
+        rows = source.rows
     for row in rows:
         try:
-            yield decode_cell(row[source.image_column], config, numbers)
+            yield decode_cell(row[source.image_column], config, source.numbers_type)
         except UnreadableImage:
             continue

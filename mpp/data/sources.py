@@ -1,7 +1,6 @@
 """Where images come from: what `datasets` can load, as encoded images with their labels."""
 
 import dataclasses
-import json
 import os
 import shlex
 import tarfile
@@ -30,6 +29,7 @@ from mpp.data.hub import check_commit
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
+from mpp.runtime.parsing import as_words
 from mpp.runtime.randomness import Stream, permutation
 
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
@@ -98,14 +98,11 @@ class ImageDataset:
     def decode(self, index: int, config: ImagesConfig) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
         kept = self.decoded and self.decoded.get(index)
-        if kept is not None:
-            return kept
-        cell = self.rows[index][self.image_column]
-        return decode_cell(cell, config, None if isinstance(cell, dict) else self.numbers)
+        return decode_cell(self.rows[index][self.image_column], config, self.numbers_type) if kept is None else kept
 
     @cached_property
-    def numbers(self) -> str | None:
-        """Type of the numbers of arrays; None: image files."""
+    def numbers_type(self) -> str | None:
+        """Of arrays; None: image files."""
         return numbers_of(self.rows.features[self.image_column])
 
     def other(self, word: int) -> int:
@@ -226,12 +223,7 @@ def as_arguments(config: SourceConfig) -> str:
     names = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
     usual = SourceConfig()
     changed = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
-    return "".join(f" --data.{name} {shlex.quote(as_word(value))}" for name, value in changed)
-
-
-def as_word(value: Any) -> str:
-    """A setting's value as the command line takes it."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return "".join(f" --data.{name} {shlex.quote(as_words(value))}" for name, value in changed)
 
 
 def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]:
