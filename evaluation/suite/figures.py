@@ -21,6 +21,7 @@ matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
 PALETTE = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
 LINES = [style["color"] for style in matplotlib.style.library["tableau-colorblind10"]["axes.prop_cycle"]]
 WIDTH = 7.5  # inches
+LEAST = 2.4  # inches of height, for the label of a scale
 DPI = 110
 MARKERS = "osD^vPX"  # lines differ in these too
 
@@ -36,7 +37,7 @@ def plot_predictions(columns: NDArray[np.uint8], doubts: NDArray | None, what: s
     titles = [*COLUMNS, *(["entropy"] if doubts is not None else [])]
     rows, across = columns.shape[1], len(titles)
     tall = columns.shape[2] / columns.shape[3]
-    figure = Figure(figsize=(WIDTH, 0.5 + WIDTH / across * rows * tall), layout="constrained")
+    figure = Figure(figsize=(WIDTH, max(LEAST, 0.5 + WIDTH / across * rows * tall)), layout="constrained")
     panels = figure.subplots(rows, across, squeeze=False)
     for row, line in enumerate(panels):
         for panel, pixels in zip(line, columns[:, row], strict=False):
@@ -121,7 +122,8 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
     across = min(3, len(images))
     rows = -(-len(images) // across)
     height, width = images.shape[1:3]
-    figure = Figure(figsize=(WIDTH, 0.4 + (WIDTH - 0.8) / (2 * across) * rows * height / width), layout="constrained")
+    tall = 0.4 + (WIDTH - 0.8) / (2 * across) * rows * height / width
+    figure = Figure(figsize=(WIDTH, max(LEAST, tall)), layout="constrained")
     panels = figure.subplots(rows, 2 * across, squeeze=False)
     pairs = panels.reshape(-1, 2)
     for (left, right), pixels, flow in zip(pairs, images, rollout, strict=False):
