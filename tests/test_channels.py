@@ -256,6 +256,13 @@ def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, b
         pretrain(*four)
 
 
+def test_one_of_both_may_be_measured(pretrain, four, capsys):
+    folder = pretrain(*four, "--model.mean=auto")
+    model = read_saved(folder / "config.yaml")["model"]
+    assert len(model["mean"]) == 4 and model["std"] == 0.5
+    assert f"measured: model.mean {model['mean']}, model.std [0.5, 0.5, 0.5, 0.5]" in capsys.readouterr().out
+
+
 def test_a_channel_without_contrast_is_named(tmp_path):
     for number in range(10):
         np.save(tmp_path / f"{number}.npy", np.dstack([np.eye(16), np.ones((16, 16))]).astype(np.uint8))

@@ -91,7 +91,7 @@ def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     encoder = build_encoder(config.model)
     grid, patch_size = cell_grid(encoder)
     objective = build_objective(config.objective, patch_size)
-    model = build_network(config.network, encoder, objective.outputs, config.model.mean, config.model.std)
+    model = build_network(config.network, encoder, objective.outputs, *config.model.normalization(3))
     names = [name for name, _ in model.named_parameters()]
     fixed = [name for name, _ in model.named_buffers()]
     count, tensors = len(names), [each.detach() for each in (*model.parameters(), *model.buffers())]

@@ -91,7 +91,8 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
     if "auto" in (getattr(getattr(config, "model", None), name, None) for name in ("mean", "std")):
         moments = from_main_process(accelerator, lambda: channel_moments(as_begun.data))
         config, as_begun = (with_moments(each, *moments) for each in (config, as_begun))
-        accelerator.print(f"measured: model.mean {list(config.model.mean)}, model.std {list(config.model.std)}")
+        mean, std = map(list, config.model.normalization(config.data.channels))
+        accelerator.print(f"measured: model.mean {mean}, model.std {std}")
     task = build(as_begun, accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
