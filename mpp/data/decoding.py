@@ -152,7 +152,8 @@ def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         series = file.series[0]
         page = series.pages[0]
-        if as_picture(config) and page.bitspersample <= 8 and "C" not in series.axes:
+        as_pil = as_picture(config) or page.bitspersample == 1  # of faxes, which older releases of tifffile do not read
+        if as_pil and page.bitspersample <= 8 and "C" not in series.axes:
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
                 return read_picture(data, config)
         check_size(page.chunks, config)  # strips or tiles, which are decoded one by one

@@ -77,10 +77,10 @@ class Shards:
         return numbers_of(self.stream.features[self.image_column])
 
     def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
-        """The rows of a shard in lists of `size`, from row `skip` on."""
+        """The rows of a shard in lists of `size`, from list `skip` on."""
         alone = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         # not by iterating: in a loader process the library would leave all but one of them without a row
-        for columns in alone.skip(skip).iter(batch_size=size):
+        for columns in islice(alone.iter(batch_size=size), skip, None):  # datasets 4.0's skip guesses types anew
             if isinstance(columns[self.image_column][0], Image.Image):  # the library has decoded a file
                 without = "leave out data.streaming, or make shards by mpp prepare"
                 raise UserError(f"it holds image files, no shards: {without}")
@@ -224,7 +224,7 @@ class StreamedBatches(IterableDataset):
 
         def read() -> list[dict[str, Any]] | None:
             nonlocal rows
-            rows = rows or self.shards.blocks(shard, self.size, block * self.size)
+            rows = rows or self.shards.blocks(shard, self.size, block)
             try:
                 return next(rows, None)
             except NETWORK_ERRORS:
