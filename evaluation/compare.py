@@ -21,6 +21,7 @@ from typing import Any
 
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from timm import is_model
 
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
 from evaluation.config import CompareConfig
@@ -37,11 +38,11 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import as_words, differing, parse, plain, settings, to_yaml
+from mpp.runtime.parsing import as_words, differing, parse, parse_saved, plain, settings, to_yaml
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
-from mpp.training.run_folder import images_of, is_finished
+from mpp.training.run_folder import images_of, is_finished, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.tracking import last_scalars
 
@@ -219,8 +220,9 @@ class Job:
         """
         if self.training is None:
             return
-        with hold(self.weights, "encoder"):
-            pass  # another process may be at it: to know that, nothing need be loaded
+        for folder in filter(None, (self.weights, teacher_of(self.requested))):
+            with hold(folder, "encoder"):
+                pass  # another process may be at it: to know that, nothing need be loaded
         self.check_beginning()
         folder, task = Path(self.training.run.dir), TRAININGS[self.case.encoder.train][1]
         if not is_finished(folder, self.training.run.steps):
@@ -285,12 +287,25 @@ class Job:
         return [about | row for row in (*rows_of(self.case, report), *dev)]
 
     def training_pflop(self) -> float | None:
-        """PFLOP that training the encoder executed; 0 of random weights; None: nothing says so."""
+        """PFLOP executed to train the encoder and its teacher; 0 of random weights; None: nothing says so."""
         if self.case.encoder.random:
             return 0.0
         with suppress(UserError):  # no run: a folder from elsewhere, or timm's name
-            return last_scalars(self.weights, "compute/pflop")["compute/pflop"]
+            return executed(self.weights)
         return None
+
+
+def teacher_of(config: Any) -> Path | None:
+    """The folder of the frozen teacher whose features a training predicts."""
+    teacher = getattr(getattr(config, "objective", None), "frozen_teacher", None)
+    return Path(teacher) if teacher and not is_model(teacher) else None
+
+
+def executed(run: Path) -> float:
+    """PFLOP that a run executed, and those by which its teacher was trained; UserError where nothing says so."""
+    own, saved = last_scalars(run, "compute/pflop")["compute/pflop"], saved_settings(run)
+    teacher = teacher_of(parse_saved(Config, run / "config.yaml")) if "objective" in saved else None
+    return own + (executed(teacher.parent if teacher.name == "encoder" else teacher) if teacher else 0.0)
 
 
 def share_out(jobs: Sequence[Job]) -> list[str]:

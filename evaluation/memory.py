@@ -17,9 +17,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from mpp.config import Config, OptimConfig
 from mpp.corruption import Corruption, draw
 from mpp.data.views import BatchLayout
-from mpp.models.encoder import build_encoder, cell_grid
-from mpp.models.networks import build_network
-from mpp.objectives import build_objective
+from mpp.models.encoder import cell_grid
+from mpp.models.networks import build_model
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.training.optim import build_optimizer
@@ -33,26 +32,25 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
         passes: forward passes of an update; from the second one on the gradients are there.
     """
     with torch.device("meta"):
-        channels = config.data.channels
-        encoder = build_encoder(config.model, channels)
-        grid, patch_size = cell_grid(encoder)
-        objective = build_objective(config.objective, patch_size, channels)
-        model = build_network(config.network, encoder, objective.outputs, *((0.5,) * channels,) * 2)
+        model, objective = build_model(config)
+    grid, patch_size = cell_grid(model.encoder)
     fields = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in draw(config.corruption, grid, 0, 0, 0)]
     moments = optimizer_bytes(model, config.optim)
     half = config.run.precision != "fp32"
     tracker = MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device="cpu")
-        shown = torch.empty(images, channels, *(side * patch_size for side in grid), dtype=torch.uint8)
+        shown = torch.empty(images, config.data.channels, *(side * patch_size for side in grid), dtype=torch.uint8)
         corruption = Corruption(*map(fake.from_tensor, fields))
         tracker.track_external(model)
         with tracker:
             for _ in range(min(2, passes)):
                 with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
-                    predictions = model(shown, corruption)
-                objective.loss(predictions.float(), objective.targets(shown, corruption.positions)).backward()
-                del predictions
+                    found = model(shown, corruption)
+                taught = isinstance(found, tuple)
+                predictions, targets = found if taught else (found, objective.targets(shown, corruption.positions))
+                objective.loss(predictions.float(), targets).backward()
+                del found, predictions, targets
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     parts = {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}

@@ -90,8 +90,9 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
         raise Unavailable(str(error)) from error
     task.held_out = task.held_out.choose(config.images, config.data.cut_seed)
     with subject.accelerator.autocast():
-        images, corruption, predicted = task.predict(task.model, range(len(task.held_out)))
-    columns = prediction_columns(task.objective, predicted, images, corruption)
+        found = task.predict(task.model, range(len(task.held_out)))
+    predicted, _, _, corruption = found
+    columns = prediction_columns(task.objective, *found)
     shown = as_rgb(columns, config.bands).movedim(2, -1).cpu().numpy()
     columns = columns.movedim(2, -1).cpu().numpy()
     numbers = {name: part for name, part in zip(("original", "seen", "predicted", "true"), columns, strict=True)}

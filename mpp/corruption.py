@@ -41,6 +41,7 @@ class Corruption(NamedTuple):
     kinds: Tensor  # (B, K) int64: a Kind each
     sources: Tensor  # (B, K) int64: the position whose embedding a patch gets (its own, where it is kept)
     shifts: Tensor  # (B, K) int64: 0: the source is in the same image; else a random number that chooses another image
+    dropped: Tensor  # (B, U) int64, ascending: others that are hidden as by [mask], and not predicted; mostly U is 0
 
     def to(self, device: torch.device) -> "Corruption":
         """The same on a device."""
@@ -108,10 +109,53 @@ def rectangles(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArra
     return np.flatnonzero(hidden)
 
 
+def large_rectangles(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+    """Rectangles of 0.15 to 0.2 of the patches anywhere, until K patches are in one (I-JEPA's targets).
+
+    A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. Of the last one
+    there is what K leaves, from a corner on that is drawn: no side of the image is hidden less often for it.
+    """
+    hidden = np.zeros(grid, bool)
+    count = corrupted_count(config.rate, hidden.size)
+    while (left := count - np.count_nonzero(hidden)) > 0:
+        size, flatness, down, right, corner = numbers(5)
+        area, ratio = (0.15 + 0.05 * size) * hidden.size, 0.75 * 2**flatness
+        height, width = (max(1, round(side)) for side in (math.sqrt(area * ratio), math.sqrt(area / ratio)))
+        height, width = min(height, grid[0]), min(width, grid[1])
+        top, start = int(down * (grid[0] - height + 1)), int(right * (grid[1] - width + 1))
+        inside = np.zeros(grid, bool)
+        inside[top : top + height, start : start + width] = True
+        new = np.flatnonzero(inside & ~hidden)
+        hidden.flat[new[np.argsort(rank_from_corner(grid, corner)[new])][:left]] = True
+    return np.flatnonzero(hidden)
+
+
+def rank_from_corner(grid: Grid, number: float) -> NDArray[np.int64]:
+    """Each patch's rank (N,) in a reading order, of which a number in [0, 1) draws one of eight: by rows or by columns,
+    from any corner on."""
+    order, choice = np.arange(math.prod(grid)).reshape(grid), int(8 * number)
+    turned = order if choice < 4 else order.T
+    turned = turned[:: 1 - 2 * (choice & 1), :: 1 - (choice & 2)]
+    rank = np.empty(order.size, np.int64)
+    rank[turned.ravel()] = np.arange(order.size)
+    return rank
+
+
+def beside_the_context(
+    config: CorruptionConfig, grid: Grid, positions: NDArray[np.int64], numbers: Numbers
+) -> NDArray[np.int64]:
+    """What is neither seen nor predicted: of all but the corrupted patches those along an edge, U in every image."""
+    others = np.setdiff1d(np.arange(math.prod(grid)), positions)
+    seen = max(1, round(config.context * len(others)))
+    rank = rank_from_corner(grid, numbers(1)[0])[others]
+    return np.sort(others[np.argsort(rank)[: len(others) - seen]])
+
+
 PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, Numbers], NDArray[np.int64]]] = {
     "random": anywhere,
     "blocks": whole_blocks,
     "blockwise": rectangles,
+    "multiblock": large_rectangles,
 }
 
 
@@ -136,7 +180,10 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
         shifts = (image * 2**31).astype(np.int64) + 1
     random = kinds == Kind.RANDOM
     sources, shifts = np.where(random, others, positions), np.where(random, shifts, 0)
-    return Corruption(*(torch.from_numpy(a) for a in (positions, kinds.astype(np.int64), sources, shifts)))
+    dropped = np.empty(0, np.int64)
+    if config.pattern == "multiblock":
+        dropped = beside_the_context(config, grid, positions, numbers)
+    return Corruption(*(torch.from_numpy(a) for a in (positions, kinds.astype(np.int64), sources, shifts, dropped)))
 
 
 def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> Tensor:
@@ -147,7 +194,7 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
         mask_token: (D,) the learnable [mask].
         corruption: of this batch.
     Returns:
-        (B, N, D). Patches that are not corrupted, or kept, are unchanged.
+        (B, N, D). Patches that are not corrupted, or kept, are unchanged; those that are dropped are [mask].
     """
     batch, _, width = embeddings.shape
     images = torch.arange(batch, device=embeddings.device)[:, None]  # (B, 1)
@@ -157,4 +204,8 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     replaced = torch.nn.functional.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
     masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
     replaced = torch.where(masked, mask_token.to(embeddings.dtype), replaced)
-    return embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)
+    embeddings = embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)
+    if corruption.dropped.shape[1] == 0:
+        return embeddings
+    blank = mask_token.to(embeddings.dtype).expand(*corruption.dropped.shape, -1)
+    return embeddings.scatter(1, corruption.dropped[..., None].expand(-1, -1, width), blank)

@@ -1,7 +1,7 @@
 """How much of what was hidden is predicted, beside three trivial baselines.
 
 Sums are collected batch by batch and process by process, and divided at the end: an uneven last batch weighs what it
-should. B images, N patches, K corrupted patches.
+should. B images, N patches, K corrupted patches, D width of features.
 """
 
 import math
@@ -19,8 +19,10 @@ Sums = dict[str, Tensor]
 DISTANCES = 2**22  # between patches, of several images at a time: what bounds the memory, to 16 MB
 
 
-def nearest_visible(positions: Tensor, grid: Grid) -> Tensor:
+def nearest_visible(positions: Tensor, grid: Grid, dropped: Tensor | None = None) -> Tensor:
     """For each corrupted patch the two nearest ones that are not corrupted: (B, K) positions to (B, K, 2) positions.
+
+    `dropped` (B, U) are not seen either.
 
     Nearest on a grid of N = rows x columns patches, centre to centre; of equally near ones the first in reading order.
     Where one patch alone is not corrupted, it is both.
@@ -30,7 +32,7 @@ def nearest_visible(positions: Tensor, grid: Grid) -> Tensor:
     rows, columns = place // grid[1], place % grid[1]
     apart = (rows[:, None] - rows) ** 2 + (columns[:, None] - columns) ** 2  # (N, N)
     corrupted = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
-    corrupted.scatter_(1, positions, True)
+    corrupted.scatter_(1, positions if dropped is None else torch.cat([positions, dropped], 1), True)
     hidden = corrupted.int() * beyond  # (B, N)
     found = []
     at_a_time = max(1, DISTANCES // (positions.shape[1] * patches))  # images
@@ -63,7 +65,7 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
     truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells * S)
     right = (objective.labels(objective.decide(predictions)) == truth).double().mean(-1)  # (B, K): share of cells
     rows, columns = (side // objective.patch_size for side in images.shape[-2:])
-    two = nearest_visible(corruption.positions, (rows, columns)).unbind(-1)
+    two = nearest_visible(corruption.positions, (rows, columns), corruption.dropped).unbind(-1)
     copied = objective.labels(objective.targets(images, two[0]))
     row = mean_in_a_row(*(patches_at(images, each, objective.patch_size) for each in two))
     places = torch.arange(truth.shape[1], device=images.device).expand(truth.shape[:2])
@@ -78,6 +80,45 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
     sums["right_two_nearest"] = ((guessed == truth).double().mean(-1) * masked).sum()
     sums["colors"] = objective.palette.count(truth[masked])
     return sums
+
+
+@torch.no_grad()
+def measure_features(predictions: Tensor, targets: Tensor) -> Sums:
+    """Moments for `summarize`, additive over batches: of features that are predicted and of those that were to be.
+
+    Args:
+        predictions, targets: (B, K, D).
+    """
+    sums = {"features": torch.tensor(targets[..., 0].numel(), dtype=torch.double, device=targets.device)}
+    for name, values in (("target", targets), ("prediction", predictions)):
+        rows = values.flatten(0, 1).double()
+        sums |= {f"{name}_sum": rows.sum(0), f"{name}_products": rows.T @ rows}  # (D,), (D, D)
+    return sums
+
+
+def spread_of(sums: Sums, name: str) -> dict[str, float]:
+    """How far the features of that name spread over all patches of all images.
+
+    Returns:
+        `NAME_deviation`: over the patches, the root of its square's mean over the channels; `NAME_share`: that square's
+        share in the features' mean square, which is 0 where all patches have the same; `NAME_rank`: the effective rank
+        (see `ranks_of`) of what is left without the mean.
+    """
+    count = sums["features"]
+    mean = sums[f"{name}_sum"] / count
+    products = sums[f"{name}_products"] / count
+    around = products - torch.outer(mean, mean)
+    variance, whole = (float(each.diagonal().mean().clamp(min=0)) for each in (around, products))
+    spread = {"deviation": math.sqrt(variance), "share": variance / whole if whole else 0.0}
+    return {f"{name}_{key}": value for key, value in (spread | {"rank": ranks_of(around[None])[0]}).items()}
+
+
+def ranks_of(grams: Tensor) -> list[float]:
+    """In how many directions vectors spread, by their Gram matrices (n, m, m): see `mpp.probe.effective_ranks`."""
+    values = torch.linalg.eigvalsh(grams).clamp(min=0).sqrt()
+    total = values.sum(-1, keepdim=True)
+    entropy = torch.special.entr(values / total.where(total > 0, 1)).sum(-1)
+    return entropy.exp().where(total[:, 0] > 0, 0).tolist()
 
 
 def add(one: Sums, other: Sums) -> Sums:
@@ -97,8 +138,11 @@ def summarize(sums: Sums) -> dict[str, float]:
     `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
     On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
     patches), `nearest`, a copy of the nearest uncorrupted patch, and `two_nearest`, the mean of the two nearest.
+    Of features, how far they spread: see `spread_of`.
     """
-    result = {}
+    result: dict[str, float] = {}
+    if "features" in sums:
+        result |= spread_of(sums, "target") | spread_of(sums, "prediction")
     for kind, name in (("mask", "accuracy"), ("random", "accuracy_random"), ("keep", "accuracy_keep")):
         if sums.get(f"count_{kind}", 0) > 0:
             result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])

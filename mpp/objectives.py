@@ -1,6 +1,6 @@
 """What is predicted for a corrupted patch: targets and loss (paper, appendix B.1.2).
 
-An objective turns clean images into targets, says how many numbers the head predicts for a patch, how far a prediction
+An objective turns clean images (or what a teacher makes of them, mpp/models/teachers.py) into targets, says how many numbers the head predicts for a patch, how far a prediction
 is from its target, and what counts as right. All arithmetic is on integers or in float32: it runs outside autocast. To
 add one, write a class with these members and name it in OBJECTIVES.
 
@@ -9,7 +9,7 @@ Images (B, C, H, W) have values from 0 to 255, uint8 or float32. B images, K pat
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from mpp.config import ObjectiveConfig
 from mpp.errors import UserError
 
-DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss}
+DISTANCES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, None: F.mse_loss}
 """Means over all numbers of all patches."""
 ORIENTATIONS = 9  # of a histogram of oriented gradients
 GREY = 128  # what is no colour
@@ -143,6 +143,10 @@ class Objective:
     def decide(self, predictions: Tensor) -> Tensor:
         """The most likely targets, (B, K, ...)."""
         return predictions
+
+    def pictures(self, predictions: Tensor, targets: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
+        """What is predicted and what was to be, painted: see `paint`."""
+        return self.paint(self.decide(predictions), clean), self.paint(targets, clean)
 
     def labels(self, targets: Tensor) -> Tensor:
         """The colour classes of targets, (B, K, cells * S) int64, where there is a palette: accuracy is the share of
@@ -357,6 +361,49 @@ def edges(side: int) -> Tensor:
     return (0.5 + side / 12 - apart.abs()).clamp(0, 1)
 
 
+class Features(Objective):
+    """Regress what a teacher makes of the patch: see mpp/models/teachers.py, whose network gives the targets.
+
+    No accuracy: features have no classes. Pictures show where predictions and targets lie along the first three
+    principal components of these targets, as red, green and blue.
+
+    Args:
+        width: of the teacher's features.
+    """
+
+    shown = "features, by the three principal components of the targets"
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, width: int):
+        super().__init__(config, patch_size, channels)
+        self.outputs = width
+        smooth = partial(F.smooth_l1_loss, beta=config.beta)
+        self.distance = (DISTANCES | {None: smooth, "smooth_l1": smooth, "cosine": one_less_cosine})[config.loss]
+
+    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self.distance(predictions, targets)
+
+    def pictures(self, predictions: Tensor, targets: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
+        rows = targets.flatten(0, 1).double()
+        mean = rows.mean(0)
+        directions = torch.linalg.svd(rows - mean, full_matrices=False)[2][:3]  # (3, D), or fewer of few patches
+        scores = [(each.double() - mean) @ directions.T for each in (predictions, targets)]  # (B, K, 3): one basis
+        reach = 2 * scores[1].flatten(0, 1).std(0).clamp(min=1e-12)  # most of the targets lie within
+        scaled = [(127.5 + 127.5 * each / reach).clamp(0, 255) for each in scores]
+        painted = [F.pad(each, (0, 3 - len(directions)), value=GREY) for each in scaled]
+        one, other = (as_channels(each, self.channels)[..., None, None].expand(clean.shape) for each in painted)
+        return one, other
+
+
+def one_less_cosine(predictions: Tensor, targets: Tensor) -> Tensor:
+    """1 less the cosine of prediction and target, (..., D) each, the mean over all: 0 where they point the same way."""
+    return (1 - F.cosine_similarity(predictions, targets, dim=-1)).mean()
+
+
+def as_channels(colors: Tensor, channels: int) -> Tensor:
+    """RGB (B, K, 3) for images of so many channels: where these are not three, their mean as grey."""
+    return colors if channels == 3 else colors.mean(-1, keepdim=True).expand(*colors.shape[:-1], channels)
+
+
 def pixels_as_asked(config: ObjectiveConfig, patch_size: int, channels: int = 3) -> Objective:
     """Pixels as they are, or by each patch's own mean and deviation."""
     return (NormalizedPixels if config.normalize == "patch" else Pixels)(config, patch_size, channels)
@@ -370,12 +417,16 @@ OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int, int], Objective]] = {
 }
 
 
-def build_objective(config: ObjectiveConfig, patch_size: int, channels: int = 3) -> Objective:
+def build_objective(config: ObjectiveConfig, patch_size: int, channels: int = 3, width: int | None = None) -> Objective:
     """The objective that the config names.
 
+    Args:
+        width: of the teacher's features, where they are what is predicted.
     Raises:
         UserError: no such objective, or one that does not fit the patch size or the channels.
     """
+    if width is not None:
+        return Features(config, patch_size, channels, width)
     if config.name not in OBJECTIVES:
-        raise UserError(f"objective.name is {config.name}; it must be one of {', '.join(OBJECTIVES)}")
+        raise UserError(f"objective.name is {config.name}; it must be one of {', '.join([*OBJECTIVES, 'features'])}")
     return OBJECTIVES[config.name](config, patch_size, channels)

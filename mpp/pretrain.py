@@ -15,16 +15,18 @@ from types import ModuleType
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
 from mpp.corruption import Corruption, draw
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
-from mpp.metrics import Sums, add, measure, summarize, total
-from mpp.models.encoder import build_encoder, cell_grid
-from mpp.models.networks import build_network
-from mpp.objectives import build_objective
+from mpp.errors import UserError
+from mpp.metrics import Sums, add, measure, measure_features, summarize, total
+from mpp.models.encoder import cell_grid
+from mpp.models.networks import build_model
+from mpp.models.teachers import decay_at, follow
 from mpp.probe import Probe
 from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.runtime.launch import command
@@ -39,6 +41,10 @@ from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker, last_evaluation
 
 PANEL_IMAGES = 8
+LEAST_SHARE = 0.01
+"""Of the targets' mean square that differs between patches. Layer-normed targets have a mean square of 1, and their
+deviation over the patches is the root of this share: 0.1, below which data2vec's code stops too. A student that always
+answered with the mean would be right but for this hundredth."""
 
 
 class Pretraining(ImageTask):
@@ -49,15 +55,13 @@ class Pretraining(ImageTask):
         self.config, self.corruption = config, config.corruption
         if config.corruption.source == "batch":
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
-        channels = config.data.channels
-        encoder = build_encoder(config.model, channels)
+        self.model, self.objective = build_model(config)
+        encoder = self.model.encoder
         self.img_size = encoder.patch_embed.img_size
         self.grid, self.patch_size = cell_grid(encoder)
         self.patches = math.prod(self.grid)
         self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
-        self.objective = build_objective(config.objective, self.patch_size, channels)
-        normalization = config.model.normalization(channels)
-        self.model = build_network(config.network, encoder, self.objective.outputs, *normalization)
+        self.taught, self.collapsed = config.objective.name == "features", False
         if config.data.streaming:
             probed = config.probe.images if config.probe.every else 0
             with accelerator.local_main_process_first():  # machines may have no disk in common
@@ -85,9 +89,48 @@ class Pretraining(ImageTask):
         device = self.accelerator.device
         images = batch.images.to(device, non_blocking=True)
         corruption = batch.corruption.to(device)
-        predictions = model(images, corruption)  # (B, K, outputs) float32
-        loss = self.objective.loss(predictions, self.objective.targets(images, corruption.positions))
-        return loss, measure(self.objective, predictions.detach(), images, corruption) if measure_too else {}
+        predictions, targets = self.outputs(model, images, corruption)
+        loss = self.objective.loss(predictions, targets)
+        if not measure_too:
+            return loss, {}
+        if self.taught:
+            return loss, measure_features(predictions.detach(), targets)
+        return loss, measure(self.objective, predictions.detach(), images, corruption)
+
+    def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:
+        """Predictions (B, K, outputs) float32 and their targets (B, K, ...)."""
+        found = model(images, corruption)
+        return found if self.taught else (found, self.objective.targets(images, corruption.positions))
+
+    def updated(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Move the teacher, where it is the moving average."""
+        objective = self.config.objective
+        if not self.taught or objective.frozen_teacher:
+            return {}
+        decay = decay_at(objective.half_life, step, self.config.run.steps)
+        follow(model.teacher.encoder, model.encoder, decay)
+        return {"teacher/decay": decay}
+
+    def check(self, scalars: dict[str, float]) -> None:
+        """Warn once, or stop, where the targets have become the same for all patches."""
+        if self.collapsed or scalars.get("target_share", 1.0) >= LEAST_SHARE:
+            return
+        self.collapsed, objective = True, self.config.objective
+        change = "a smaller optim.lr, a longer objective.half_life or objective.teacher_norm=instance"
+        change = "another objective.teacher or more objective.teacher_depths" if objective.frozen_teacher else change
+        share = scalars["target_share"]
+        found = f"the targets have collapsed: {1 - share:.1%} of them is the same for all patches; try {change}"
+        if objective.stop_on_collapse:
+            raise UserError(found)
+        if self.accelerator.is_main_process:
+            tqdm.write(f"warning: {found}", file=sys.stderr)
+
+    def exported(self, model: nn.Module) -> nn.Module:
+        """What has the encoder that is probed and exported, and the normalisation of its input."""
+        return model.teacher if self.config.objective.export == "teacher" else model
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        super().export(self.exported(model), folder)
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return summarize(sums)
@@ -106,22 +149,24 @@ class Pretraining(ImageTask):
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= self.probe(model)
+            scalars |= self.probe(self.exported(model))
         return scalars
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""
-        images, corruption, predictions = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
-        columns = prediction_columns(self.objective, predictions, images, corruption)
+        found = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
+        columns = prediction_columns(self.objective, *found)
         tracker.log_images(step, " | ".join(COLUMNS), prediction_panel(columns)[None])
 
     @torch.no_grad()
-    def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Corruption, Tensor]:
-        """Held-out images (B, C, H, W) at `indices`, their fixed corruption, and predictions (B, K, outputs)."""
+    def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Tensor, Tensor, Corruption]:
+        """Predictions (B, K, outputs), targets (B, K, ...), held-out images (B, C, H, W) at `indices`, their fixed
+        corruption."""
         views = self.views(self.held_out)
         batch = collate([views[FIXED, index] for index in indices])
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
-        return images, corruption, model(images, corruption).float()
+        predictions, targets = self.outputs(model, images, corruption)
+        return predictions.float(), targets, images, corruption
 
     def flops(self) -> int:
         sample = collate([self.views(self.held_out)[FIXED, 0]])

@@ -16,7 +16,7 @@ from mpp.config import ProbeConfig, Representation
 from mpp.data.sources import ImageDataset
 from mpp.data.views import ViewDataset
 from mpp.frozen_features import extract, features_at, stages
-from mpp.metrics import is_right
+from mpp.metrics import is_right, ranks_of
 from mpp.runtime.arrays import in_blocks
 from mpp.training.task import ImageTask
 from mpp.training.tracking import progress_bar
@@ -106,10 +106,7 @@ def effective_ranks(features: Sequence[Tensor | NDArray], device: torch.device) 
     ranks: list[float] = []
     for _, alike in groupby(features, key=lambda part: part.shape):
         grams = torch.stack([gram(torch.as_tensor(part).to(device).double()) for part in alike])  # (depths, m, m)
-        values = torch.linalg.eigvalsh(grams).clamp(min=0).sqrt()
-        total = values.sum(-1, keepdim=True)
-        entropy = torch.special.entr(values / total.where(total > 0, 1)).sum(-1)
-        ranks += entropy.exp().where(total[:, 0] > 0, 0).tolist()
+        ranks += ranks_of(grams)
     return ranks
 
 

@@ -34,20 +34,21 @@ def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
     return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:])
 
 
-def prediction_columns(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Tensor:
+def prediction_columns(
+    objective: Objective, predictions: Tensor, targets: Tensor, images: Tensor, corruption: Corruption
+) -> Tensor:
     """Each image as COLUMNS: what it is, what the model saw, what it predicted, what was to be predicted.
 
     Uncorrupted patches are shown as they are in all four.
 
     Args:
-        predictions: (B, K, outputs) for these images and this corruption.
+        predictions, targets: (B, K, outputs) and (B, K, ...) of these images and this corruption.
         images: (B, C, H, W).
     Returns:
         (4, B, C, H, W) from 0 to 255, s times as large where the objective paints s times as large.
     """
     patches = patchify(images, objective.patch_size)
-    clean, targets = at(patches, corruption.positions), objective.targets(images, corruption.positions)
-    painted = [objective.paint(each, clean) for each in (objective.decide(predictions), targets)]
+    painted = objective.pictures(predictions, targets, at(patches, corruption.positions))
     patches = enlarge(patches, painted[0].shape[-1] // objective.patch_size)
     grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
     seen = corrupt(patches.flatten(2).float(), grey, corruption).to(patches.dtype).view(patches.shape)

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from safetensors import SafetensorError
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from mpp.config import ObjectiveConfig, Representation, check_grid, require, sides
-from mpp.errors import UserError, one_line
+from mpp.errors import UserError
 from mpp.frozen_features import features_at, stages
-from mpp.models.encoder import Normalize, load_encoder, set_attention
+from mpp.models.encoder import Normalize, create, set_attention
 from mpp.objectives import palette_for, sum_of
 from mpp.runtime.hardware import uses_gpu
 
@@ -117,19 +115,10 @@ def load_frozen(
     torch.manual_seed(seed)
     if encoder.startswith("floor:"):
         return ColorFloor(encoder.removeprefix("floor:"), img_size, channels or 3)
-    if Path(encoder).exists():
-        if checkpoint:
-            raise UserError("checkpoint goes with the name of a timm model; a folder has its own weights")
-        options = {"pretrained": not random}
-    else:
-        if not timm.is_model(encoder):
-            raise UserError(f"encoder is {encoder}: no folder of that name, and no model of timm's")
-        if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
-            raise UserError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
-        options = {"pretrained": False} | ({"in_chans": channels} if channels not in (None, 3) else {})
-        if checkpoint and not random:
-            options |= {"pretrained": True, "pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
-    model = create(encoder, img_size, **options, **changes)
+    named = not Path(encoder).exists()
+    trained = not random and (not named or checkpoint is not None)
+    options = {"in_chans": channels} if named and channels not in (None, 3) else {}
+    model = create(encoder, img_size, trained, checkpoint, **options, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:
@@ -137,23 +126,6 @@ def load_frozen(
     frozen = FrozenEncoder(model, img_size, options.get("in_chans"))
     check_channels(frozen, channels or frozen.channels)
     return frozen
-
-
-def create(encoder: str, img_size: int | Size | None, num_classes: int | None = 0, **options: Any) -> nn.Module:
-    """A folder's or timm's model, without a head or (`num_classes` None) its own; ViTs are built for `img_size`."""
-    build = load_encoder if Path(encoder).exists() else timm.create_model
-    sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
-    for size in sizes:
-        try:
-            return build(encoder, num_classes=num_classes, **options, **size)
-        except UserError:
-            raise
-        except TypeError as error:
-            reason: Exception = error
-        except (AssertionError, RuntimeError, OSError, KeyError, ValueError, SafetensorError) as error:
-            reason = error
-            break
-    raise UserError(f"encoder is {encoder}, which cannot be loaded: {one_line(reason)}") from reason
 
 
 class Unavailable(ValueError):

@@ -90,7 +90,9 @@ def lineage(encoder: str) -> Iterator[str]:
         saved = saved_settings(run)
         fine_tuned = (saved.get("checkpoint") or saved.get("encoder")) if saved.get("init") == "encoder" else None
         began, taught = (saved.get("model") or {}).get("init_from"), (saved.get("distill") or {}).get("teacher")
-        names += filter(None, (fine_tuned, began, taught))
+        objective = saved.get("objective") or {}
+        features_of = objective.get("teacher") if objective.get("name") == "features" else None  # "ema" is no folder
+        names += filter(None, (fine_tuned, began, taught, features_of))
 
 
 def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> int:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from evaluation.config import DistillConfig
 from evaluation.suite.distill import DistilledEncoder, averaged
-from evaluation.suite.encoders import FrozenEncoder, check_channels, create, load_frozen
+from evaluation.suite.encoders import FrozenEncoder, check_channels, load_frozen
 from evaluation.suite.networks import HeadedEncoder, build_head
 from evaluation.suite.run_images import learned_labels, run_folder
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.models.encoder import set_attention
+from mpp.models.encoder import create, set_attention
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
@@ -76,7 +76,7 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Teac
 
 def classifier_of_timm(folder: Path, channels: int) -> Classifier:
     """What timm's own folder has, with its head."""
-    model = create(str(folder), None, num_classes=None, pretrained=True)
+    model = create(str(folder), num_classes=None)
     classes = getattr(model, "num_classes", 0)
     require(classes > 0, SETTING, folder, A_TEACHER)
     if not uses_gpu():

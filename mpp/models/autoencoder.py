@@ -77,7 +77,8 @@ class MaskedAutoencoder(nn.Module):
         encoder, again = self.encoder, self.training and self.encoder.grad_checkpointing
         tokens = encoder._pos_embed(encoder.patch_embed(self.normalize(images)))  # (B, prefix + N, D)
         corrupted = encoder.num_prefix_tokens + corruption.positions
-        visible = others(corrupted, tokens.shape[1])
+        hidden = torch.cat([corrupted, encoder.num_prefix_tokens + corruption.dropped], dim=1)
+        visible = others(hidden, tokens.shape[1])
         seen = through(encoder.blocks, encoder.norm_pre(take(tokens, visible)), again)
         decoded = self.decoder(encoder.fc_norm(encoder.norm(seen)), visible, corrupted, again)
         return self.head(decoded)
@@ -116,7 +117,7 @@ class Decoder(nn.Module):
         Args:
             tokens: (B, V, D), the encoder's output.
             visible: (B, V), their places among all tokens.
-            corrupted: (B, K), the other places.
+            corrupted: (B, K), the places that are looked at.
             again: whether activations are computed again in the backward pass.
         Returns:
             (B, K, width).

@@ -300,3 +300,48 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
     elif fixed:
         hold_positions(encoder, encoder.pos_embed.data)
     return encoder.eval()
+
+
+def create(
+    encoder: str,
+    img_size: int | Grid | None = None,
+    pretrained: bool = True,
+    checkpoint: str | None = None,
+    num_classes: int | None = 0,
+    key: str = "encoder",
+    **changes: Any,
+) -> nn.Module:
+    """The model of a run folder, an encoder folder, or timm's of that name.
+
+    Args:
+        img_size: that a ViT is built for, resampled; None: its own.
+        pretrained: with weights: a folder's own, those in `checkpoint`, or those that timm has published.
+        checkpoint: .safetensors file with the weights of a timm name.
+        num_classes: 0: without a head; None: with its own.
+        key: the setting that names it.
+        changes: other arguments of timm's that differ.
+    Raises:
+        UserError: nothing of that name, or nothing that can be loaded.
+    """
+    named = not Path(encoder).exists()
+    if checkpoint and not named:
+        raise UserError("checkpoint goes with the name of a timm model; a folder has its own weights")
+    if named and not timm.is_model(encoder):
+        raise UserError(f"{key} is {encoder}: no folder of that name, and no model of timm's")
+    if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
+        raise UserError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
+    if checkpoint and pretrained:
+        changes |= {"pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
+    build = timm.create_model if named else load_encoder
+    sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
+    for size in sizes:
+        try:
+            return build(encoder, pretrained=pretrained, num_classes=num_classes, **changes, **size)
+        except UserError:
+            raise
+        except TypeError as error:
+            reason: Exception = error
+        except (*BAD_VALUES, AssertionError, OSError, SafetensorError) as error:
+            reason = error
+            break
+    raise UserError(f"{key} is {encoder}, which cannot be loaded: {one_line(reason)}") from reason

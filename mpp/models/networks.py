@@ -2,7 +2,8 @@
 
 A network has an `encoder`, which is exported, and a `normalize` for its input. In words it has the `method` and what is
 `on_top` of the encoder, for the model card. It turns images (B, C, H, W) and their corruption into predictions
-(B, K, outputs). To add one, write such a module and name it in NETWORKS.
+(B, K, outputs); where there is a teacher, into predictions and targets. To add one, write such a module and name it in
+NETWORKS.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +11,34 @@ from collections.abc import Callable, Sequence
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from mpp.config import NetworkConfig
+from mpp.config import Config, NetworkConfig
 from mpp.errors import UserError
 from mpp.models.autoencoder import MaskedAutoencoder
+from mpp.models.encoder import Normalize, build_encoder, cell_grid
 from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.teachers import Taught, build_teacher
+from mpp.objectives import Objective, build_objective
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "predictor": lambda *parts, config: MaskedPatchPredictor(*parts),
     "autoencoder": MaskedAutoencoder,
 }
+
+
+def build_model(config: Config) -> tuple[nn.Module, Objective]:
+    """What is pre-trained, by the config, and what it is to predict.
+
+    Raises:
+        UserError: parts that do not fit each other.
+    """
+    channels = config.data.channels
+    encoder, moments = build_encoder(config.model, channels), config.model.normalization(channels)
+    patch_size, teacher = cell_grid(encoder)[1], None
+    if config.objective.name == "features":
+        teacher = build_teacher(config.objective, encoder, Normalize(*moments))
+    objective = build_objective(config.objective, patch_size, channels, teacher and teacher.width)
+    network = build_network(config.network, encoder, objective.outputs, *moments)
+    return Taught(network, teacher, config.objective) if teacher else network, objective
 
 
 def build_network(

@@ -48,7 +48,7 @@ def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: boo
     with flop_counter() as counter:
         outputs = model(*(part.to("meta") for part in inputs))
         if backward:
-            outputs.sum().backward()
+            (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()  # a teacher's have no gradients
     return counter.get_total_flops()
 
 

@@ -47,6 +47,12 @@ class Task(Protocol):
     def describe(self, sums: Sums) -> dict[str, float]:
         """Sums over all batches and processes to scalars."""
 
+    def updated(self, model: nn.Module, step: int) -> dict[str, float]:
+        """What is to be done after update `step` (from 0), and scalars of it. `model` is without wrappers."""
+
+    def check(self, scalars: dict[str, float]) -> None:
+        """Raise UserError, on all processes, where a line of metrics says that it is better to stop."""
+
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         """Scalars on held-out images, all of them on the main process; may log pictures. `model` is in eval mode."""
 
@@ -67,7 +73,7 @@ class Update:
         layout: BatchLayout,
     ):
         self.task, self.accelerator, self.optim, self.run, self.layout = task, accelerator, optim, run, layout
-        self.model, self.optimizer = parallel.trained, parallel.optimizer
+        self.model, self.bare, self.optimizer = parallel.trained, parallel.model, parallel.optimizer
         self.finite = FiniteCheck(accelerator, parallel.optimizer, task.name)
 
     def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
@@ -93,7 +99,7 @@ class Update:
             self.finite.check()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm}, sums
+        return {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm} | self.task.updated(self.bare, step), sums
 
     def seed_of(self, step: int, micro: int) -> int:
         """The seed of everything that is drawn inside the model: distinct for (seed, step, micro-step, rank)."""
@@ -144,7 +150,7 @@ class Loop:
         Raises:
             Diverged: a loss or gradient that is not finite; nothing was updated by it.
             ReadFailed: images cannot be read; the checkpoint is written.
-            UserError: most images cannot be decoded; the checkpoint is written. Or it cannot be written.
+            UserError: most images cannot be decoded, or the task says stop; the checkpoint is written. Or it cannot be.
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run
@@ -191,6 +197,11 @@ class Loop:
         scalars |= self.speed.read(self.feed) | {"compute/pflop": self.flops * done / 1e15}
         scalars |= {"unreadable": self.tracker.count_unreadable()}
         self.tracker.log(done, scalars)
+        try:
+            self.task.check(scalars)
+        except UserError as error:
+            self.stop(done)
+            raise type(error)(f"{error}; a checkpoint after step {done} is written") from None
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
 
     def evaluate(self, done: int) -> None:

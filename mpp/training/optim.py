@@ -157,11 +157,12 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
         UserError: timm does not know the layers.
     """
     encoder = getattr(model, "encoder", None)
+    inside = next((name for name, module in model.named_modules() if module is encoder), "encoder")
     known = hasattr(encoder, "group_matcher")
     require(known, "optim.layer_decay", decay, "null for this model, whose layers timm does not know")
     names, head = [name for name, _ in encoder.named_parameters()], ""  # a name that is of no layer is of the head
     layers = group_with_matcher(((name, None) for name in (*names, head)), encoder.group_matcher(), reverse=True)
-    return {f"encoder.{name}": decay ** (layers[head] - layers[name]) for name in names}
+    return {f"{inside}.{name}": decay ** (layers[head] - layers[name]) for name in names}
 
 
 class PolyakAverage:

@@ -121,10 +121,12 @@ def from_main_process(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
 
 
 def first_weights(config: Any) -> dict[str, Any]:
-    """Which weights a run begins from, for its record; nothing where they are random, or not there any more."""
-    path = getattr(getattr(config, "model", None), "init_from", None)
-    weights = fingerprint(Path(path)) if path else None
-    return {"model.init_from": {"weights": weights}} if weights else {}
+    """Which weights a run begins from and is taught by, for its record; nothing of what is random, or not there."""
+    objective = getattr(config, "objective", None)
+    paths = {"model.init_from": getattr(getattr(config, "model", None), "init_from", None)}
+    paths |= {"objective.teacher": objective and (objective.teacher_checkpoint or objective.frozen_teacher)}
+    found = {key: fingerprint(Path(path)) if path else None for key, path in paths.items()}
+    return {key: {"weights": weights} for key, weights in found.items() if weights}
 
 
 @contextmanager

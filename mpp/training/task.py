@@ -75,6 +75,12 @@ class ImageTask:
     def name(self, index: int) -> str:
         return self.train.name(index)
 
+    def updated(self, model: nn.Module, step: int) -> dict[str, float]:
+        return {}
+
+    def check(self, scalars: dict[str, float]) -> None:
+        pass
+
     def record(self) -> dict[str, Any]:
         """Which images these are: see mpp/data/record.py."""
         retries, commit = self.data.read_retries, self.data.revision if of_the_hub(self.data) else None
