@@ -1,8 +1,9 @@
 """What is predicted for a corrupted patch: targets and loss (paper, appendix B.1.2).
 
-An objective turns clean images (or what a teacher makes of them, mpp/models/teachers.py) into targets, says how many numbers the head predicts for a patch, how far a prediction
-is from its target, and what counts as right. All arithmetic is on integers or in float32: it runs outside autocast. To
-add one, write a class with these members and name it in OBJECTIVES.
+An objective turns clean images into targets, says how many numbers the head predicts for a patch, how far a prediction
+is from its target, and what counts as right. (Of features the targets come from a teacher, mpp/models/teachers.py.) All
+arithmetic is on integers or in float32: it runs outside autocast. To add one, write a class with these members and name
+it in OBJECTIVES.
 
 Images (B, C, H, W) have values from 0 to 255, uint8 or float32. B images, K patches, P side of a patch, C channels.
 """

@@ -50,7 +50,6 @@ class PixelMasking(nn.Module):
     def hidden(self, corruption: Corruption) -> Tensor:
         """Whether nothing is left of what a token sees, (B, T, 1)."""
         masked = torch.zeros(len(corruption.positions), len(self.tokens), dtype=torch.bool, device=self.tokens.device)
-        masked.scatter_(1, corruption.positions, corruption.kinds == int(Kind.MASK)).scatter_(
-            1, corruption.dropped, True
-        )
+        masked.scatter_(1, corruption.positions, corruption.kinds == int(Kind.MASK))
+        masked.scatter_(1, corruption.dropped, True)
         return masked[:, self.cells].all(-1, keepdim=True)

@@ -1,6 +1,6 @@
 """Teachers: encoders whose features are predicted, frozen or the moving average of the encoder that learns.
 
-A teacher sees the whole image, in eval mode and without gradients. What the student is not to see is nowhere shown to it.
+A teacher sees the whole image, in eval mode and without gradients. What it sees is no input of the student.
 
 B images, N patches of the student's grid, K corrupted patches, D width of the teacher, d of its depths.
 """

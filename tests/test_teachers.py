@@ -1,0 +1,420 @@
+"""Features as targets: what teachers see and give, what the student must not see, and what a run keeps of them."""
+
+import copy
+import json
+import math
+import shutil
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from conftest import TINY, read_metrics
+from safetensors.torch import load_file, save_file
+from server import Command
+
+from evaluation.suite.run_images import lineage
+from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
+from mpp.corruption import Corruption, draw
+from mpp.errors import UserError
+from mpp.metrics import add, measure_features, spread_of
+from mpp.models.encoder import Normalize, build_encoder, cell_grid, load_encoder
+from mpp.models.networks import build_model
+from mpp.models.teachers import Teacher, as_targets, decay_at, follow
+from mpp.objectives import build_objective
+from mpp.training.flops import executed_flops
+
+FEATURES = ("--objective.name=features",)
+SMALL = ModelConfig(width=16, depth=4, heads=2, img_size=32)
+ALL_MASKED = dict(mask=1.0, random=0.0, keep=0.0)
+HALVES = ((0.5,) * 3, (0.5,) * 3)
+
+
+def model_of(network="predictor", objective=None, **corruption):
+    """A model of the features objective, what it is to predict, images and their corruption."""
+    torch.manual_seed(0)
+    config = Config(
+        model=SMALL,
+        network=NetworkConfig(name=network),
+        objective=ObjectiveConfig(name="features", **(objective or {})),
+        corruption=CorruptionConfig(**ALL_MASKED | corruption),
+    )
+    model, features = build_model(config)
+    drawn = [draw(config.corruption, (4, 4), 0, 0, index) for index in range(3)]
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return model, features, images, Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+
+
+def block_outputs(encoder, images):
+    """The residual stream after each block, without the prefix tokens."""
+    seen = []
+    hooks = [block.register_forward_hook(lambda _, __, out: seen.append(out[:, 1:])) for block in encoder.blocks]
+    with torch.no_grad():
+        encoder.eval().forward_features((images / 255 - 0.5) / 0.5)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_targets_are_those_of_data2vec():
+    """Layer norm of each of the last K blocks, their mean, layer norm; at the corrupted patches, of the whole image."""
+    model, _, images, corruption = model_of(objective={"teacher_depths": 3})
+    normed = [(each - each.mean(-1, True)) / (each.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+              for each in block_outputs(model.encoder, images)[1:]]  # fmt: skip
+    mean = sum(normed) / 3
+    expected = (mean - mean.mean(-1, True)) / (mean.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    _, targets = model(images, corruption)
+    for of_image, positions, whole in zip(targets, corruption.positions, expected, strict=True):
+        torch.testing.assert_close(of_image, whole[positions])
+    torch.testing.assert_close(targets.mean(-1), torch.zeros(3, 8), atol=1e-5, rtol=0)
+    torch.testing.assert_close(targets.var(-1, unbiased=False), torch.ones(3, 8), atol=1e-3, rtol=0)
+
+
+def test_of_one_depth_it_is_the_output_after_the_final_norm():
+    model, _, images, corruption = model_of(objective={"teacher_depths": 1, "teacher_norm": "none"})
+    with torch.no_grad():
+        model.teacher.encoder.norm.weight.mul_(3)
+        expected = model.teacher.encoder.forward_features((images / 255 - 0.5) / 0.5)[:, 1:]
+    _, targets = model(images, corruption)
+    torch.testing.assert_close(targets[1], expected[1, corruption.positions[1]])
+
+
+def test_instance_norm_is_over_the_patches_of_an_image():
+    tokens = [torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(seed)) * 5 + 3 for seed in range(2)]
+    normed = [
+        (each - each.mean(1, True)) / (each.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt() for each in tokens
+    ]
+    torch.testing.assert_close(as_targets(tokens, "instance"), F.layer_norm(sum(normed) / 2, (4,)))
+    torch.testing.assert_close(as_targets(tokens, "none"), (tokens[0] + tokens[1]) / 2)
+
+
+@pytest.mark.parametrize("network", ["predictor", "autoencoder"])
+def test_the_student_sees_nothing_of_what_is_hidden_and_the_teacher_gets_no_gradient(network):
+    """Hidden pixels change the targets and no prediction. No gradient flows to the teacher, or through it."""
+    model, objective, images, corruption = model_of(network, pattern="multiblock", context=0.5)
+    model.eval()
+    hidden = torch.cat([corruption.positions, corruption.dropped], 1)
+    assert corruption.dropped.shape == (3, 4) and hidden.sort().values.diff().min() > 0
+    patches = images.unfold(2, 8, 8).unfold(3, 8, 8).clone()  # (B, C, 4, 4, 8, 8)
+    for of_image, places in zip(patches, hidden.tolist(), strict=True):
+        for place in places:
+            of_image[:, place // 4, place % 4] = 255 - of_image[:, place // 4, place % 4]
+    other = patches.permute(0, 1, 2, 4, 3, 5).reshape(images.shape)
+    (one, targets), (two, changed) = model(images, corruption), model(other, corruption)
+    assert torch.equal(one, two) and not torch.isclose(targets, changed).all(-1).any()
+    assert not targets.requires_grad
+    pixels = images.float().requires_grad_()
+    predictions, targets = model(pixels, corruption)
+    objective.loss(predictions, targets).backward()
+    assert all(parameter.grad is None for parameter in model.teacher.parameters())
+    moved = pixels.grad.unfold(2, 8, 8).unfold(3, 8, 8).abs().amax((1, 4, 5)).flatten(1) > 0  # (B, 16)
+    assert not moved.gather(1, hidden).any() and moved.sum() == 3 * (16 - hidden.shape[1])
+
+
+def test_targets_do_not_depend_on_the_mask_dropout_or_drop_path():
+    torch.manual_seed(0)
+    model = ModelConfig(width=16, depth=2, heads=2, img_size=32, dropout=0.5, drop_path=0.5)
+    model, _ = build_model(Config(model=model, objective=ObjectiveConfig(name="features")))
+    images, model = torch.randint(0, 256, (2, 3, 32, 32)), model.train()
+    assert model.student.training and not any(module.training for module in model.teacher.modules())
+    everywhere = torch.arange(16).expand(2, -1)
+    whole = model.teacher(images, everywhere)
+    assert torch.equal(model.teacher(images, everywhere), whole)
+    assert torch.equal(model.teacher(images, torch.tensor([[3, 7], [0, 15]])), whole[[[0], [1]], [[3, 7], [0, 15]]])
+
+
+def test_losses_by_hand():
+    def loss(name, error, **options):
+        objective = build_objective(ObjectiveConfig(name="features", loss=name, **options), 8, 3, 4)
+        return float(objective.loss(torch.full((1, 2, 4), float(error)), torch.zeros(1, 2, 4)))
+
+    assert loss("smooth_l1", 1) == loss(None, 1) == 0.25 and loss("smooth_l1", 3) == 2.0
+    assert loss("smooth_l1", 3, beta=1.0) == 2.5 and loss("l1", 3) == 3 and loss("l2", 3) == 9
+    cosine = build_objective(ObjectiveConfig(name="features", loss="cosine"), 8, 3, 2)
+    one = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
+    assert float(cosine.loss(one, torch.tensor([[[5.0, 0.0], [0.0, -1.0]]]))) == pytest.approx(1.0)  # 0 and 2
+
+
+def test_a_student_that_is_its_teacher_is_right():
+    """Nothing hidden, a head that changes nothing: the cosine of prediction and target is 1."""
+    model, _, images, corruption = model_of(
+        objective={"teacher_depths": 1, "teacher_norm": "none", "loss": "cosine"}, mask=0.0, keep=1.0
+    )
+    with torch.no_grad():
+        model.student.head.weight.copy_(torch.eye(16))
+    objective = build_objective(ObjectiveConfig(name="features", loss="cosine"), 8, 3, 16)
+    assert objective.loss(*model.eval()(images, corruption)).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_moving_average_is_the_closed_form():
+    """tau^n a + (1 - tau^n) b of a constant student."""
+    model, *_ = model_of()
+    before = copy.deepcopy(model.teacher.encoder).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.add_(torch.randn(parameter.shape))
+    for _ in range(5):
+        follow(model.teacher.encoder, model.encoder, 0.9)
+    for average, a, b in zip(
+        *(each.parameters() for each in (model.teacher.encoder, before, model.encoder)), strict=True
+    ):
+        torch.testing.assert_close(average, 0.9**5 * a + (1 - 0.9**5) * b)
+
+
+def test_half_lives_are_shares_of_the_run():
+    assert decay_at((0.01, 0.05), 0, 1000) ** 10 == pytest.approx(0.5)
+    assert decay_at((0.01, 0.05), 999, 1000) ** 50 == pytest.approx(0.5)
+    assert decay_at((0.02, 0.02), 77, 1000) == pytest.approx(2 ** (-1 / 20))
+    assert decay_at((0.5, 0.5), 0, 1) == 0.25  # of one update
+
+
+def frozen(img_size, patch_size, config=None, grid=(4, 4), name="vit_base_patch16_224", **options):
+    torch.manual_seed(3)
+    sizes = dict(embed_dim=16, depth=2, num_heads=2, img_size=img_size, patch_size=patch_size)
+    encoder = timm.create_model(name, num_classes=0, **sizes, **options)
+    config = config or ObjectiveConfig(name="features", teacher="x", teacher_norm="none")
+    return Teacher(encoder, Normalize(*HALVES), grid, config, (img_size, img_size))
+
+
+def test_another_grid_is_resampled_and_the_crop_resized():
+    """Exact where both have the same grid, though sizes differ; a grid twice as fine keeps a constant."""
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    everywhere = torch.arange(16).expand(2, -1)
+    same = frozen(64, 16, reg_tokens=3)  # a grid of 4 x 4
+    large = F.interpolate(images.float(), (64, 64), mode="bilinear", antialias=True)
+    with torch.no_grad():
+        expected = same.encoder.forward_features((large / 255 - 0.5) / 0.5)[:, 4:]  # [class] and registers left out
+    torch.testing.assert_close(same(images, everywhere), expected)
+    fine = frozen(64, 8)
+    with torch.no_grad():
+        maps = fine.encoder.forward_features((large / 255 - 0.5) / 0.5)[:, 1:].mT.unflatten(-1, (8, 8))
+    found = fine(images, everywhere).mT.unflatten(-1, (4, 4))
+    weights = torch.tensor([1, 3, 3, 1]) / 8  # bilinear, half as many
+    inner = torch.einsum("bdhw,h,w->bd", maps[..., 1:5, 3:7], weights, weights)
+    torch.testing.assert_close(found[..., 1, 2], inner)
+
+
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "resnet18"])
+def test_any_encoder_of_timms_can_teach(name):
+    """RoPE and convolutions; stages of other widths cannot be averaged."""
+    encoder = timm.create_model(name, num_classes=0, **({"img_size": 28} if "eva" in name else {}))
+    config = ObjectiveConfig(name="features", teacher=name)
+    teacher = Teacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
+    found = teacher(torch.randint(0, 256, (2, 3, 32, 32)), torch.arange(16).expand(2, -1))
+    assert found.shape == (2, 16, teacher.width) and teacher.width in (192, 512)
+    if name == "resnet18":
+        config = ObjectiveConfig(name="features", teacher=name, teacher_depths=2)
+        with pytest.raises(UserError, match="teacher_depths is 2; it must be 1 with resnet18, whose stages differ"):
+            Teacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
+
+
+def test_overlapping_patches_are_taught_by_whole_ones():
+    torch.manual_seed(0)
+    config = ModelConfig(width=16, depth=2, heads=2, img_size=32, stride=4)
+    model, _ = build_model(Config(model=config, objective=ObjectiveConfig(name="features", teacher_depths=1)))
+    images = torch.randint(0, 256, (1, 3, 32, 32))
+    with torch.no_grad():
+        tokens = model.encoder.eval().forward_features((images / 255 - 0.5) / 0.5)[:, 1:].unflatten(1, (7, 7))
+    found = model.teacher(images, torch.arange(16)[None])
+    expected = tokens[:, ::2, ::2].flatten(1, 2)
+    torch.testing.assert_close(found, F.layer_norm(F.layer_norm(expected, (16,)), (16,)))
+
+
+def test_patterns_of_ijepa():
+    """Exact K and U for every image, context and targets apart, all patches reachable; it ends on 8 x 8."""
+    config = CorruptionConfig(pattern="multiblock", rate=0.5, context=0.85, **ALL_MASKED)
+    for grid in ((8, 8), (14, 14), (4, 4), (3, 16)):
+        patches, seen = math.prod(grid), torch.zeros(3, math.prod(grid))
+        for index in range(300):
+            drawn = draw(config, grid, 0, 0, index)
+            assert len(drawn.positions) == math.floor(patches / 2 + 0.5)
+            context = patches - len(drawn.positions) - len(drawn.dropped)
+            assert context == round(0.85 * (patches - len(drawn.positions)))
+            assert len(torch.cat([drawn.positions, drawn.dropped]).unique()) == patches - context
+            assert drawn.positions.diff().min() > 0
+            seen[0, drawn.positions] += 1
+            seen[1, drawn.dropped] += 1
+            seen[2] += 1
+        predicted, dropped = (seen[:2] / 300).unflatten(1, grid)
+        assert predicted.min() > 0 and (dropped.max() > 0 or context == patches - len(drawn.positions))
+        for part in (predicted, dropped):  # no corner or edge is another
+            assert (part - part.flip(0)).abs().mean() < 0.07 and (part - part.flip(1)).abs().mean() < 0.07
+    high = CorruptionConfig(pattern="multiblock", rate=0.95, **ALL_MASKED)
+    assert len(draw(high, (8, 8), 0, 0, 0).positions) == 61
+
+
+def test_spread_is_that_of_all_patches_together():
+    """Against torch over everything at once; constant features have none."""
+    rows = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double) * 2 + 1
+    sums = add(measure_features(rows[:2], rows[:2] * 3), measure_features(rows[2:], rows[2:] * 3))
+    flat, found = rows.flatten(0, 1), spread_of(sums, "prediction")
+    variance = flat.var(0, unbiased=False).mean()
+    assert found["prediction_deviation"] == pytest.approx(float(variance.sqrt()))
+    assert found["prediction_share"] == pytest.approx(float(variance / flat.square().mean()))
+    values = torch.linalg.svdvals(flat - flat.mean(0))
+    entropy = torch.special.entr(values / values.sum()).sum()
+    assert found["prediction_rank"] == pytest.approx(float(entropy.exp()))
+    assert spread_of(sums, "target")["target_deviation"] == pytest.approx(3 * float(variance.sqrt()))
+    constant = spread_of(measure_features(rows, torch.ones(6, 5, 8)), "target")
+    assert constant == {"target_deviation": 0, "target_share": 0, "target_rank": 0}
+
+
+def test_pictures_show_both_in_one_basis():
+    objective = build_objective(ObjectiveConfig(name="features"), 8, 3, 6)
+    targets = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(0))
+    clean = torch.zeros(2, 7, 3, 8, 8, dtype=torch.uint8)
+    one, other = objective.pictures(targets, targets, clean)
+    assert torch.equal(one, other) and one.shape == clean.shape and one.float().std() > 20
+    shifted, same = objective.pictures(targets + 1, targets, clean)
+    assert torch.equal(same, other) and not torch.equal(shifted, other)
+    grey, _ = objective.pictures(targets.mean((0, 1)).expand_as(targets), targets, clean)
+    torch.testing.assert_close(grey, torch.full_like(grey, 127.5), atol=1e-3, rtol=0)
+    few, _ = objective.pictures(targets[:1, :2], targets[:1, :2], clean[:1, :2])
+    assert few.shape == (1, 2, 3, 8, 8)
+
+
+def test_the_teachers_forward_pass_is_in_the_compute():
+    """An encoder's forward pass, of all tokens, is a quarter of the student's three and its own."""
+    with_teacher, _, images, corruption = model_of()
+    student = executed_flops(with_teacher.student, images, corruption)
+    whole = executed_flops(with_teacher, images, corruption)
+    alone = executed_flops(with_teacher.encoder, images.float(), backward=False)
+    assert whole == student + alone
+
+
+EMA = (
+    *FEATURES,
+    "--corruption.pattern=blockwise",
+    "--corruption.mask=1",
+    "--corruption.random=0",
+    "--corruption.keep=0",
+)
+
+
+def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
+    """The average is in the checkpoint; broken off and resumed, all tensors are the same. Either is exported."""
+    steps = ("--run.checkpoint_every=2",)
+    whole = pretrain(*EMA, *steps, dir=tmp_path / "whole")
+    pretrain(*EMA, *steps, dir=tmp_path / "broken")
+    for folder in ("checkpoints/step_00000004", "encoder"):
+        shutil.rmtree(tmp_path / "broken" / folder)
+    again = pretrain(*EMA, *steps, dir=tmp_path / "broken")
+    one, two = (load_file(each / "checkpoints" / "step_00000004" / "model.safetensors") for each in (whole, again))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    decays = {step + 1: decay_at((0.01, 0.05), step, 4) for step in range(4)}
+    assert read_metrics(whole, "teacher/decay") == pytest.approx(decays)
+    assert all(rank > 1 for rank in read_metrics(whole, "target_rank").values())
+    taught = pretrain(*EMA, "--objective.export=teacher", dir=tmp_path / "taught")
+    exported = load_encoder(taught).state_dict()
+    kept = load_file(taught / "checkpoints" / "step_00000004" / "model.safetensors")
+    assert all(torch.equal(exported[name], kept[f"teacher.encoder.{name}"]) for name in exported)
+    assert not torch.equal(exported["norm.weight"], kept["student.encoder.norm.weight"])
+    assert "This encoder is the moving average" in (taught / "encoder" / "README.md").read_text()
+    assert "This encoder is the one that was trained" in (whole / "encoder" / "README.md").read_text()
+
+
+def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(tmp_path, pretrain, finished_run):
+    words = (*FEATURES, f"--objective.teacher={tmp_path / 'teacher'}", "--objective.loss=cosine")
+
+    shutil.copytree(finished_run / "encoder", tmp_path / "teacher")
+    folder = pretrain(*words)
+    names = load_file(folder / "checkpoints" / "step_00000004" / "model.safetensors").keys()
+    assert names and all(name.startswith("student.") for name in names)
+    assert str(tmp_path / "teacher") in list(lineage(str(folder)))
+    shutil.rmtree(folder / "encoder")
+    pretrain(*words)  # goes on
+    weights = load_file(tmp_path / "teacher" / "model.safetensors")
+    save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, tmp_path / "teacher" / "model.safetensors")
+    shutil.rmtree(folder / "encoder")
+    with pytest.raises(UserError, match=r"began otherwise: objective.teacher: weights changed"):
+        pretrain(*words)
+
+
+def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
+    teacher = f"--objective.teacher={finished_run}"
+    for words, message in {
+        (
+            "--objective.teacher=nowhere",
+        ): "objective.teacher is nowhere: no folder of that name, and no model of timm's",
+        (teacher, "--data.channels=1"): "objective.teacher's input channels is 3; it must be 1",
+        (teacher, "--objective.teacher_depths=9"): "objective.teacher_depths is 9; it must be at most 2",
+        (teacher, "--objective.export=teacher"): "objective.export is teacher; it must be student or left out",
+        (teacher, "--objective.half_life=[0.1,0.2]"): "objective.half_life is .* unless objective.teacher is ema",
+        ("--objective.half_life=[0,0.2]",): "objective.half_life is .* two positive numbers",
+        ("--objective.teacher_img_size=64",): "objective.teacher_img_size is 64; it must be null with .*teacher=ema",
+        ("--objective.teacher=resnet18", "--objective.teacher_checkpoint=x.pt"): "must be a .safetensors file",
+    }.items():
+        with pytest.raises((UserError, SystemExit), match=message):
+            pretrain(*FEATURES, *words, dir=tmp_path / "refused")
+    with pytest.raises(UserError, match=r"objective.teacher is .*no effect unless objective.name is features"):
+        pretrain(teacher, dir=tmp_path / "refused")
+
+
+def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, finished_run, capsys):
+    """A teacher that gives every patch the same; random weights are no collapse."""
+
+    shutil.copytree(finished_run / "encoder", tmp_path / "dull")
+    weights = load_file(tmp_path / "dull" / "model.safetensors")
+    dull = {"norm.weight": 0 * weights["norm.weight"], "norm.bias": torch.arange(16.0)}
+    save_file(weights | dull, tmp_path / "dull" / "model.safetensors")
+    words = (*FEATURES, f"--objective.teacher={tmp_path / 'dull'}", "--objective.teacher_depths=1")
+    pretrain(*words, dir=tmp_path / "warned")
+    assert capsys.readouterr().err.count("the targets have collapsed: 100.0% of them is the same for all patches") == 1
+    with pytest.raises(UserError, match=r"collapsed.*; a checkpoint after step 1 is written"):
+        pretrain(*words, "--objective.stop_on_collapse=true", dir=tmp_path / "stopped")
+    assert (tmp_path / "stopped" / "checkpoints" / "step_00000001").is_dir()
+    pretrain(*FEATURES, f"--objective.teacher={finished_run}", dir=tmp_path / "healthy")
+    assert "collapsed" not in capsys.readouterr().err
+
+
+def test_accumulated_compiled_checkpointed_and_shared_out_it_is_the_same_run(tmp_path):
+    """Two processes with copies or shares, two passes an update, recomputed activations: the losses of one process."""
+    more = ("--run.steps=4", "--run.eval_every=4")
+    runs = {
+        "one": Command("pretrain", *TINY, *EMA, *more, f"--run.dir={tmp_path / 'one'}"),
+        "copies": Command(
+            "pretrain", *TINY, *EMA, *more, "--data.batch_size=2", f"--run.dir={tmp_path / 'copies'}", processes=2
+        ),
+        "shares": Command(
+            "pretrain", *TINY, *EMA, *more, "--model.activation_checkpointing=true",
+            f"--run.dir={tmp_path / 'shares'}", processes=2, sharded=True,
+        ),
+    }  # fmt: skip
+    for run in runs.values():
+        assert not any(run.wait()), run.said
+    keys = ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
+    for key in keys:
+        for other in ("copies", "shares"):
+            assert read_metrics(tmp_path / other, key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-4)
+    one, copies, shares = (
+        load_file(tmp_path / name / "checkpoints" / "step_00000004" / "model.safetensors") for name in runs
+    )
+    assert one.keys() == copies.keys() == shares.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(copies[name], tensor, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(shares[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("overlay", ["data2vec", "ijepa"])
+def test_overlays_run_and_export_to_plain_timm(tmp_path, pretrain, overlay):
+    folder = pretrain("--config", f"rivals/{overlay}", dir=tmp_path / overlay)
+    model = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True)
+    assert model.forward_features(torch.zeros(1, 3, 32, 32)).shape == (1, 17, 16)
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["heldout/target_deviation"] > 0.1 and "heldout/accuracy" not in last
+
+
+def test_a_compiled_teacher_is_the_same():
+    model, _, images, corruption = model_of()
+    expected = model(images, corruption)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(images, corruption)  # raises where a graph breaks
+    torch.testing.assert_close(compiled, expected)
+
+
+def test_cells_are_the_grid_of_hybrids_too():
+    encoder = build_encoder(SMALL)
+    assert (
+        cell_grid(encoder)[0]
+        == Teacher(copy.deepcopy(encoder), Normalize(*HALVES), (4, 4), ObjectiveConfig(name="features"), (32, 32)).grid
+    )
