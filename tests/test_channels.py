@@ -377,7 +377,8 @@ def test_what_a_person_sees():
 def test_panels_of_four_bands(settings):
     objective, images, corruption = objective_of(4, settings), images_of(4), corruption_of()
     predictions = torch.zeros(2, 3, objective.outputs)
-    columns = prediction_columns(objective, predictions, images, corruption)
+    targets = objective.targets(images, corruption.positions)
+    columns = prediction_columns(objective, predictions, targets, images, corruption)
     times = columns.shape[-1] // 24
     assert columns.shape == (4, 2, 4, 16 * times, 24 * times)
     assert torch.equal(columns[0, ..., ::times, ::times], images)

@@ -194,7 +194,8 @@ def test_another_image_of_the_batch_may_be_the_source():
 
 def test_gradients_reach_the_mask_and_the_source():
     embeddings, mask = torch.zeros(1, 3, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
-    corruption = Corruption(*(torch.tensor([row]) for row in ([0, 1], [Kind.MASK, Kind.RANDOM], [0, 2], [0, 0])))
+    rows = ([0, 1], [Kind.MASK, Kind.RANDOM], [0, 2], [0, 0])
+    corruption = Corruption(*(torch.tensor([row]) for row in rows), torch.empty(1, 0, dtype=torch.int64))
     corrupt(embeddings, mask, corruption).sum().backward()
     assert mask.grad.tolist() == [1, 1]
     assert embeddings.grad[0, :, 0].tolist() == [0, 0, 2]

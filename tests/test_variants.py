@@ -287,11 +287,15 @@ def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks(
     assert encoder.patch_embed.grid_size == (7, 7) and cell_grid(encoder) == ((4, 4), 8)
     assert masking.tokens.tolist() == [14 * row + 2 * column for row in range(4) for column in range(4)]
     positions = torch.tensor([[0, 1, 5]])  # two beside each other, and one below the second
-    zeros = torch.zeros_like(positions)
-    hidden = masking.hidden(Corruption(positions, zeros, positions, zeros)).view(7, 7)
+    zeros, none = torch.zeros_like(positions), torch.empty(1, 0, dtype=torch.int64)
+    hidden = masking.hidden(Corruption(positions, zeros, positions, zeros, none)).view(7, 7)
     assert hidden.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 2]]
     kept = torch.full_like(positions, int(Kind.KEEP))
-    assert not masking.hidden(Corruption(positions, kept, positions, zeros)).any()
+    assert not masking.hidden(Corruption(positions, kept, positions, zeros, none)).any()
+    dropped = masking.hidden(
+        Corruption(positions[:, 1:], zeros[:, 1:], positions[:, 1:], zeros[:, 1:], positions[:, :1])
+    )
+    assert torch.equal(dropped.view(7, 7), hidden)
 
 
 @pytest.mark.parametrize("kind", ["relative", "every", "stride, rope", "axial"])
@@ -308,7 +312,8 @@ def test_what_timm_offers_and_this_cannot_do_is_refused_and_the_rest_works(kind)
 def test_a_random_cell_has_the_pixels_of_its_source():
     masking = MaskedPatchPredictor(build(stride=4), 5, (0.5,) * 3, (0.5,) * 3).pixel_masking
     images, one = torch.randn(1, 3, 32, 32), torch.tensor([[6]])
-    corruption = Corruption(one, torch.full_like(one, int(Kind.RANDOM)), torch.tensor([[9]]), torch.zeros_like(one))
+    kinds, sources = torch.full_like(one, int(Kind.RANDOM)), torch.tensor([[9]])
+    corruption = Corruption(one, kinds, sources, torch.zeros_like(one), one[:, :0])
     seen = masking.corrupt(images, corruption)
     expected = images.clone()
     expected[..., 8:16, 16:24] = images[..., 16:24, 8:16]
