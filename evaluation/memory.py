@@ -36,6 +36,7 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
     grid, patch_size = cell_grid(model.encoder)
     fields = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in draw(config.corruption, grid, 0, 0, 0)]
     moments = optimizer_bytes(model, config.optim)
+    model.requires_grad_(True)  # the tracker takes no other; a teacher, which computes without a graph, gets none
     half = config.run.precision != "fp32"
     tracker = MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -63,7 +64,7 @@ def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:
     optimizer = build_optimizer(model, config)
     for group in optimizer.param_groups:
         group["fused"] = False  # there is no kernel for nothing
-    for parameter in model.parameters():
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()

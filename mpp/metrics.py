@@ -89,7 +89,7 @@ def measure_features(predictions: Tensor, targets: Tensor) -> Sums:
     Args:
         predictions, targets: (B, K, D).
     """
-    sums = {"features": torch.tensor(targets[..., 0].numel(), dtype=torch.double, device=targets.device)}
+    sums = {"features": targets.new_full((), targets[..., 0].numel(), dtype=torch.double)}
     for name, values in (("target", targets), ("prediction", predictions)):
         rows = values.flatten(0, 1).double()
         sums |= {f"{name}_sum": rows.sum(0), f"{name}_products": rows.T @ rows}  # (D,), (D, D)

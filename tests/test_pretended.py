@@ -54,6 +54,7 @@ PRETRAIN |= {
     "accumulation": ["--data.batch_size=3"],
     "Polyak average": ["--optim.average=0.9"],
     "layer decay": ["--optim.layer_decay=0.7"],
+    "moving average as teacher": ["--objective.name=features"],
     "stride": ["--model.stride=4"],
     "float32 pixels, factorized": ["--data.range=[10,200]", "--objective.factorized=true"],
     "float32 pixels of one channel": ["--data.range=[10,200]", "--data.channels=1", "--objective.name=pixels"],
