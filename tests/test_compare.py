@@ -18,6 +18,7 @@ from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.suite.run_images import record_of
 from mpp.errors import Diverged, UserError
+from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse
 
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
@@ -59,6 +60,28 @@ def test_every_case_of_a_comparison_file_parses(path):
         known |= pairs
         job = compare.Job(case, ROOT)
         assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
+
+
+def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
+    """A run that is taught by another of the comparison costs both; while somebody trains its teacher, it waits."""
+    config = yaml.safe_load(small.read_text())
+    teacher, tiny = config["encoders"][0], config["encoders"][0]["train_options"]
+    taught = {"objective.name": "features", "objective.teacher": teacher["encoder"]}
+    config["encoders"][1:] = [{"name": "taught", "encoder": str(tmp_path / "taught"), "train": "pretrain"}]
+    config["encoders"][1]["train_options"] = tiny | taught
+    config["encoders"][0]["seeds"] = [0]
+    config["evaluations"], config["datasets"] = config["evaluations"][:1], config["datasets"][:1]
+    small.write_text(yaml.safe_dump(config))
+    jobs = [
+        compare.Job(case, tmp_path / "out") for case in plan.plan(parse(CompareConfig, ["--config", str(small)]))[1]
+    ]
+    with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
+        jobs[1].prepare()
+    compare.main(["--config", str(small)])
+    own = {name: max(read_metrics(tmp_path / name, "compute/pflop").values()) for name in ("encoders/0", "taught")}
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    costs = {row["encoder"]: row["training_pflop"] for row in results}
+    assert costs == {"pre-trained": own["encoders/0"], "taught": own["encoders/0"] + own["taught"]}
 
 
 def test_vtab_has_its_19_tasks_in_three_groups():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from evaluation import gpu_report, memory
-from mpp.config import Config, ModelConfig, OptimConfig, RunConfig
+from mpp.config import Config, ModelConfig, ObjectiveConfig, OptimConfig, RunConfig
 from mpp.models.encoder import build_encoder
 
 MODEL = ModelConfig(width=64, depth=4, heads=2, img_size=64, patch_size=8, attention="fused")
@@ -24,6 +24,18 @@ def test_weights_and_moments_are_four_bytes_each():
         assert memory.peak_memory(replace(CONFIG, optim=optim), 8)["optimiser"] == pytest.approx(
             4 * numbers * count, rel=0.01
         )
+
+
+def test_a_teacher_takes_its_weights_and_nothing_else_that_stays():
+    objective = ObjectiveConfig(name="features")
+    head = 64 * 64 + 64 + 64
+    count = sum(parameter.numel() for parameter in build_encoder(MODEL).parameters())
+    found = memory.peak_memory(replace(CONFIG, objective=objective), 8)
+    assert found["weights"] == pytest.approx(4 * (2 * count + head), rel=0.01)
+    assert found["gradients"] <= 4.1 * (count + head) and found["optimiser"] == pytest.approx(
+        8 * (count + head), rel=0.01
+    )
+    assert found["activations"] < 1.5 * memory.peak_memory(CONFIG, 8)["activations"]
 
 
 def test_activations_grow_with_the_images_and_fall_with_what_is_computed_again():
