@@ -73,6 +73,18 @@ class ObjectiveConfig:
     loss: Literal["l1", "l2", "smooth_l1", "cosine"] | None = needs(None, name=("pixels", "hog", "features"))
     """Distance from the true pixels, hog or features: mean absolute (SimMIM) or mean squared difference, smooth L1
     (data2vec), or 1 less the cosine (EVA), which is for features. null: l2, of features smooth_l1."""
+    normalize: Literal["none", "patch"] = needs("none", name="pixels")
+    """patch: of pixels, each patch is predicted less its own mean and over its own deviation (MAE)."""
+    bits: int = 3
+    """Bits per channel of the colour objectives and of every accuracy: 3 bits of RGB are 512 colours. Of all channels
+    together it is 12 at most, but where each has its own softmax."""
+    factorized: bool = needs(False, name=("mean_color", "grid_color"))
+    """A softmax for each channel of a colour, in place of one for all: for images of many channels. Accuracy is the
+    share of the channels that are right then."""
+    grid: int = needs(4, name="grid_color")
+    """Cells per side of grid_color."""
+    cell: int = needs(8, name="hog")
+    """Side of a cell of hog in pixels; a smaller patch is one cell."""
     beta: float = needs(2.0, name="features", loss=(None, "smooth_l1"))
     """Where smooth L1 turns from a parabola into a line (data2vec: 2, I-JEPA: 1)."""
     teacher: str = needs("ema", name="features")
@@ -95,18 +107,6 @@ class ObjectiveConfig:
     """End a run whose targets have become the same for all patches. false: warn of it."""
     export: Literal["student", "teacher"] = needs("student", name="features", teacher="ema")
     """What is probed and exported: the encoder that was trained, or its moving average (I-JEPA)."""
-    normalize: Literal["none", "patch"] = needs("none", name="pixels")
-    """patch: of pixels, each patch is predicted less its own mean and over its own deviation (MAE)."""
-    bits: int = 3
-    """Bits per channel of the colour objectives and of every accuracy: 3 bits of RGB are 512 colours. Of all channels
-    together it is 12 at most, but where each has its own softmax."""
-    factorized: bool = needs(False, name=("mean_color", "grid_color"))
-    """A softmax for each channel of a colour, in place of one for all: for images of many channels. Accuracy is the
-    share of the channels that are right then."""
-    grid: int = needs(4, name="grid_color")
-    """Cells per side of grid_color."""
-    cell: int = needs(8, name="hog")
-    """Side of a cell of hog in pixels; a smaller patch is one cell."""
 
     def __post_init__(self):
         require(1 <= self.bits <= 8, "objective.bits", self.bits, "from 1 to 8")
