@@ -367,27 +367,23 @@ def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, fi
     assert "collapsed" not in capsys.readouterr().err
 
 
-def test_accumulated_compiled_checkpointed_and_shared_out_it_is_the_same_run(tmp_path):
+def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):
     """Two processes with copies or shares, two passes an update, recomputed activations: the losses of one process."""
-    more = ("--run.steps=4", "--run.eval_every=4")
-    runs = {
-        "one": Command("pretrain", *TINY, *EMA, *more, f"--run.dir={tmp_path / 'one'}"),
-        "copies": Command(
-            "pretrain", *TINY, *EMA, *more, "--data.batch_size=2", f"--run.dir={tmp_path / 'copies'}", processes=2
-        ),
-        "shares": Command(
-            "pretrain", *TINY, *EMA, *more, "--model.activation_checkpointing=true",
-            f"--run.dir={tmp_path / 'shares'}", processes=2, sharded=True,
-        ),
-    }  # fmt: skip
-    for run in runs.values():
+    words = (*TINY, *EMA, "--run.eval_every=4")
+    more = {"copies": "--data.batch_size=2", "shares": "--model.activation_checkpointing=true"}
+    runs = [
+        Command("pretrain", *words, option, f"--run.dir={tmp_path / name}", processes=2, sharded=name == "shares")
+        for name, option in more.items()
+    ]
+    pretrain(*EMA, "--run.eval_every=4", dir=tmp_path / "one")
+    for run in runs:
         assert not any(run.wait()), run.said
     keys = ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
     for key in keys:
         for other in ("copies", "shares"):
             assert read_metrics(tmp_path / other, key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-4)
     one, copies, shares = (
-        load_file(tmp_path / name / "checkpoints" / "step_00000004" / "model.safetensors") for name in runs
+        load_file(tmp_path / name / "checkpoints" / "step_00000004" / "model.safetensors") for name in ("one", *more)
     )
     assert one.keys() == copies.keys() == shares.keys()
     for name, tensor in one.items():
