@@ -29,7 +29,7 @@ from evaluation.suite.findings import Row, write_findings
 from evaluation.suite.plan import Case, Options, plan
 from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
-from evaluation.suite.run_images import images_at
+from evaluation.suite.run_images import images_at, run_folder
 from mpp.config import Config
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
@@ -296,16 +296,17 @@ class Job:
 
 
 def teacher_of(config: Any) -> Path | None:
-    """The folder of the frozen teacher whose features a training predicts."""
-    teacher = getattr(getattr(config, "objective", None), "frozen_teacher", None)
-    return Path(teacher) if teacher and not is_model(teacher) else None
+    """The run folder of the frozen teacher whose features a training predicts."""
+    objective = getattr(config, "objective", None)
+    teacher = objective and objective.frozen_teacher and (objective.teacher_checkpoint or objective.teacher)
+    return teacher and (run_folder(teacher) or (None if is_model(teacher) else Path(teacher)))
 
 
 def executed(run: Path) -> float:
     """PFLOP that a run executed, and those by which its teacher was trained; UserError where nothing says so."""
     own, saved = last_scalars(run, "compute/pflop")["compute/pflop"], saved_settings(run)
     teacher = teacher_of(parse_saved(Config, run / "config.yaml")) if "objective" in saved else None
-    return own + (executed(teacher.parent if teacher.name == "encoder" else teacher) if teacher else 0.0)
+    return own + (executed(teacher) if teacher else 0.0)
 
 
 def share_out(jobs: Sequence[Job]) -> list[str]:

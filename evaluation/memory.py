@@ -49,7 +49,7 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
                 with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
                     found = model(shown, corruption)
                 taught = isinstance(found, tuple)
-                predictions, targets = found if taught else (found, objective.targets(shown, corruption.positions))
+                predictions, targets = found[:2] if taught else (found, objective.targets(shown, corruption.positions))
                 objective.loss(predictions.float(), targets).backward()
                 del found, predictions, targets
                 tracker.reset_mod_stats()

@@ -83,16 +83,20 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
 
 
 @torch.no_grad()
-def measure_features(predictions: Tensor, targets: Tensor) -> Sums:
+def measure_features(predictions: Tensor, targets: Tensor, positions: Tensor, patches: int) -> Sums:
     """Moments for `summarize`, additive over batches: of features that are predicted and of those that were to be.
 
     Args:
         predictions, targets: (B, K, D).
+        positions: (B, K), of N `patches`.
     """
     sums = {"features": targets.new_full((), targets[..., 0].numel(), dtype=torch.double)}
     for name, values in (("target", targets), ("prediction", predictions)):
         rows = values.flatten(0, 1).double()
         sums |= {f"{name}_sum": rows.sum(0), f"{name}_products": rows.T @ rows}  # (D,), (D, D)
+    rows, places = targets.flatten(0, 1).double(), positions.flatten()
+    sums["place_count"] = rows.new_zeros(patches).index_add_(0, places, torch.ones_like(rows[:, 0]))
+    sums["place_sum"] = rows.new_zeros(patches, rows.shape[1]).index_add_(0, places, rows)
     return sums
 
 
@@ -111,6 +115,21 @@ def spread_of(sums: Sums, name: str) -> dict[str, float]:
     variance, whole = (float(each.diagonal().mean().clamp(min=0)) for each in (around, products))
     spread = {"deviation": math.sqrt(variance), "share": variance / whole if whole else 0.0}
     return {f"{name}_{key}": value for key, value in (spread | {"rank": ranks_of(around[None])[0]}).items()}
+
+
+def share_of_place(sums: Sums) -> float | None:
+    """Which share of the targets' variance their places explain, without bias; None: too few images to say so.
+
+    Near 1, targets say where a patch is, and nothing of what is there.
+    """
+    count, seen = sums["features"], sums["place_count"] > 0
+    freedom = count - seen.sum()
+    whole = sums["target_products"].diagonal().sum()
+    of_places = (sums["place_sum"][seen].square().sum(1) / sums["place_count"][seen]).sum()
+    around = whole - sums["target_sum"].square().sum() / count
+    if freedom <= 0 or around <= 0:
+        return None
+    return float(1 - (whole - of_places) / freedom * (count - 1) / around)
 
 
 def ranks_of(grams: Tensor) -> list[float]:
@@ -138,11 +157,13 @@ def summarize(sums: Sums) -> dict[str, float]:
     `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
     On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
     patches), `nearest`, a copy of the nearest uncorrupted patch, and `two_nearest`, the mean of the two nearest.
-    Of features, how far they spread: see `spread_of`.
+    Of features, how far they spread: see `spread_of`; and `target_place`: see `share_of_place`.
     """
     result: dict[str, float] = {}
     if "features" in sums:
         result |= spread_of(sums, "target") | spread_of(sums, "prediction")
+        place = share_of_place(sums)
+        result |= {} if place is None else {"target_place": place}
     for kind, name in (("mask", "accuracy"), ("random", "accuracy_random"), ("keep", "accuracy_keep")):
         if sums.get(f"count_{kind}", 0) > 0:
             result[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
 from mpp.corruption import Corruption, draw
+from mpp.data.record import short_digest
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
@@ -89,18 +91,21 @@ class Pretraining(ImageTask):
         device = self.accelerator.device
         images = batch.images.to(device, non_blocking=True)
         corruption = batch.corruption.to(device)
-        predictions, targets = self.outputs(model, images, corruption)
+        predictions, targets, shown = self.outputs(model, images, corruption)
         loss = self.objective.loss(predictions, targets)
         if not measure_too:
             return loss, {}
         if self.taught:
-            return loss, measure_features(predictions.detach(), targets)
+            return loss, measure_features(predictions.detach(), shown, corruption.positions, self.patches)
         return loss, measure(self.objective, predictions.detach(), images, corruption)
 
-    def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:
-        """Predictions (B, K, outputs) float32 and their targets (B, K, ...)."""
+    def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor, Tensor]:
+        """Predictions (B, K, outputs) float32, their targets (B, K, ...), and what shows a collapse of these."""
         found = model(images, corruption)
-        return found if self.taught else (found, self.objective.targets(images, corruption.positions))
+        if self.taught:
+            return found
+        targets = self.objective.targets(images, corruption.positions)
+        return found, targets, targets
 
     def updated(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, where it is the moving average."""
@@ -118,8 +123,8 @@ class Pretraining(ImageTask):
         self.collapsed, objective = True, self.config.objective
         change = "a smaller optim.lr, a longer objective.half_life or objective.teacher_norm=instance"
         change = "another objective.teacher or more objective.teacher_depths" if objective.frozen_teacher else change
-        share = scalars["target_share"]
-        found = f"the targets have collapsed: {1 - share:.1%} of them is the same for all patches; try {change}"
+        same = f"{1 - scalars['target_share']:.1%} of their mean square is the same for all patches"
+        found = f"the targets have collapsed: {same}; try {change}"
         if objective.stop_on_collapse:
             raise UserError(found)
         if self.accelerator.is_main_process:
@@ -165,8 +170,16 @@ class Pretraining(ImageTask):
         views = self.views(self.held_out)
         batch = collate([views[FIXED, index] for index in indices])
         images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
-        predictions, targets = self.outputs(model, images, corruption)
+        predictions, targets, _ = self.outputs(model, images, corruption)
         return predictions.float(), targets, images, corruption
+
+    def record(self) -> dict[str, Any]:
+        """Which images these are, and which weights teach that timm has published: others have files of their own."""
+        objective, known = self.config.objective, super().record()
+        if objective.frozen_teacher is None or objective.teacher_checkpoint or Path(objective.teacher).exists():
+            return known
+        tensors = (tensor.cpu().numpy().tobytes() for tensor in self.model.teacher.encoder.state_dict().values())
+        return known | {"objective.teacher": {"weights": short_digest(tensors)}}
 
     def flops(self) -> int:
         sample = collate([self.views(self.held_out)[FIXED, 0]])

@@ -17,11 +17,12 @@ from evaluation.suite.run_images import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError
-from mpp.metrics import add, measure_features, spread_of
-from mpp.models.encoder import Normalize, build_encoder, cell_grid, load_encoder
+from mpp.metrics import add, measure_features, spread_of, summarize
+from mpp.models.encoder import Normalize, create, load_encoder
 from mpp.models.networks import build_model
 from mpp.models.teachers import Teacher, as_targets, decay_at, follow
 from mpp.objectives import build_objective
+from mpp.runtime.parsing import to_yaml
 from mpp.training.flops import executed_flops
 
 FEATURES = ("--objective.name=features",)
@@ -63,7 +64,7 @@ def test_targets_are_those_of_data2vec():
               for each in block_outputs(model.encoder, images)[1:]]  # fmt: skip
     mean = sum(normed) / 3
     expected = (mean - mean.mean(-1, True)) / (mean.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-    _, targets = model(images, corruption)
+    _, targets, _ = model(images, corruption)
     for of_image, positions, whole in zip(targets, corruption.positions, expected, strict=True):
         torch.testing.assert_close(of_image, whole[positions])
     torch.testing.assert_close(targets.mean(-1), torch.zeros(3, 8), atol=1e-5, rtol=0)
@@ -75,7 +76,7 @@ def test_of_one_depth_it_is_the_output_after_the_final_norm():
     with torch.no_grad():
         model.teacher.encoder.norm.weight.mul_(3)
         expected = model.teacher.encoder.forward_features((images / 255 - 0.5) / 0.5)[:, 1:]
-    _, targets = model(images, corruption)
+    _, targets, _ = model(images, corruption)
     torch.testing.assert_close(targets[1], expected[1, corruption.positions[1]])
 
 
@@ -100,11 +101,11 @@ def test_the_student_sees_nothing_of_what_is_hidden_and_the_teacher_gets_no_grad
         for place in places:
             of_image[:, place // 4, place % 4] = 255 - of_image[:, place // 4, place % 4]
     other = patches.permute(0, 1, 2, 4, 3, 5).reshape(images.shape)
-    (one, targets), (two, changed) = model(images, corruption), model(other, corruption)
+    (one, targets, _), (two, changed, _) = model(images, corruption), model(other, corruption)
     assert torch.equal(one, two) and not torch.isclose(targets, changed).all(-1).any()
     assert not targets.requires_grad
     pixels = images.float().requires_grad_()
-    predictions, targets = model(pixels, corruption)
+    predictions, targets, _ = model(pixels, corruption)
     objective.loss(predictions, targets).backward()
     assert all(parameter.grad is None for parameter in model.teacher.parameters())
     moved = pixels.grad.unfold(2, 8, 8).unfold(3, 8, 8).abs().amax((1, 4, 5)).flatten(1) > 0  # (B, 16)
@@ -118,9 +119,10 @@ def test_targets_do_not_depend_on_the_mask_dropout_or_drop_path():
     images, model = torch.randint(0, 256, (2, 3, 32, 32)), model.train()
     assert model.student.training and not any(module.training for module in model.teacher.modules())
     everywhere = torch.arange(16).expand(2, -1)
-    whole = model.teacher(images, everywhere)
-    assert torch.equal(model.teacher(images, everywhere), whole)
-    assert torch.equal(model.teacher(images, torch.tensor([[3, 7], [0, 15]])), whole[[[0], [1]], [[3, 7], [0, 15]]])
+    whole, shown = model.teacher(images, everywhere)
+    assert torch.equal(model.teacher(images, everywhere)[0], whole) and shown is whole
+    some, _ = model.teacher(images, torch.tensor([[3, 7], [0, 15]]))
+    assert torch.equal(some, whole[[[0], [1]], [[3, 7], [0, 15]]])
 
 
 def test_losses_by_hand():
@@ -143,7 +145,7 @@ def test_a_student_that_is_its_teacher_is_right():
     with torch.no_grad():
         model.student.head.weight.copy_(torch.eye(16))
     objective = build_objective(ObjectiveConfig(name="features", loss="cosine"), 8, 3, 16)
-    assert objective.loss(*model.eval()(images, corruption)).item() == pytest.approx(0, abs=1e-6)
+    assert objective.loss(*model.eval()(images, corruption)[:2]).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_the_moving_average_is_the_closed_form():
@@ -184,11 +186,11 @@ def test_another_grid_is_resampled_and_the_crop_resized():
     large = F.interpolate(images.float(), (64, 64), mode="bilinear", antialias=True)
     with torch.no_grad():
         expected = same.encoder.forward_features((large / 255 - 0.5) / 0.5)[:, 4:]  # [class] and registers left out
-    torch.testing.assert_close(same(images, everywhere), expected)
+    torch.testing.assert_close(same(images, everywhere)[0], expected)
     fine = frozen(64, 8)
     with torch.no_grad():
         maps = fine.encoder.forward_features((large / 255 - 0.5) / 0.5)[:, 1:].mT.unflatten(-1, (8, 8))
-    found = fine(images, everywhere).mT.unflatten(-1, (4, 4))
+    found = fine(images, everywhere)[0].mT.unflatten(-1, (4, 4))
     weights = torch.tensor([1, 3, 3, 1]) / 8  # bilinear, half as many
     inner = torch.einsum("bdhw,h,w->bd", maps[..., 1:5, 3:7], weights, weights)
     torch.testing.assert_close(found[..., 1, 2], inner)
@@ -200,7 +202,7 @@ def test_any_encoder_of_timms_can_teach(name):
     encoder = timm.create_model(name, num_classes=0, **({"img_size": 28} if "eva" in name else {}))
     config = ObjectiveConfig(name="features", teacher=name)
     teacher = Teacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
-    found = teacher(torch.randint(0, 256, (2, 3, 32, 32)), torch.arange(16).expand(2, -1))
+    found, _ = teacher(torch.randint(0, 256, (2, 3, 32, 32)), torch.arange(16).expand(2, -1))
     assert found.shape == (2, 16, teacher.width) and teacher.width in (192, 512)
     if name == "resnet18":
         config = ObjectiveConfig(name="features", teacher=name, teacher_depths=2)
@@ -215,7 +217,7 @@ def test_overlapping_patches_are_taught_by_whole_ones():
     images = torch.randint(0, 256, (1, 3, 32, 32))
     with torch.no_grad():
         tokens = model.encoder.eval().forward_features((images / 255 - 0.5) / 0.5)[:, 1:].unflatten(1, (7, 7))
-    found = model.teacher(images, torch.arange(16)[None])
+    found, _ = model.teacher(images, torch.arange(16)[None])
     expected = tokens[:, ::2, ::2].flatten(1, 2)
     torch.testing.assert_close(found, F.layer_norm(F.layer_norm(expected, (16,)), (16,)))
 
@@ -246,7 +248,8 @@ def test_patterns_of_ijepa():
 def test_spread_is_that_of_all_patches_together():
     """Against torch over everything at once; constant features have none."""
     rows = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double) * 2 + 1
-    sums = add(measure_features(rows[:2], rows[:2] * 3), measure_features(rows[2:], rows[2:] * 3))
+    places = torch.arange(5).expand(6, -1)
+    sums = add(*(measure_features(part, part * 3, places[: len(part)], 7) for part in (rows[:2], rows[2:])))
     flat, found = rows.flatten(0, 1), spread_of(sums, "prediction")
     variance = flat.var(0, unbiased=False).mean()
     assert found["prediction_deviation"] == pytest.approx(float(variance.sqrt()))
@@ -255,7 +258,7 @@ def test_spread_is_that_of_all_patches_together():
     entropy = torch.special.entr(values / values.sum()).sum()
     assert found["prediction_rank"] == pytest.approx(float(entropy.exp()))
     assert spread_of(sums, "target")["target_deviation"] == pytest.approx(3 * float(variance.sqrt()))
-    constant = spread_of(measure_features(rows, torch.ones(6, 5, 8)), "target")
+    constant = spread_of(measure_features(rows, torch.ones(6, 5, 8), places, 7), "target")
     assert constant == {"target_deviation": 0, "target_share": 0, "target_rank": 0}
 
 
@@ -341,6 +344,11 @@ def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
         (teacher, "--objective.export=teacher"): "objective.export is teacher; it must be student or left out",
         (teacher, "--objective.half_life=[0.1,0.2]"): "objective.half_life is .* unless objective.teacher is ema",
         ("--objective.half_life=[0,0.2]",): "objective.half_life is .* two positive numbers",
+        (teacher, "--objective.teacher_img_size=0"): "objective.teacher_img_size is 0; it must be at least 1",
+        (
+            "--optim.average=0.9",
+            "--objective.export=teacher",
+        ): "optim.average is 0.9; it must be null with objective.exp",
         ("--objective.teacher_img_size=64",): "objective.teacher_img_size is 64; it must be null with .*teacher=ema",
         ("--objective.teacher=resnet18", "--objective.teacher_checkpoint=x.pt"): "must be a .safetensors file",
     }.items():
@@ -359,7 +367,7 @@ def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, fi
     save_file(weights | dull, tmp_path / "dull" / "model.safetensors")
     words = (*FEATURES, f"--objective.teacher={tmp_path / 'dull'}", "--objective.teacher_depths=1")
     pretrain(*words, dir=tmp_path / "warned")
-    assert capsys.readouterr().err.count("the targets have collapsed: 100.0% of them is the same for all patches") == 1
+    assert capsys.readouterr().err.count("the targets have collapsed: 100.0% of their mean square is the same") == 1
     with pytest.raises(UserError, match=r"collapsed.*; a checkpoint after step 1 is written"):
         pretrain(*words, "--objective.stop_on_collapse=true", dir=tmp_path / "stopped")
     assert (tmp_path / "stopped" / "checkpoints" / "step_00000001").is_dir()
@@ -408,9 +416,57 @@ def test_a_compiled_teacher_is_the_same():
     torch.testing.assert_close(compiled, expected)
 
 
-def test_cells_are_the_grid_of_hybrids_too():
-    encoder = build_encoder(SMALL)
-    assert (
-        cell_grid(encoder)[0]
-        == Teacher(copy.deepcopy(encoder), Normalize(*HALVES), (4, 4), ObjectiveConfig(name="features"), (32, 32)).grid
-    )
+def test_targets_that_say_where_a_patch_is_and_nothing_else():
+    """The share of their variance that places explain: 1 of places alone, 0 on average of what knows none."""
+    generator = torch.Generator().manual_seed(0)
+    places, noise = torch.arange(16).expand(200, -1), torch.randn(200, 16, 4, generator=generator)
+    of_places = torch.randn(16, 4, generator=generator).expand(200, -1, -1)
+
+    def share(targets):
+        return summarize(measure_features(noise, targets, places, 16))["target_place"]
+
+    assert share(of_places) == pytest.approx(1, abs=1e-6) and share(noise) == pytest.approx(0, abs=0.01)
+    variance = float(of_places[0].var(0, unbiased=False).mean())
+    assert share(of_places + noise) == pytest.approx(variance / (1 + variance), abs=0.03)
+    assert "target_place" not in summarize(measure_features(noise[:1], noise[:1], places[:1], 16))
+
+
+@pytest.mark.parametrize("kind", ["layer", "instance", "none"])
+def test_no_norm_hides_a_collapse(kind):
+    """Features that differ by a thousandth of themselves between patches."""
+    model, _, images, corruption = model_of(objective={"teacher_depths": 2, "teacher_norm": kind})
+    constant, maps = 10 * torch.randn(16, generator=torch.Generator().manual_seed(0)), model.teacher.maps
+    model.teacher.maps = lambda shown: [constant[:, None, None] + 1e-3 * each for each in maps(shown)]
+    _, targets, shown = model(images, corruption)
+    assert spread_of(measure_features(targets, shown, corruption.positions, 16), "target")["target_share"] < 1e-4
+    assert kind != "instance" or targets.std() > 0.5
+
+
+def test_weights_that_are_not_a_teachers_are_refused(tmp_path, pretrain):
+    """timm would leave what a file lacks as it is: random."""
+    file = tmp_path / "other.safetensors"
+    sizes = dict(num_classes=0, img_size=32)
+    save_file(timm.create_model("vit_tiny_patch16_224", **sizes).state_dict(), file)
+    words = (*FEATURES, "--objective.teacher=resnet18", f"--objective.teacher_checkpoint={file}")
+    with pytest.raises(UserError, match=r"teacher_checkpoint is .*; it must be the weights of resnet18; it lacks"):
+        pretrain(*words, dir=tmp_path / "run")
+    teacher = create("vit_tiny_patch16_224", 32, checkpoint=str(file))
+    assert torch.equal(teacher.norm.weight, load_file(file)["norm.weight"])
+    saved = tmp_path / "taught" / "config.yaml"
+    saved.parent.mkdir()
+    objective = ObjectiveConfig(name="features", teacher="resnet18", teacher_checkpoint="x")
+    saved.write_text(to_yaml(Config(objective=objective)))
+    assert list(lineage(str(saved.parent))) == [str(saved.parent), "resnet18", "x"]
+
+
+def test_the_last_norm_of_encoders_that_pool_first():
+    """timm has it in fc_norm there."""
+    torch.manual_seed(0)
+    teacher = frozen(32, 8, class_token=False, global_pool="avg")
+    with torch.no_grad():
+        teacher.encoder.fc_norm.weight.mul_(3)
+    images = torch.randint(0, 256, (2, 3, 32, 32))
+    found, _ = teacher(images, torch.arange(16).expand(2, -1))
+    with torch.no_grad():
+        expected = teacher.encoder.fc_norm(teacher.encoder.forward_features((images / 255 - 0.5) / 0.5))
+    torch.testing.assert_close(found, expected)

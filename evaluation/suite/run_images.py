@@ -91,8 +91,10 @@ def lineage(encoder: str) -> Iterator[str]:
         fine_tuned = (saved.get("checkpoint") or saved.get("encoder")) if saved.get("init") == "encoder" else None
         began, taught = (saved.get("model") or {}).get("init_from"), (saved.get("distill") or {}).get("teacher")
         objective = saved.get("objective") or {}
-        features_of = objective.get("teacher") if objective.get("name") == "features" else None  # "ema" is no folder
-        names += filter(None, (fine_tuned, began, taught, features_of))
+        features_of = [objective.get(key) for key in ("teacher", "teacher_checkpoint")]  # "ema" is no folder
+        names += filter(
+            None, (fine_tuned, began, taught, *(features_of if objective.get("name") == "features" else ()))
+        )
 
 
 def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> int:

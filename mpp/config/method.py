@@ -121,6 +121,10 @@ class ObjectiveConfig:
         lives = self.half_life
         require(all(0 < life < math.inf for life in lives), "objective.half_life", list(lives), "two positive numbers")
         frozen = self.teacher != "ema"
+        require(self.teacher != "", "objective.teacher", "empty", "ema, a folder, or a name of timm's")
+        size = self.teacher_img_size
+        fits = size is None or min(size if isinstance(size, tuple) else (size,)) >= 1
+        require(fits, "objective.teacher_img_size", size, "at least 1, or null")
         for name in ("teacher_checkpoint", "teacher_img_size"):
             value = getattr(self, name)
             require(frozen or value is None, f"objective.{name}", value, "null with objective.teacher=ema")

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,19 +325,25 @@ def create(
         UserError: nothing of that name, or nothing that can be loaded.
     """
     named = not Path(encoder).exists()
+    file = "checkpoint" if key == "encoder" else f"{key}_checkpoint"
     if checkpoint and not named:
-        raise UserError("checkpoint goes with the name of a timm model; a folder has its own weights")
+        raise UserError(f"{file} goes with the name of a timm model; a folder has its own weights")
     if named and not timm.is_model(encoder):
         raise UserError(f"{key} is {encoder}: no folder of that name, and no model of timm's")
     if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
-        raise UserError(f"checkpoint is {checkpoint}; it must be a .safetensors file: other sorts can run code")
+        raise UserError(f"{file} is {checkpoint}; it must be a .safetensors file: other sorts can run code")
     if checkpoint and pretrained:
         changes |= {"pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
     build = timm.create_model if named else load_encoder
     sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
     for size in sizes:
+        options = dict(pretrained=pretrained, num_classes=num_classes, **changes, **size)
         try:
-            return build(encoder, pretrained=pretrained, num_classes=num_classes, **changes, **size)
+            model = build(encoder, **options)
+            if checkpoint and pretrained:
+                missing = left_random(model, partial(build, encoder, **options))
+                require(not missing, file, checkpoint, f"the weights of {encoder}; it lacks {missing}")
+            return model
         except UserError:
             raise
         except TypeError as error:
@@ -345,3 +352,15 @@ def create(
             reason = error
             break
     raise UserError(f"{key} is {encoder}, which cannot be loaded: {one_line(reason)}") from reason
+
+
+def left_random(model: nn.Module, again: Callable[[], nn.Module]) -> str | None:
+    """A weight of a model that was not loaded, by name: built again by other random numbers, it is another.
+
+    timm loads what a file has, and leaves the rest as it is.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(torch.initial_seed() + 1)
+        others = again().state_dict()
+    unlike = (name for name, tensor in model.state_dict().items() if not torch.equal(tensor, others[name]))
+    return next(unlike, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm import is_model
 from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mpp.config import ObjectiveConfig, require, sides
 from mpp.corruption import Corruption
+from mpp.errors import UserError, one_line
 from mpp.models.attention import take
 from mpp.models.encoder import Normalize, cell_grid, create, has_fused_attention, set_attention
 from mpp.models.positions import Grid
@@ -50,8 +52,11 @@ class Teacher(nn.Module):
         overlapping = isinstance(embed, OverlappingPatchEmbed)
         self.every = embed.patch_size[0] // embed.stride if overlapping else 1  # of the tokens one is a whole patch's
         channels, weight = len(normalize.mean), next(encoder.parameters())
-        with torch.no_grad():
-            maps = self.maps(torch.zeros(1, channels, *img_size, device=weight.device))
+        try:
+            with torch.no_grad():
+                maps = self.maps(torch.zeros(1, channels, *img_size, device=weight.device))
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # timm's way of refusing
+            raise UserError(f"{SETTING} is {config.teacher}, which gives no features: {one_line(error)}") from error
         self.width = maps[0].shape[1]
         shapes = {tuple(each.shape) for each in maps}
         allowed = f"1 with {config.teacher}, whose stages differ in size"
@@ -62,13 +67,21 @@ class Teacher(nn.Module):
         return super().train(False)
 
     @torch.no_grad()
-    def forward(self, images: Tensor, positions: Tensor) -> Tensor:
-        """Targets: images (B, C, H, W) from 0 to 255, clean, and positions (B, K) to (B, K, D) float32."""
+    def forward(self, images: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Clean images (B, C, H, W) from 0 to 255 and positions (B, K) to targets, (B, K, D) float32.
+
+        Returns:
+            The targets; and by what a collapse is seen: the targets too, but those of `layer` in place of `instance`,
+            which makes much of differences however small they are.
+        """
         if tuple(images.shape[-2:]) != tuple(self.img_size):
             images = F.interpolate(images.float(), self.img_size, mode="bilinear", antialias=True)
         maps = [self.on_grid(each[..., :: self.every, :: self.every].float()) for each in self.maps(images)]
         tokens = [each.flatten(2).transpose(1, 2) for each in maps]  # (B, N, D) each
-        return take(as_targets(tokens, self.kind), positions)
+        if self.depths == 1 and hasattr(self.encoder, "fc_norm"):  # some encoders have their last norm there
+            tokens = [self.encoder.fc_norm(each) for each in tokens]
+        targets = take(as_targets(tokens, self.kind), positions)
+        return targets, take(as_targets(tokens, "layer"), positions) if self.kind == "instance" else targets
 
     def maps(self, images: Tensor) -> list[Tensor]:
         """Feature maps (B, D, h, w) after each depth."""
@@ -121,9 +134,9 @@ class Taught(nn.Module):
         super().__init__()
         self.student, self.teacher, self.config = student, teacher, config
 
-    def forward(self, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:
-        """Predictions and targets, (B, K, D) each, of images (B, C, H, W) from 0 to 255."""
-        return self.student(images, corruption), self.teacher(images, corruption.positions)
+    def forward(self, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor, Tensor]:
+        """Predictions, targets and what shows a collapse, (B, K, D) each, of images (B, C, H, W) from 0 to 255."""
+        return self.student(images, corruption), *self.teacher(images, corruption.positions)
 
     @property
     def encoder(self) -> VisionTransformer:
@@ -146,7 +159,7 @@ class Taught(nn.Module):
     @property
     def on_top(self) -> str:
         """For the model card."""
-        return self.student.on_top
+        return f"{self.student.on_top}, a teacher that sees {' x '.join(map(str, self.teacher.img_size))} pixels"
 
 
 def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize: Normalize) -> Teacher:
@@ -164,7 +177,12 @@ def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize
         if average.grad_checkpointing:
             average.set_grad_checkpointing(False)  # there is no backward pass
         return Teacher(average, normalize, grid, config, encoder.patch_embed.img_size)
-    model = create(config.teacher, config.teacher_img_size, checkpoint=config.teacher_checkpoint, key=SETTING)
+    trained, file = torch.get_default_device().type != "meta", config.teacher_checkpoint
+    try:
+        model = create(config.teacher, config.teacher_img_size, trained, file, key=SETTING)
+    except UserError as error:
+        hint = "; without a network, objective.teacher_checkpoint names a file with its weights"
+        raise UserError(f"{error}{hint if is_model(config.teacher) and not file else ''}") from error
     set_attention(model, has_fused_attention(encoder))
     wanted, channels = resolve_model_data_config(model), len(normalize.mean)
     require(wanted["input_size"][0] == channels, f"{SETTING}'s input channels", wanted["input_size"][0], f"{channels}")
