@@ -30,6 +30,7 @@ Picture = Literal[
     "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "rank", "accuracy_by_depth"
 ]
 EVERY: tuple[Picture, ...] = get_args(Picture)
+OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label_column", "train_images", "eval_seed")
 WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
 
 
@@ -48,7 +49,7 @@ class ProbeDataConfig(SourceConfig):
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
+class WhichEncoderConfig:
     """A frozen encoder: which, and the images that it is shown."""
 
     encoder: str = "runs/birds"
@@ -61,8 +62,6 @@ class EncoderConfig:
     """Seed of random weights."""
     img_size: int | tuple[int, int] | None = None
     """Another input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
     def variant(self) -> str:
@@ -72,6 +71,14 @@ class EncoderConfig:
         parts += [f"{'x'.join(map(str, dict.fromkeys(sides(self.img_size))))}px"] if self.img_size else []
         parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
         return "".join(f"_{part}" for part in parts)
+
+
+@dataclass(frozen=True)
+class EncoderConfig(WhichEncoderConfig):
+    """A frozen encoder that computes features."""
+
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,26 @@ class FeaturesConfig(EncoderConfig):
 
     def variant(self) -> str:
         return super().variant() + (f"_{self.representation}" if self.representation != "mean" else "")
+
+
+@dataclass(frozen=True)
+class EmbedConfig(EncoderConfig):
+    """The features of all images of a data set, as a table."""
+
+    representation: Representation = "mean"
+    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    depth: int | Literal["last"] = "last"
+    """After how many blocks. last: the encoder's output."""
+    out: str = operational("features.parquet")
+    """File that is written: a row for each image of all splits."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+    data: ProbeDataConfig = group(
+        ProbeDataConfig, **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
+    )
+
+    def __post_init__(self):
+        require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
 
 
 OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name != "out"]
@@ -177,6 +204,35 @@ class LinearConfig(FrozenProbeConfig):
         require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
         for name in ("epochs", "sgd_batch_size", "iterations"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True)
+class ExportConfig(WhichEncoderConfig):
+    """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
+
+    out: str = operational("encoder.onnx")
+    """File that is written. FILE.json beside it has the same metadata, and what the check of the file found."""
+    format: Literal["onnx", "torch_export", "safetensors"] = "onnx"
+    """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code;
+    safetensors: the weights by timm's names, and how to build the model around them."""
+    representation: Literal["mean", "class", "tokens"] = needs("mean", format=("onnx", "torch_export"))
+    """What comes out: the `mean` of the patches, the `class` token, or all `tokens`, [class] and registers first."""
+    normalize: bool = needs(True, format=("onnx", "torch_export"))
+    """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
+    normalised already."""
+    batch: int | Literal["dynamic"] = needs("dynamic", format=("onnx", "torch_export"))
+    """Images at a time: so many, or any number."""
+    quantize: Literal["int8"] | None = needs(None, format="onnx")
+    """int8: weights of matrix products become 8 bits, and activations where they are used (onnxruntime's dynamic
+    quantisation). Accuracy, size and speed are printed beside those of PyTorch."""
+    images: int = 2048
+    """At most so many held-out images are looked at by the check, and as many training images by its few-shot probe."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        require(self.batch == "dynamic" or self.batch >= 1, "batch", self.batch, "dynamic, or at least 1")
+        require(self.images >= 1, "images", self.images, "at least 1")
 
 
 @dataclass(frozen=True)
