@@ -23,7 +23,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from timm import is_model
 
-from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
+from evaluation import contrastive, fewshot, finetune, knn, linear, masked, segmentation, supervised
 from evaluation.config import CompareConfig
 from evaluation.suite.findings import Row, write_findings
 from evaluation.suite.plan import Case, Options, plan
@@ -57,6 +57,7 @@ EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
     "fewshot": (fewshot.FewshotConfig, fewshot.run),
     "knn": (knn.KnnConfig, knn.run),
     "linear": (linear.LinearConfig, linear.run),
+    "segmentation": (segmentation.SegmentationConfig, segmentation.run),
     "finetune": (finetune.FinetuneConfig, finetune.run),
     "masked": (masked.MaskedConfig, masked.run),
 }

@@ -49,6 +49,17 @@ class ProbeDataConfig(SourceConfig):
 
 
 @dataclass(frozen=True)
+class MaskedDataConfig(ProbeDataConfig):
+    """Images with masks: the training split is learned from, the held-out split is tested on."""
+
+    mask_column: str = needs("mask", path=True)
+    """Column of the masks: images of one number a pixel, its class; of a palette's colours the numbers count. The
+    package's birds have outlines."""
+    ignore_index: int | None = 255
+    """The number of pixels that do not count. null: all count."""
+
+
+@dataclass(frozen=True)
 class WhichEncoderConfig:
     """A frozen encoder: which, and the images that it is shown."""
 
@@ -204,6 +215,59 @@ class LinearConfig(FrozenProbeConfig):
         require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
         for name in ("epochs", "sgd_batch_size", "iterations"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+Reading = Literal["linear", "knn"]
+
+
+@dataclass(frozen=True)
+class SegmentationConfig(EncoderConfig):
+    """Features of patches, judged by masks."""
+
+    depth: int | Literal["last", "all", "dev"] = "last"
+    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    readings: Reading | tuple[Reading, ...] = ("linear", "knn")
+    """How a patch's class is read from its features. linear: a batch norm and a linear layer, trained (DINOv2); knn:
+    the classes of the nearest training patches, without training."""
+    lr: float | tuple[float, ...] = needs((1e-3, 3e-3, 1e-2), readings="linear")
+    """Learning rates (AdamW) that are compared on the dev split; one is not compared."""
+    weight_decay: float = needs(1e-4, readings="linear")
+    """Of AdamW."""
+    steps: int = needs(1000, readings="linear")
+    """Updates; the rate rises over the first 4 % of them, then falls linearly."""
+    images_a_step: int = needs(16, readings="linear")
+    """Images of an update."""
+    seeds: int | tuple[int, ...] = needs((0, 1, 2), readings="linear")
+    """Seeds of the layer and of the order."""
+    neighbours: int = needs(20, readings="knn")
+    """How many of the nearest training patches vote."""
+    temperature: float = needs(0.07, readings="knn")
+    """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
+    patches: int = needs(1_000_000, readings="knn")
+    """At most so many training patches are compared with, a choice by data.cut_seed."""
+    baselines: bool = True
+    """Judge random weights, and the patch's mean colour and position, beside it."""
+    images: int = 6
+    """Held-out images in the picture. 0: no picture."""
+    out: str | None = operational(None)
+    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+    data: MaskedDataConfig = group(
+        MaskedDataConfig,
+        label_column="masks are the labels",
+        eval_label_column="masks are the labels",
+    )
+
+    def __post_init__(self):
+        as_lists(self, "readings", "lr", "seeds")
+        for name in ("readings", "lr", "seeds"):
+            require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
+        require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
+        for name in ("steps", "images_a_step", "neighbours", "patches"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.temperature > 0, "temperature", self.temperature, "above 0")
+        require(self.images >= 0, "images", self.images, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -518,7 +582,7 @@ class CompareConfig:
     encoders: tuple[dict[str, Any], ...] = ()
     """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed."""
     evaluations: tuple[dict[str, Any], ...] = ()
-    """{name, command, options}: command is fewshot, knn, linear, finetune or masked."""
+    """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune or masked."""
     datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
     """{name, options, group}: options have data.path and the like."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)

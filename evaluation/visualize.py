@@ -25,7 +25,8 @@ from evaluation.suite import figures
 from evaluation.suite.attention_maps import attention_distance, attention_rollout, distances, spacing
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, Unavailable, grid_of, load_frozen, model_of
 from evaluation.suite.extraction import extract_features, views_for
-from evaluation.suite.pca import components_by_depth, patch_features
+from evaluation.suite.patches import patch_features
+from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json

@@ -53,6 +53,7 @@ def test_top_level_is_what_the_readme_says():
 def test_birds_travel_with_the_package():
     assert {path.name for path in (ROOT / "mpp" / "birds").iterdir()} == {
         "ATTRIBUTION.md",
+        "outlines.json",
         "train-00000-of-00001.parquet",
         "test-00000-of-00001.parquet",
     }

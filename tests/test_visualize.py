@@ -26,7 +26,8 @@ from evaluation.suite.attention_maps import (
     spacing,
 )
 from evaluation.suite.encoders import FrozenEncoder
-from evaluation.suite.pca import components_by_depth, patch_features
+from evaluation.suite.patches import patch_features
+from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig

@@ -179,6 +179,26 @@ def plot_components(
     return figure
 
 
+def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.int64]], classes: int) -> Figure:
+    """A row for each image (B, H, W, 3): it, its mask, and what was predicted, each (B, H, W); -1 does not count."""
+    across, rows, (height, width) = 1 + len(columns), len(images), images.shape[1:3]
+    side = min(1.6, WIDTH / across)
+    figure = Figure(figsize=(side * across + 0.3, 0.6 + side * rows * height / width), layout="constrained")
+    panels = figure.subplots(rows, across, squeeze=False)
+    colors = matplotlib.colormaps["tab20" if classes > 2 else "cividis"].with_extremes(bad="0.9")
+    for row, (line, pixels) in enumerate(zip(panels, images, strict=True)):
+        line[0].imshow(pixels, interpolation="nearest")
+        for panel, of_column in zip(line[1:], columns.values(), strict=True):
+            numbers = of_column[row] if classes <= 20 else np.where(of_column[row] < 0, -1, of_column[row] % 20)
+            shown = np.ma.masked_less(numbers, 0)
+            panel.imshow(shown, cmap=colors, vmin=0, vmax=min(classes, 20) - 1, interpolation="nearest")
+    for panel, title in zip(panels[0], ["original", *columns], strict=True):
+        panel.set_title(title, fontsize=9)
+    bare(*panels.flat)
+    figure.suptitle("classes of held-out images, from features of patches", fontsize=10)
+    return figure
+
+
 def bare(*panels) -> None:
     """Pictures need no ticks."""
     for panel in panels:
