@@ -27,7 +27,16 @@ from mpp.runtime.weights import fingerprint
 Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]
 Picture = Literal[
-    "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "rank", "accuracy_by_depth"
+    "predictions",
+    "filters",
+    "positions",
+    "attention_distance",
+    "attention_rollout",
+    "pca",
+    "similarity",
+    "neighbours",
+    "rank",
+    "accuracy_by_depth",
 ]
 EVERY: tuple[Picture, ...] = get_args(Picture)
 OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label_column", "train_images", "eval_seed")
@@ -307,8 +316,11 @@ class VisualizeConfig(EncoderConfig):
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
     pictures: Picture | tuple[Picture, ...] = EVERY
     """Which pictures."""
-    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca"))
+    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca", "similarity", "neighbours"))
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    patches: int | tuple[int, ...] | None = needs(None, pictures=("similarity", "neighbours"))
+    """Patches that similarity starts from, counted row by row from 0; the first one is that of neighbours. null: some
+    that are spread over the image, and the middle one."""
     attention_images: int = needs(128, pictures="attention_distance")
     """Held-out images that attention distance is averaged over."""
     residual: bool = needs(False, pictures="attention_rollout")
@@ -329,6 +341,10 @@ class VisualizeConfig(EncoderConfig):
             as_lists(self, "bands")
             fits = len(self.bands) in (1, 3) and min(self.bands) >= 1
             require(fits, "bands", list(self.bands), "one or three numbers from 1")
+        if self.patches is not None:
+            as_lists(self, "patches")
+            fits = len(self.patches) > 0 and min(self.patches) >= 0
+            require(fits, "patches", list(self.patches), "a list of numbers from 0")
         require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(EVERY)}")
         for name in ("images", "attention_images"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
