@@ -67,9 +67,7 @@ def test_all_tokens_of_normalized_images_of_another_size_one_at_a_time(finished_
     assert report["about"]["grid"] == [3, 5]
 
 
-def test_a_probe_is_as_accurate_on_exported_features_and_eight_bits_are_printed_beside_it(
-    finished_run, tmp_path, capsys, monkeypatch
-):
+def test_a_probe_is_as_accurate_on_exports_and_eight_bits_stand_beside(finished_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export, "ROUNDS", 1)
     run, report = exported(finished_run, tmp_path, "onnx", "--quantize=int8", "--batch=4")
     rows = {row["name"]: row for row in report["rows"]}
