@@ -9,7 +9,7 @@ the mask. The figure is the mean IoU over the classes, of all held-out pixels to
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ from mpp.runtime.randomness import FIXED
 WARMUP = 0.04  # share of the updates; DINOv2 has 1500 of 40,000
 AT_ONCE = 16  # images that are predicted together
 LOGITS = 2**24  # upsampled at a time: what bounds the memory
-Predict = Any
+Predict = Callable[[Tensor], Tensor]
 """Features of patches (B, h, w, D), on the device, to scores (B, C, h, w)."""
 
 
