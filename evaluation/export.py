@@ -237,7 +237,7 @@ class Check(NamedTuple):
         for part, seed in zip(parts, (data.eval_seed, data.cut_seed), strict=True):
             chosen = part.choose(most, seed)
             (of_split,), labels = extract(
-                self.batches(chosen), lambda images: [run(self.prepared(images))], len(chosen), self.accelerator
+                self.batches(chosen), lambda images: [run(self.prepared(images.cpu()))], len(chosen), self.accelerator
             )
             found += [of_split, labels]
         results = fewshot.evaluate(Features(*found).check(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
@@ -318,6 +318,8 @@ def export(config: ExportConfig) -> dict[str, Any]:
     missing = [name for name in PACKAGES if config.format == "onnx" and find_spec(name) is None]
     require(not missing, "format", f"onnx without {', '.join(missing)}", "installed first: pip install 'mpp[export]'")
     accelerator = start(RunConfig(precision="fp32", trackers=(), threads=config.threads))
+    if accelerator.num_processes > 1:
+        raise UserError("a file is written by one process: start it with python, without a launcher")
     encoder = load_frozen(
         *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
     )
