@@ -23,8 +23,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from timm import is_model
 
-from evaluation import contrastive, fewshot, finetune, knn, linear, masked, supervised
-from evaluation.config import CompareConfig
+from evaluation import contrastive, fewshot, finetune, knn, linear, masked, segmentation, supervised
+from evaluation.config import CompareConfig, MaskedDataConfig
 from evaluation.suite.findings import Row, write_findings
 from evaluation.suite.plan import Case, Options, plan
 from evaluation.suite.probing import forget_features
@@ -57,6 +57,7 @@ EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
     "fewshot": (fewshot.FewshotConfig, fewshot.run),
     "knn": (knn.KnnConfig, knn.run),
     "linear": (linear.LinearConfig, linear.run),
+    "segmentation": (segmentation.SegmentationConfig, segmentation.run),
     "finetune": (finetune.FinetuneConfig, finetune.run),
     "masked": (masked.MaskedConfig, masked.run),
 }
@@ -193,9 +194,12 @@ class Job:
     def looked_at(self) -> dict[str, Any]:
         """Which images and weights the report would be of, now."""
         trained = self.requested if not self.case.encoder.random else None
-        return {
+        data = getattr(self.evaluation, "data", None)
+        masked = isinstance(data, MaskedDataConfig) and data.path is not None
+        masks = {"masks": images_at(replace(data, image_column=data.mask_column))} if masked else {}
+        return masks | {
             "digest": self.digest,
-            "images": images_at(self.evaluation.data) if hasattr(self.evaluation, "data") else None,
+            "images": images_at(data) if data is not None else None,
             "trained_on": trained and images_at(trained.data),
             "weights": fingerprint(self.weights),
         }

@@ -27,9 +27,19 @@ from mpp.runtime.weights import fingerprint
 Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]
 Picture = Literal[
-    "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "rank", "accuracy_by_depth"
+    "predictions",
+    "filters",
+    "positions",
+    "attention_distance",
+    "attention_rollout",
+    "pca",
+    "similarity",
+    "neighbours",
+    "rank",
+    "accuracy_by_depth",
 ]
 EVERY: tuple[Picture, ...] = get_args(Picture)
+OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label_column", "train_images", "eval_seed")
 WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
 
 
@@ -48,7 +58,18 @@ class ProbeDataConfig(SourceConfig):
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
+class MaskedDataConfig(ProbeDataConfig):
+    """Images with masks: the training split is learned from, the held-out split is tested on."""
+
+    mask_column: str = needs("mask", path=True)
+    """Column of the masks: images of one number a pixel, its class; of a palette's colours the numbers count. The
+    package's birds have outlines."""
+    ignore_index: int | None = 255
+    """The number of pixels that do not count. null: all count."""
+
+
+@dataclass(frozen=True)
+class WhichEncoderConfig:
     """A frozen encoder: which, and the images that it is shown."""
 
     encoder: str = "runs/birds"
@@ -61,8 +82,6 @@ class EncoderConfig:
     """Seed of random weights."""
     img_size: int | tuple[int, int] | None = None
     """Another input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
     def variant(self) -> str:
@@ -72,6 +91,14 @@ class EncoderConfig:
         parts += [f"{'x'.join(map(str, dict.fromkeys(sides(self.img_size))))}px"] if self.img_size else []
         parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
         return "".join(f"_{part}" for part in parts)
+
+
+@dataclass(frozen=True)
+class EncoderConfig(WhichEncoderConfig):
+    """A frozen encoder that computes features."""
+
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +114,26 @@ class FeaturesConfig(EncoderConfig):
 
     def variant(self) -> str:
         return super().variant() + (f"_{self.representation}" if self.representation != "mean" else "")
+
+
+@dataclass(frozen=True)
+class EmbedConfig(EncoderConfig):
+    """The features of all images of a data set, as a table."""
+
+    representation: Representation = "mean"
+    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    depth: int | Literal["last"] = "last"
+    """After how many blocks. last: the encoder's output."""
+    out: str = operational("features.parquet")
+    """File that is written: a row for each image of all splits."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+    data: ProbeDataConfig = group(
+        ProbeDataConfig, **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
+    )
+
+    def __post_init__(self):
+        require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
 
 
 OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name != "out"]
@@ -179,6 +226,88 @@ class LinearConfig(FrozenProbeConfig):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
+Reading = Literal["linear", "knn"]
+
+
+@dataclass(frozen=True)
+class SegmentationConfig(EncoderConfig):
+    """Features of patches, judged by masks."""
+
+    depth: int | Literal["last", "all", "dev"] = "last"
+    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    readings: Reading | tuple[Reading, ...] = ("linear", "knn")
+    """How a patch's class is read from its features. linear: a batch norm and a linear layer, trained (DINOv2); knn:
+    the classes of the nearest training patches, without training."""
+    lr: float | tuple[float, ...] = needs((1e-3, 3e-3, 1e-2), readings="linear")
+    """Learning rates (AdamW) that are compared on the dev split; one is not compared."""
+    weight_decay: float = needs(1e-4, readings="linear")
+    """Of AdamW."""
+    steps: int = needs(1000, readings="linear")
+    """Updates; the rate rises over the first 4 % of them, then falls linearly."""
+    images_a_step: int = needs(16, readings="linear")
+    """Images of an update."""
+    seeds: int | tuple[int, ...] = needs((0, 1, 2), readings="linear")
+    """Seeds of the layer and of the order."""
+    neighbours: int = needs(20, readings="knn")
+    """How many of the nearest training patches vote."""
+    temperature: float = needs(0.07, readings="knn")
+    """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
+    patches: int = needs(1_000_000, readings="knn")
+    """At most so many training patches are compared with, a choice by data.cut_seed."""
+    baselines: bool = True
+    """Judge random weights, and the patch's mean colour and position, beside it."""
+    images: int = 6
+    """Held-out images in the picture. 0: no picture."""
+    out: str | None = operational(None)
+    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+    data: MaskedDataConfig = group(
+        MaskedDataConfig,
+        label_column="masks are the labels",
+        eval_label_column="masks are the labels",
+    )
+
+    def __post_init__(self):
+        as_lists(self, "readings", "lr", "seeds")
+        for name in ("readings", "lr", "seeds"):
+            require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
+        require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
+        for name in ("steps", "images_a_step", "neighbours", "patches"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.temperature > 0, "temperature", self.temperature, "above 0")
+        require(self.images >= 0, "images", self.images, "0 or more")
+
+
+@dataclass(frozen=True)
+class ExportConfig(WhichEncoderConfig):
+    """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
+
+    out: str = operational("encoder.onnx")
+    """File that is written. FILE.json beside it has the same metadata, and what the check of the file found."""
+    format: Literal["onnx", "torch_export", "safetensors"] = "onnx"
+    """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code;
+    safetensors: the weights by timm's names, and how to build the model around them."""
+    representation: Literal["mean", "class", "tokens"] = needs("mean", format=("onnx", "torch_export"))
+    """What comes out: the `mean` of the patches, the `class` token, or all `tokens`, [class] and registers first."""
+    normalize: bool = needs(True, format=("onnx", "torch_export"))
+    """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
+    normalised already."""
+    batch: int | Literal["dynamic"] = needs("dynamic", format=("onnx", "torch_export"))
+    """Images at a time: so many, or any number."""
+    quantize: Literal["int8"] | None = needs(None, format="onnx")
+    """int8: weights of matrix products become 8 bits, and activations where they are used (onnxruntime's dynamic
+    quantisation). Accuracy, size and speed are printed beside those of PyTorch."""
+    images: int = 2048
+    """At most so many held-out images are looked at by the check, and as many training images by its few-shot probe."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        require(self.batch == "dynamic" or self.batch >= 1, "batch", self.batch, "dynamic, or at least 1")
+        require(self.images >= 1, "images", self.images, "at least 1")
+
+
 @dataclass(frozen=True)
 class VisualizeConfig(EncoderConfig):
     """Pictures of what an encoder has learned."""
@@ -187,8 +316,11 @@ class VisualizeConfig(EncoderConfig):
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
     pictures: Picture | tuple[Picture, ...] = EVERY
     """Which pictures."""
-    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca"))
+    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca", "similarity", "neighbours"))
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    patches: int | tuple[int, ...] | None = needs(None, pictures=("similarity", "neighbours"))
+    """Patches that similarity starts from, counted row by row from 0; the first one is that of neighbours. null: some
+    that are spread over the image, and the middle one."""
     attention_images: int = needs(128, pictures="attention_distance")
     """Held-out images that attention distance is averaged over."""
     residual: bool = needs(False, pictures="attention_rollout")
@@ -209,6 +341,10 @@ class VisualizeConfig(EncoderConfig):
             as_lists(self, "bands")
             fits = len(self.bands) in (1, 3) and min(self.bands) >= 1
             require(fits, "bands", list(self.bands), "one or three numbers from 1")
+        if self.patches is not None:
+            as_lists(self, "patches")
+            fits = len(self.patches) > 0 and min(self.patches) >= 0
+            require(fits, "patches", list(self.patches), "a list of numbers from 0")
         require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(EVERY)}")
         for name in ("images", "attention_images"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
@@ -462,7 +598,7 @@ class CompareConfig:
     encoders: tuple[dict[str, Any], ...] = ()
     """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed."""
     evaluations: tuple[dict[str, Any], ...] = ()
-    """{name, command, options}: command is fewshot, knn, linear, finetune or masked."""
+    """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune or masked."""
     datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
     """{name, options, group}: options have data.path and the like."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)

@@ -45,6 +45,7 @@ RATIOS = [  # what takes longer, in times of the other
     ("Hugging Face ViTForMaskedImageModeling", "mpp update"),
     ("mpp update", "mpp forward, backward, optimiser"),
     ("mpp update, Muon", "mpp update"),
+    ("mpp update, Muon matrix by matrix", "mpp update, Muon"),
     ("features", "timm forward"),
     ("updates in memory", "updates from JPEG"),
     ("ImageFolder with PIL", "mpp's loading"),

@@ -7,6 +7,7 @@ Writes PNGs, `.npz` or `.json` with their numbers, and TensorBoard events into o
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,11 +26,14 @@ from evaluation.suite import figures
 from evaluation.suite.attention_maps import attention_distance, attention_rollout, distances, spacing
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, Unavailable, grid_of, load_frozen, model_of
 from evaluation.suite.extraction import extract_features, views_for
-from evaluation.suite.pca import components_by_depth, patch_features
+from evaluation.suite.patches import patch_features
+from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
 from evaluation.suite.run_images import parse_with_images
+from evaluation.suite.run_images import positions as places_of
+from evaluation.suite.similar import look_through, patch_similarity, spread_patches
 from mpp.config import RunConfig, require
 from mpp.corruption import Grid
 from mpp.data.sources import ImageDataset, load_image_datasets
@@ -40,11 +44,13 @@ from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns
 from mpp.runtime.launch import command, start
+from mpp.runtime.randomness import FIXED
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
 
 Numbers = dict[str, Any]
 FILTERS = 28  # as in the paper's figure
+NEIGHBOURS = 5  # that are shown
 DEPTHS = 6  # of pca, at most: more would be too small to see
 BATCH = 4  # a block's weights are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
 
@@ -71,6 +77,11 @@ class Subject(NamedTuple):
             for failure in batch.unreadable:
                 tqdm.write(f"warning: unreadable image, another takes its place: {failure}")
             yield batch.images.to(self.accelerator.device)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """Features of the patches of images (B, C, H, W), at the encoder's end: (B, h, w, D)."""
+        with self.accelerator.autocast():
+            return patch_features(self.encoder, images, [len(self.encoder.stages)])[0]
 
     def ground(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) as what something is laid over, (B, H, W, 3) uint8."""
@@ -189,6 +200,53 @@ def pca(subject: Subject) -> tuple[Figure, Numbers]:
     return figure, numbers | {"images": pixels, "depths": depths}
 
 
+def asked_patches(subject: Subject) -> list[int]:
+    """The patches that pictures start from, counted row by row from 0."""
+    grid, asked = grid_of(model_of(subject.encoder)), subject.config.patches
+    patches = spread_patches(grid) if asked is None else list(asked)
+    require(
+        max(patches) < math.prod(grid), "patches", max(patches), f"below {math.prod(grid)}, the patches of an image"
+    )
+    return patches
+
+
+def similarity(subject: Subject) -> tuple[Figure, Numbers]:
+    """How like all patches of an image are to some of them."""
+    patches, shown, maps = asked_patches(subject), [], []
+    for images in subject.images(subject.config.images):
+        maps.append(patch_similarity(subject.patches(images), patches))
+        shown.append(subject.ground(images))
+    pixels, numbers = torch.cat(shown).numpy(), torch.cat(maps).numpy()
+    figure = figures.plot_similarity(pixels, numbers, patches)
+    return figure, {"images": pixels, "patches": np.array(patches), "similarity": numbers}
+
+
+def neighbours(subject: Subject) -> tuple[Figure, Numbers]:
+    """The most similar of other held-out images, and patches in them."""
+    config, encoder = subject.config, subject.encoder
+    grid = grid_of(model_of(encoder))
+    patch = asked_patches(subject)[0] if config.patches else grid[0] // 2 * grid[1] + grid[1] // 2
+    through, queries = (subject.held_out.choose(most, config.data.cut_seed) for most in (RANKED, config.images))
+    if len(through) < 2:
+        raise Unavailable("there is one held-out image")
+    own = np.searchsorted(places_of(through), places_of(queries))
+    gallery = progress_bar(subject.images(len(through)), desc="neighbours", unit="batch")
+    asked = torch.cat(list(subject.images(config.images)))
+    found = look_through(subject.patches, asked, patch, gallery, own.tolist(), NEIGHBOURS)
+    views = views_for(encoder, through, config.data)
+
+    def pixels(indices: Tensor) -> np.ndarray:
+        images = torch.stack([views[FIXED, index].images for index in indices.flatten().tolist()])
+        return subject.ground(images).numpy().reshape(*indices.shape, *images.shape[2:], 3)
+
+    numbers = {name: getattr(found, name).numpy() for name in found._fields}
+    numbers |= {"names": np.array([through.name(index) for index in range(len(through))])}
+    figure = figures.plot_neighbours(
+        *(subject.ground(asked).numpy(), pixels(found.images), pixels(found.hosts), grid, patch, numbers)
+    )
+    return figure, numbers
+
+
 def rank(subject: Subject) -> tuple[Figure, Numbers]:
     """In how many directions the features of images spread, by depth: as `features/rank` while training."""
     depths = range(1, 1 + len(subject.encoder.stages))
@@ -221,6 +279,8 @@ PICTURES: dict[str, Callable[[Subject], tuple[Figure, Numbers]]] = {
     "attention_distance": attention_distances,
     "attention_rollout": rollout,
     "pca": pca,
+    "similarity": similarity,
+    "neighbours": neighbours,
     "rank": rank,
     "accuracy_by_depth": accuracy_by_depth,
 }

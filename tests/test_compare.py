@@ -11,7 +11,7 @@ from conftest import ROOT, encoded, picture, read_metrics
 from server import Command
 
 from evaluation import compare, masked
-from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SupervisedConfig
+from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
 from evaluation.suite import plan, probing
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.figures import plot_depths, plot_lines
@@ -31,6 +31,7 @@ FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
         *((path, CompareConfig) for path in COMPARISONS),
         *((path, SupervisedConfig) for path in sorted((ROOT / "configs" / "supervised").glob("*.yaml"))),
         *((path, FinetuneConfig) for path in sorted((ROOT / "configs" / "finetune").glob("*.yaml"))),
+        *((path, SegmentationConfig) for path in sorted((ROOT / "configs" / "segmentation").glob("*.yaml"))),
         *((path, ContrastiveConfig) for path in sorted((ROOT / "configs" / "rivals").glob("simclr*.yaml"))),
     ],
     ids=lambda value: getattr(value, "stem", ""),

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from evaluation.config import (
     CompareConfig,
     ContrastiveConfig,
+    EmbedConfig,
+    ExportConfig,
     FeaturesConfig,
     FewshotConfig,
     FinetuneConfig,
     KnnConfig,
     LinearConfig,
+    SegmentationConfig,
     SupervisedConfig,
     ThroughputConfig,
     VisualizeConfig,
@@ -27,7 +30,8 @@ from mpp.errors import UserError
 from mpp.runtime.parsing import flatten, parse, to_yaml
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
-COMMANDS += [ContrastiveConfig, CompareConfig, VisualizeConfig, ThroughputConfig]
+COMMANDS += [ContrastiveConfig, CompareConfig, VisualizeConfig, ThroughputConfig, SegmentationConfig, ExportConfig]
+COMMANDS += [EmbedConfig]
 few = settings(
     max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -180,6 +184,12 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (VisualizeConfig, "attention_images=3", [["--pictures=rank"]], []),
     (VisualizeConfig, "images=3", [["--pictures=rank"]], ["--pictures=pca"]),
     (VisualizeConfig, "representation=class", [["--pictures=pca"]], ["--pictures=rank"]),
+    (VisualizeConfig, "patches=3", [["--pictures=rank"]], ["--pictures=similarity"]),
+    (SegmentationConfig, "lr=0.5", [["--readings=knn"]], []),
+    (SegmentationConfig, "neighbours=5", [["--readings=linear"]], []),
+    (SegmentationConfig, "data.mask_column=m", [[]], ["--data.path=somebody/scenes"]),
+    (ExportConfig, "normalize=false", [["--format=safetensors"]], ["--format=torch_export"]),
+    (ExportConfig, "quantize=int8", [["--format=torch_export"]], []),
     (ThroughputConfig, "memory=false", [['--sizes=["vit_tiny_patch16_224"]']], []),
     (PrepareConfig, "quality=80", [["--format=ppm"]], []),
 ]

@@ -1,5 +1,7 @@
 """Schedules at their corners, what decays, what Muon does and to which parameters."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import timm
@@ -130,10 +132,35 @@ def test_muons_update_by_hand(native, error, monkeypatch):
         weight = found.copy()
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("together", [2**24, 600], ids=["all of a shape", "one by one"])
+def test_matrices_of_a_shape_together_are_those_one_by_one(together, native, monkeypatch):
+    """timm's own loop over matrices, to the bit."""
+    monkeypatch.setattr("mpp.training.optim.bf16_is_native", lambda: native)
+    monkeypatch.setattr("mpp.training.optim.TOGETHER", together)
+    dtype, iterate = torch.bfloat16 if native else torch.float32, timm.optim.muon.zeropower_via_newtonschulz
+    models = [predictor(width=16, heads=2), predictor(width=16, heads=2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, timms = (build_optimizer(model, OptimConfig(name="muon", lr=0.1)) for model in models)
+    for step in range(3):
+        torch.manual_seed(step)
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        ours.step()
+        with monkeypatch.context() as patch:
+            in_dtype = partial(iterate, dtype=dtype)
+            patch.setattr("timm.optim.muon.zeropower_via_newtonschulz", in_dtype)
+            timm.optim.Muon.step(timms)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_muons_adam_part_has_a_rate_of_its_own():
     """Adam's first step is as long as its rate, whatever the gradient; with Nesterov's momentum a bit longer."""
     steps = []
     for scale in (1.0, 3.0):
+        torch.manual_seed(0)
         model = predictor(width=16, heads=2)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for parameter in model.parameters():

@@ -26,8 +26,10 @@ from evaluation.suite.attention_maps import (
     spacing,
 )
 from evaluation.suite.encoders import FrozenEncoder
-from evaluation.suite.pca import components_by_depth, patch_features
+from evaluation.suite.patches import patch_features
+from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
+from evaluation.suite.similar import look_through, patch_similarity, spread_patches
 from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
@@ -39,7 +41,7 @@ SHOWN = (*FAST, "--images=3")  # of pictures that show images
 FEW = (*SHOWN, "--attention_images=5")  # of all
 ALL = (
     *("predictions", "filters", "positions", "attention_distance", "attention_rollout"),
-    *("pca", "rank", "accuracy_by_depth"),
+    *("pca", "similarity", "neighbours", "rank", "accuracy_by_depth"),
 )
 
 
@@ -178,6 +180,38 @@ def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_t
     assert above.coordinates[:, 1:-1, 1:-1, 0].mean() > above.coordinates[..., 0].mean()
 
 
+def test_similarity_is_the_cosine_with_each_patch():
+    features = torch.randn(2, 3, 4, 5)
+    found = patch_similarity(features, [7, 0])
+    assert found.shape == (2, 2, 3, 4)
+    for row in range(3):
+        for column in range(4):
+            expected = torch.cosine_similarity(features[:, 1, 3], features[:, row, column])
+            torch.testing.assert_close(found[:, 0, row, column], expected)
+    assert found[:, 1, 0, 0].tolist() == pytest.approx([1, 1])
+    assert spread_patches((4, 4)) == [5, 7, 10, 13, 15] and spread_patches((1, 1)) == [0]
+
+
+def test_neighbours_are_those_of_a_loop_over_images_and_patches():
+    torch.manual_seed(0)
+    gallery = torch.randn(9, 2, 3, 5)  # images that are their features
+    found = look_through(lambda images: images, gallery[[1, 4]], 2, gallery.split(4), [1, 4], 20)
+    assert found.images.shape == found.patches.shape == (2, 8)
+    for number, query in enumerate((1, 4)):
+        whole, patch = gallery[query].flatten(0, 1).mean(0), gallery[query, 0, 2]
+        of_images, of_patches = {}, {}
+        for other in range(9):
+            if other != query:
+                of_images[other] = torch.cosine_similarity(whole, gallery[other].flatten(0, 1).mean(0), dim=0).item()
+                each = torch.cosine_similarity(patch[None], gallery[other].flatten(0, 1))
+                of_patches[other] = (each.max().item(), int(each.argmax()))
+        assert found.images[number].tolist() == sorted(of_images, key=of_images.get, reverse=True)
+        hosts = found.hosts[number].tolist()
+        assert hosts == sorted(of_patches, key=of_patches.get, reverse=True)
+        assert found.patches[number].tolist() == [of_patches[host][1] for host in hosts]
+        assert found.patch_similarity[number].tolist() == pytest.approx([of_patches[h][0] for h in hosts], abs=1e-6)
+
+
 def test_patch_features_are_the_models_own_in_their_places():
     encoder, images = vit(), noise(2)
     first, last = patch_features(encoder, images, [1, 3])
@@ -275,8 +309,10 @@ def test_images_without_labels_give_all_but_accuracy(finished_run, tmp_path, cap
         (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
     out = tmp_path / "pictures"
     main([f"--encoder={finished_run}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FEW])
-    assert "no accuracy_by_depth: the images have no labels" in capsys.readouterr().out
-    assert {path.stem for path in out.glob("*.png")} == set(ALL) - {"accuracy_by_depth"}
+    printed = capsys.readouterr().out
+    assert "no accuracy_by_depth: the images have no labels" in printed
+    assert "no neighbours: there is one held-out image" in printed
+    assert {path.stem for path in out.glob("*.png")} == set(ALL) - {"accuracy_by_depth", "neighbours"}
 
 
 def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):

@@ -13,6 +13,7 @@ import matplotlib.style
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from mpp.reconstructions import COLUMNS
@@ -176,6 +177,100 @@ def plot_components(
         "of the variance); below, the patches where the first one is above its mean",
         fontsize=10,
     )
+    return figure
+
+
+def plot_similarity(images: NDArray[np.uint8], similarity: NDArray, patches: Sequence[int]) -> Figure:
+    """A row for each image: it, and how like each of its patches is to the one in the frame.
+
+    Args:
+        images: (B, H, W, 3).
+        similarity: (B, P, h, w), cosines.
+        patches: which patch each map starts from, counted row by row.
+    """
+    across, rows, (height, width) = 1 + len(patches), len(images), images.shape[1:3]
+    side = min(1.4, (WIDTH - 0.8) / across)
+    size = side * across + 0.8, max(LEAST, 0.6 + side * rows * height / width)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, across, squeeze=False)
+    edges = (-0.5, width - 0.5, height - 0.5, -0.5)
+    for line, pixels, maps in zip(panels, images, similarity, strict=True):
+        line[0].imshow(pixels, interpolation="nearest")
+        for panel, patch, cosines in zip(line[1:], patches, maps, strict=True):
+            shown = panel.imshow(
+                cosines, cmap=PALETTE, vmin=similarity.min(), vmax=1, extent=edges, interpolation="nearest"
+            )
+            frame(panel, patch, maps.shape[1:], (height, width))
+    bare(*panels.flat)
+    figure.colorbar(shown, ax=panels, label="cosine similarity", shrink=min(1, 2 / rows))
+    figure.suptitle("features of all patches, compared with that of the patch in the frame", fontsize=10)
+    return figure
+
+
+def plot_neighbours(
+    queries: NDArray[np.uint8],
+    images: NDArray[np.uint8],
+    hosts: NDArray[np.uint8],
+    grid: tuple[int, int],
+    patch: int,
+    numbers: dict[str, NDArray],
+) -> Figure:
+    """Two rows for each query (B, H, W, 3): its nearest images, and those with the patches that are nearest to its own.
+
+    Args:
+        images, hosts: (B, k, H, W, 3).
+        grid: rows and columns of patches.
+        patch: of the queries, counted row by row.
+        numbers: `image_similarity`, `patch_similarity` and `patches`, (B, k).
+    """
+    count, across, (height, width) = len(queries), 1 + images.shape[1], queries.shape[1:3]
+    side = min(1.2, WIDTH / across)
+    tall = side * height / width + 0.18
+    figure = Figure(figsize=(side * across + 0.3, 0.6 + 2 * count * tall), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01)
+    panels = figure.subplots(2 * count, across, squeeze=False)
+    for number, pixels in enumerate(queries):
+        above, below = panels[2 * number], panels[2 * number + 1]
+        above[0].imshow(pixels, interpolation="nearest")
+        below[0].imshow(pixels, interpolation="nearest")
+        frame(below[0], patch, grid, (height, width))
+        for place in range(across - 1):
+            above[1 + place].imshow(images[number, place], interpolation="nearest")
+            below[1 + place].imshow(hosts[number, place], interpolation="nearest")
+            frame(below[1 + place], int(numbers["patches"][number, place]), grid, (height, width))
+            for panel, kind in ((above[1 + place], "image"), (below[1 + place], "patch")):
+                panel.set_title(f"{numbers[f'{kind}_similarity'][number, place]:.2f}", fontsize=7, pad=2)
+    bare(*panels.flat)
+    heading = "left: a held-out image; above, the others that are nearest by cosine;\nbelow, those with the patches "
+    figure.suptitle(f"{heading}that are nearest to the patch in the frame", fontsize=10)
+    return figure
+
+
+def frame(panel, patch: int, grid: Sequence[int], size: Sequence[int]) -> None:
+    """Draw a frame around a patch, counted row by row, of an image (H, W)."""
+    tall, wide = size[0] / grid[0], size[1] / grid[1]
+    corner = patch % grid[1] * wide - 0.5, patch // grid[1] * tall - 0.5
+    for color, thick in (("black", 2.4), ("white", 1.2)):  # seen on dark and on light
+        panel.add_patch(Rectangle(corner, wide, tall, fill=False, edgecolor=color, linewidth=thick))
+
+
+def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.int64]], classes: int) -> Figure:
+    """A row for each image (B, H, W, 3): it, its mask, and what was predicted, each (B, H, W); -1 does not count."""
+    across, rows, (height, width) = 1 + len(columns), len(images), images.shape[1:3]
+    side = min(1.6, WIDTH / across)
+    figure = Figure(figsize=(side * across + 0.3, 0.6 + side * rows * height / width), layout="constrained")
+    panels = figure.subplots(rows, across, squeeze=False)
+    colors = matplotlib.colormaps["tab20" if classes > 2 else "cividis"].with_extremes(bad="0.9")
+    for row, (line, pixels) in enumerate(zip(panels, images, strict=True)):
+        line[0].imshow(pixels, interpolation="nearest")
+        for panel, of_column in zip(line[1:], columns.values(), strict=True):
+            numbers = of_column[row] if classes <= 20 else np.where(of_column[row] < 0, -1, of_column[row] % 20)
+            shown = np.ma.masked_less(numbers, 0)
+            panel.imshow(shown, cmap=colors, vmin=0, vmax=min(classes, 20) - 1, interpolation="nearest")
+    for panel, title in zip(panels[0], ["original", *columns], strict=True):
+        panel.set_title(title, fontsize=9)
+    bare(*panels.flat)
+    figure.suptitle("classes of held-out images, from features of patches", fontsize=10)
     return figure
 
 

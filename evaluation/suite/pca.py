@@ -6,9 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evaluation.suite.encoders import FrozenEncoder, grid_of
-from mpp.frozen_features import tokens_at
-
 COLORS = 3  # principal components that are shown: red, green, blue
 NOISE = 1e-10  # a component with so small a share of the first one's variance is rounding
 
@@ -30,14 +27,6 @@ class Components(NamedTuple):
     def foreground(self) -> Tensor:
         """(B, h, w) bool: where the first component is above its mean."""
         return self.coordinates[..., 0] > 0
-
-
-@torch.no_grad()
-def patch_features(encoder: FrozenEncoder, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
-    """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
-    grid, prefix = grid_of(encoder.model), encoder.model.num_prefix_tokens
-    tokens = tokens_at(encoder.model, encoder.normalize(images), depths)
-    return [of_depth[:, prefix:].unflatten(1, grid).float().cpu() for of_depth in tokens]
 
 
 def components_by_depth(features: Sequence[Tensor]) -> list[Components]:

@@ -11,9 +11,11 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import timm
+import timm.optim
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -38,7 +40,7 @@ from mpp.models.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
 from mpp.training.loop import Update
-from mpp.training.optim import build_optimizer
+from mpp.training.optim import Muon, build_optimizer
 from mpp.training.parallel import prepare
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
@@ -116,6 +118,17 @@ def mpp_update(bench: Bench) -> Peer:
             ours.update.finite.check()
 
     return counted(step, bench, ours.task.model)
+
+
+def muon_by_matrix(bench: Bench) -> Peer:
+    """The same with Muon as timm has it: one matrix after the other. (In bf16, whatever the hardware has.)"""
+    peer = mpp_update(bench._replace(optimizer="muon"))
+
+    def step() -> None:
+        with patch.object(Muon, "step", timm.optim.Muon.step):
+            peer.step()
+
+    return peer._replace(step=step)
 
 
 def mpp_bare(bench: Bench) -> Peer:
@@ -246,6 +259,7 @@ def matrix_product(bench: Bench, dtype: torch.dtype) -> Peer:
 TRAINING: dict[str, Callable[[Bench], Peer]] = {
     "mpp update": mpp_update,
     "mpp update, Muon": lambda bench: mpp_update(bench._replace(optimizer="muon")),
+    "mpp update, Muon matrix by matrix": muon_by_matrix,
     "mpp update, autoencoder": lambda bench: mpp_update(bench._replace(network="autoencoder")),
     "mpp forward, backward, optimiser": mpp_bare,
     "timm as it comes": timm_bare,

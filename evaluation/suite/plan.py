@@ -15,7 +15,7 @@ from mpp.errors import UserError
 Options = dict[str, Any]
 
 TRAININGS = ("pretrain", "supervised", "contrastive")  # commands that make encoders
-EVALUATIONS = ("fewshot", "knn", "linear", "finetune", "masked")  # commands that judge them
+EVALUATIONS = ("fewshot", "knn", "linear", "segmentation", "finetune", "masked")  # commands that judge them
 OF_LEARNED_WEIGHTS = ("finetune", "masked")
 
 
@@ -47,7 +47,7 @@ class EvaluationEntry:
 
     name: str
     """What the table calls it."""
-    command: Literal["fewshot", "knn", "linear", "finetune", "masked"]
+    command: Literal["fewshot", "knn", "linear", "segmentation", "finetune", "masked"]
     """The command that judges."""
     options: Options
     """Its settings."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
-from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig
+from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
 from evaluation.suite.extraction import Features, extract_features, load_features
 from evaluation.suite.reports import report_path, summarize, write_report
 from mpp.config import RunConfig
@@ -58,14 +58,22 @@ def forget_features() -> None:
 
 
 def judge(
-    config: FrozenProbeConfig, by_depth: dict[int, Features], evaluate: Callable[[Features], list[dict]], key: str
+    config: FrozenProbeConfig | SegmentationConfig,
+    by_depth: dict[int, Any],
+    evaluate: Callable[[Any], list[dict]],
+    key: str,
 ) -> dict[str, Any]:
-    """Results of all depths, and the summary of the one that counts: the last, or the best on the dev split."""
+    """Results of all depths, and the summary of the one that counts: the last, or the best on the dev split.
+
+    Args:
+        by_depth: features, of images or of patches, that have a dev split.
+    """
     protocol: dict[str, Any] = dataclasses.asdict(config)
-    if config.features:
+    saved = getattr(config, "features", None)
+    if saved:
         protocol = {key: value for key, value in protocol.items() if key not in OF_AN_ENCODER}
     chosen = max(by_depth)
-    if config.depth == "dev" and not config.features:
+    if config.depth == "dev" and not saved:
         on_dev = {depth: summarize(evaluate(features.dev()), key) for depth, features in by_depth.items()}
         means = {depth: float(np.mean([row["mean"] for row in rows.values()])) for depth, rows in on_dev.items()}
         chosen = max(means, key=means.get)

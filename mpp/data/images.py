@@ -102,8 +102,12 @@ def crop_box(
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
-def centre_crop(image: Tensor, size: Size, share: float) -> Tensor:
-    """The held-out view: resized to cover size / share, then the centre; (C, H, W) to (C, h, w)."""
+def centre_crop(image: Tensor, size: Size, share: float, nearest: bool = False) -> Tensor:
+    """The held-out view: resized to cover size / share, then the centre; (C, H, W) to (C, h, w).
+
+    Args:
+        nearest: of a mask, whose numbers are classes: each pixel is one of the image's.
+    """
     height, width = image.shape[-2:]
     size = sides(size)
     most = max(1, LONGEST * height * size[1] // size[0]), max(1, LONGEST * width * size[0] // size[1])  # width, height
@@ -118,4 +122,5 @@ def centre_crop(image: Tensor, size: Size, share: float) -> Tensor:
     else:
         columns = max(size[1], round(size[1] / share))
         covering = [int(columns * height / width), columns]
-    return functional.center_crop(functional.resize(image, covering, antialias=True), list(size))
+    how = dict(interpolation=v2.InterpolationMode.NEAREST_EXACT) if nearest else dict(antialias=True)
+    return functional.center_crop(functional.resize(image, covering, **how), list(size))

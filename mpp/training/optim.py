@@ -1,26 +1,29 @@
 """Parameter groups, optimiser, learning-rate schedule, Polyak averaging."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import timm.optim
 import timm.optim.muon
 import torch
 from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import bf16_is_native
 
+TOGETHER = 2**24  # numbers of the matrices that Muon iterates together: what bounds the memory
+NATIVE = {True: torch.bfloat16, False: torch.float32}  # what Muon iterates in
 UNDECAYED = ("token", "pos_embed", "position_bias")  # [class], [mask], registers, position embeddings and biases
 
 
 class Muon(timm.optim.Muon):
-    """timm's Muon, with three things more.
+    """timm's Muon, with four things more.
 
     Like torch's fused optimisers it changes no weight while `found_inf` is 1. The verdict stays on the device: nothing
     waits for it. Muon's state does change then, so the verdict has to stand.
@@ -28,16 +31,24 @@ class Muon(timm.optim.Muon):
     Its Newton-Schulz iteration computes in bf16, as timm has it, where the hardware does. Elsewhere it is fp32, because
     emulated bf16 takes a CPU some 30 times as long.
 
-    Where the model is sharded, each matrix is gathered for its orthogonalisation, which every process does alike. (As
-    timm has it, each product of each iteration would be communicated, and rounded in another way.)
+    Matrices of the same shape are iterated together, in batched products, and what comes before and after is done for
+    all of them by torch's `foreach` functions: see `muon_by_shape`. torch's products of a batch are those of
+    its matrices, to the bit.
+
+    Where the model is sharded, each process iterates its part of the matrices. (As timm has it, each product of each
+    iteration would be communicated, and rounded in another way.)
     """
 
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure=None):
-        with our_newton_schulz():
+        timms = timm.optim.muon.muon
+        timm.optim.muon.muon = muon_by_shape
+        try:
             return self.step_unless_found(closure)
+        finally:
+            timm.optim.muon.muon = timms
 
     def step_unless_found(self, closure=None):
         """timm's step; with `found_inf`, one at rate 0 and without gradients."""
@@ -49,9 +60,7 @@ class Muon(timm.optim.Muon):
             group["lr"] = group["lr"] * (1 - self.found_inf)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    gradient = parameter.grad
-                    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                    own.masked_fill_(self.found_inf.bool(), 0)  # 0 times NaN is NaN
+                    own_part(parameter.grad).masked_fill_(self.found_inf.bool(), 0)  # 0 times NaN is NaN
         try:
             return super().step(closure)
         finally:
@@ -59,24 +68,87 @@ class Muon(timm.optim.Muon):
                 group["lr"] = rate
 
 
-@contextmanager
-def our_newton_schulz() -> Iterator[None]:
-    """Meanwhile timm's iteration computes in what the hardware has, and gets sharded matrices whole."""
-    timms = timm.optim.muon.zeropower_via_newtonschulz
-    dtype = torch.bfloat16 if bf16_is_native() else torch.float32
+def muon_by_shape(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_bufs: list[Tensor],
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool,
+    ns_steps: int,
+    ns_coefficients: str,
+    eps: float,
+    safety_factor: float,
+    adjust_lr_fn: str,
+    scale_eps: bool,
+    **of_convolutions: bool | str,
+) -> None:
+    """timm's `muon` of matrices (m, n), those of a shape together. It changes `params` and `momentum_bufs`.
 
-    def orthogonalize(matrix: Tensor, *args, **options) -> Tensor:
-        sharded = isinstance(matrix, DTensor)
-        whole = timms(matrix.full_tensor() if sharded else matrix, *args, dtype=dtype, **options)
-        if not sharded:
-            return whole
-        return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+    Args:
+        params: matrices, or shards of them by rows; so are `grads` and `momentum_bufs`.
+    """
+    coefficients = timm.optim.muon.resolve_ns_coefficients(ns_coefficients, timm.optim.muon._COEFFICIENTS)
+    iterate = partial(timm.optim.muon.zeropower_via_newtonschulz, steps=ns_steps, coefficients=coefficients, eps=eps)
+    iterate = partial(iterate, safety_factor=safety_factor, scale_eps=scale_eps, dtype=NATIVE[bf16_is_native()])
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, parameter in enumerate(params):
+        by_shape.setdefault(parameter.shape, []).append(index)
+    for shape, indices in by_shape.items():
+        scale = -lr * timm.optim.muon.get_lr_scale(shape, adjust_lr_fn)
+        for some in batches_of(indices, shape, params[indices[0]]):
+            own, gradients, averages = (
+                [own_part(part[index]) for index in some] for part in (params, grads, momentum_bufs)
+            )
+            torch._foreach_mul_(own, 1 - lr * weight_decay)
+            torch._foreach_lerp_(averages, gradients, 1 - momentum)
+            updates = torch._foreach_lerp(gradients, averages, momentum) if nesterov else averages
+            found = orthogonalized(updates, params[some[0]], iterate)
+            if isinstance(scale, Tensor):
+                torch._foreach_mul_(found, scale)
+            torch._foreach_add_(own, found, alpha=1 if isinstance(scale, Tensor) else scale)
 
-    timm.optim.muon.zeropower_via_newtonschulz = orthogonalize
-    try:
-        yield
-    finally:
-        timm.optim.muon.zeropower_via_newtonschulz = timms
+
+def batches_of(indices: list[int], shape: torch.Size, like: Tensor) -> Iterator[list[int]]:
+    """The matrices that are iterated together: as many as take little memory, of each process where they are shared."""
+    processes = like.device_mesh.size() if isinstance(like, DTensor) else 1
+    count = processes * max(1, TOGETHER // shape.numel())
+    yield from (indices[first : first + count] for first in range(0, len(indices), count))
+
+
+def orthogonalized(updates: list[Tensor], like: Tensor, iterate: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Newton-Schulz of updates of one shape; of shards, each process iterates its part of the matrices.
+
+    Args:
+        updates: (m, n) each; or this process's rows of each.
+        like: a parameter that one of them is for.
+        iterate: of matrices (k, m, n).
+    Returns:
+        float32, as `updates` are shared.
+    """
+    if not isinstance(like, DTensor):
+        return list(iterate(torch.stack(updates)).float())
+    mesh, rows = like.device_mesh, like.shape[0]
+    processes, group = mesh.size(), mesh.get_group()
+    most = -(-rows // processes)  # rows of a share; the last ones may have fewer
+    count = -(-len(updates) // processes)  # matrices of a process
+    held = updates[0].new_zeros(processes, count, most, like.shape[1])
+    for number, update in enumerate(updates):
+        held[number // count, number % count, : len(update)] = update
+    sent = torch.empty_like(held)
+    torch.distributed.all_to_all_single(sent, held, group=group)  # to the rows of all processes, of its matrices
+    whole = sent.transpose(0, 1).flatten(1, 2)  # (count, processes * most, n)
+    whole[:, :rows] = iterate(whole[:, :rows])
+    sent = whole.unflatten(1, (processes, most)).transpose(0, 1).contiguous()
+    torch.distributed.all_to_all_single(held, sent, group=group)
+    return [held[number // count, number % count, : len(update)] for number, update in enumerate(updates)]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

@@ -1,0 +1,215 @@
+"""The features of all images of a data set, as a table for a data base or a notebook.
+
+    python evaluation/embed.py --encoder runs/birds --data.path FOLDER --out features.parquet
+
+A row for each image: `file`, `split`, `features` (as many float32 as the encoder is wide) and `error`. An image that
+cannot be decoded has no features, and its error says why. The same command goes on where it was broken off.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from evaluation.config import EmbedConfig, ProbeDataConfig
+from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
+from evaluation.suite.run_images import parse_with_images
+from mpp.config import RunConfig, require
+from mpp.data.decoding import UnreadableImage
+from mpp.data.images import Size, centre_crop
+from mpp.data.record import record
+from mpp.data.sources import ImageDataset, find_image_column, load_splits, undecoded
+from mpp.data.views import loader
+from mpp.data.workers import NOTHING, deaths_explained, note_reading
+from mpp.errors import UserError
+from mpp.runtime.launch import command, start
+from mpp.runtime.lock import hold
+from mpp.runtime.weights import fingerprint
+from mpp.training.tracking import progress_bar
+
+KEY = b"mpp"  # of the table's metadata: what it is of
+ROWS = 4096  # of a part: what bounds the memory, and what is lost where the command is broken off
+
+
+@dataclass(frozen=True)
+class OrBroken(Dataset):
+    """Images as an encoder takes them, by index, and why one cannot be decoded, or nothing."""
+
+    dataset: ImageDataset
+    data: ProbeDataConfig
+    img_size: Size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        note_reading(index)
+        try:
+            found = centre_crop(self.dataset.decode(index, self.data), self.img_size, self.data.eval_crop), ""
+        except UnreadableImage as error:
+            found = torch.zeros(self.data.channels, *self.img_size, dtype=torch.uint8), str(error)
+        note_reading(NOTHING)
+        return found
+
+
+def together(samples: list[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
+    """Samples to a batch; a broken image may be of another type."""
+    pixels, errors = zip(*samples, strict=True)
+    kind = torch.uint8 if all(part.dtype == torch.uint8 for part in pixels) else torch.float32
+    return torch.stack([part.to(kind) for part in pixels]), list(errors)
+
+
+def all_images(data: ProbeDataConfig) -> list[ImageDataset]:
+    """Every split, without labels."""
+    splits = load_splits(data)
+    columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
+    return [
+        ImageDataset(undecoded(rows.select_columns([columns[name]]), columns[name]), columns[name], None, name)
+        for name, rows in splits.items()
+        if len(rows)
+    ]
+
+
+def features_of(
+    encoder: FrozenEncoder | ColorFloor,
+    dataset: ImageDataset,
+    chosen: range,
+    config: EmbedConfig,
+    accelerator: Accelerator,
+) -> Iterator[tuple[list[int], np.ndarray, list[str]]]:
+    """Indices, features (B, D) and errors of some images, by batches."""
+    depth = len(encoder.stages) if config.depth == "last" else config.depth
+    views = OrBroken(dataset, config.data, encoder.img_size)
+    size = config.data.batch_size or 64
+    batches = [list(chosen[first : first + size]) for first in range(0, len(chosen), size)]
+    for indices, (images, errors) in zip(batches, loader(views, batches, together), strict=True):
+        with torch.no_grad(), accelerator.autocast():
+            (found,) = encoder(images.to(accelerator.device), config.representation, [depth])
+        yield indices, found.float().cpu().numpy(), errors
+
+
+def table_of(parts: Iterator[tuple[list[int], np.ndarray, list[str]]], dataset: ImageDataset, about: str) -> pa.Table:
+    """Rows of the table."""
+    indices, features, errors = (list(part) for part in zip(*parts, strict=True))
+    errors = [error or None for of_batch in errors for error in of_batch]
+    values = np.concatenate(features)
+    broken = np.array([error is not None for error in errors])
+    kind = pa.list_(pa.float32(), values.shape[1])
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1], mask=pa.array(broken))
+    names = [dataset.name(index) for of_batch in indices for index in of_batch]
+    columns = {"file": names, "split": [dataset.split] * len(names), "features": rows.cast(kind)}
+    columns["error"] = pa.array(errors, pa.string())
+    return pa.table(columns).replace_schema_metadata({KEY: about.encode()})
+
+
+def is_of(file: Path, about: str) -> bool:
+    """Whether a table is there, and of this. Raises UserError where another is."""
+    if not file.exists():
+        return False
+    found = (pq.read_schema(file).metadata or {}).get(KEY, b"").decode()
+    allowed = "a new file: what is there is of other images, weights or settings"
+    require(found == about, "out", file, allowed)
+    return True
+
+
+def embed(config: EmbedConfig) -> Path:
+    """Write the table, or what is missing of it; its file.
+
+    Raises:
+        UserError: no such encoder, images or depth, or a file that is of something else.
+    """
+    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    if accelerator.num_processes > 1:
+        raise UserError("a table is written by one process: start it with python, without a launcher")
+    encoder = load_frozen(
+        *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
+    ).to(accelerator.device)
+    deepest = len(encoder.stages)
+    require(config.depth == "last" or 1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}")
+    crop = config.data.eval_crop or encoder.crop_pct
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=crop))
+    splits = all_images(config.data)
+    about = json.dumps(identity(config, splits), sort_keys=True)
+    out = Path(config.out)
+    parts = out.parent / f".{out.name}.parts"
+    with hold(parts, "out"), deaths_explained():
+        if not is_of(out, about):
+            write_parts(parts, encoder, splits, config, accelerator, about)
+            join(parts, out)
+    shutil.rmtree(parts, ignore_errors=True)
+    errors = pq.read_table(out, columns=["error"])["error"]
+    broken = len(errors) - errors.null_count
+    print(f"wrote {out}: {len(errors)} images, {broken} of them could not be decoded")
+    return out
+
+
+def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
+    """What a table is of: settings, weights and images."""
+    kept = ("encoder", "random", "seed", "img_size", "precision", "representation", "depth")
+    data = {name: getattr(config.data, name) for name in ("channels", "bands", "range", "nodata", "eval_crop")}
+    weights = fingerprint(Path(config.checkpoint or config.encoder))
+    return (
+        {name: getattr(config, name) for name in kept}
+        | data
+        | {
+            "weights": weights,
+            "images": [record(each, labels=False, retries=config.data.read_retries) for each in splits],
+        }
+    )
+
+
+def write_parts(
+    folder: Path,
+    encoder: FrozenEncoder | ColorFloor,
+    splits: Sequence[ImageDataset],
+    config: EmbedConfig,
+    accelerator: Accelerator,
+    about: str,
+) -> None:
+    """Write what is missing of the parts, each complete or absent."""
+    with progress_bar(desc="features", unit="image", total=sum(map(len, splits))) as bar:
+        for number, dataset in enumerate(splits):
+            for first in range(0, len(dataset), ROWS):
+                chosen = range(first, min(first + ROWS, len(dataset)))
+                file = folder / f"{number:03d}-{first:012d}.parquet"
+                if not is_of(file, about):
+                    aside = file.with_suffix(".partial")
+                    found = features_of(encoder, dataset, chosen, config, accelerator)
+                    pq.write_table(table_of(counted(found, bar), dataset, about), aside)
+                    aside.replace(file)
+                else:
+                    bar.update(len(chosen))
+
+
+def counted(batches: Iterator[tuple], bar: Any) -> Iterator[tuple]:
+    """The same, which a progress bar follows."""
+    for batch in batches:
+        yield batch
+        bar.update(len(batch[0]))
+
+
+def join(folder: Path, out: Path) -> None:
+    """One file of all parts, one part in memory at a time."""
+    files = sorted(folder.glob("*.parquet"))
+    aside = folder / "whole.partial"
+    with pq.ParquetWriter(aside, pq.read_schema(files[0])) as writer:
+        for file in files:
+            writer.write_table(pq.read_table(file))
+    aside.replace(out)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Embed as the command line, or `arguments`, say."""
+    embed(parse_with_images(EmbedConfig, arguments, prog="python evaluation/embed.py"))
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,243 @@
+"""Features of patches, and masks that say what each pixel shows.
+
+B or n images, h x w patches, D width, C classes.
+"""
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from evaluation.config import MaskedDataConfig
+from evaluation.suite.encoders import FrozenEncoder, grid_of
+from evaluation.suite.extraction import DEV_SEED, readable, views_for
+from mpp.config import ImagesConfig, require
+from mpp.data.decoding import FORMATS, UnreadableImage, check_size
+from mpp.data.images import centre_crop
+from mpp.data.sources import BIRDS, ImageDataset, contents, describe, load_image_datasets, load_splits, undecoded
+from mpp.data.views import Batch, ViewDataset, held_out_loader
+from mpp.data.workers import NOTHING, note_reading
+from mpp.errors import UserError
+from mpp.frozen_features import extract, tokens_at
+from mpp.runtime.arrays import select
+from mpp.runtime.randomness import Stream, permutation
+from mpp.training.tracking import progress_bar
+
+OUTLINES = BIRDS / "outlines.json"
+MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # of PIL: a number a pixel
+NUMBERS = 2**24  # of shares of classes, at a time: what bounds the memory
+
+
+class PatchFloor(NamedTuple):
+    """In place of an encoder: all that is known of a patch is its mean colour and its position."""
+
+    img_size: tuple[int, int]
+    crop_pct: float
+    grid: tuple[int, int]
+    stages: Sequence[None] = (None,)
+
+
+@torch.no_grad()
+def patch_features(encoder: FrozenEncoder | PatchFloor, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+    """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
+    if isinstance(encoder, PatchFloor):
+        return [color_and_position(images, encoder.grid)]
+    grid, prefix = grid_of(encoder.model), encoder.model.num_prefix_tokens
+    tokens = tokens_at(encoder.model, encoder.normalize(images), depths)
+    return [of_depth[:, prefix:].unflatten(1, grid).float().cpu() for of_depth in tokens]
+
+
+def color_and_position(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The mean colour of each patch, its row and its column, each from -0.5 to 0.5: (B, h, w, C + 2)."""
+    colors = F.adaptive_avg_pool2d(images.float() / 255 - 0.5, grid).movedim(1, -1).cpu()
+    rows, columns = ((torch.arange(count) + 0.5) / count - 0.5 for count in grid)
+    places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
+    return torch.cat([colors, places.expand(len(images), -1, -1, -1)], -1)
+
+
+class PatchFeatures(NamedTuple):
+    """Features of patches at one depth, and the masks of their images."""
+
+    train: NDArray[np.float32]  # (n, h, w, D)
+    train_masks: NDArray[np.int16]  # (n, H, W)
+    test: NDArray[np.float32]
+    test_masks: NDArray[np.int16]
+
+    def dev(self) -> "PatchFeatures":
+        """A tenth of train's images, drawn once, in the place of test: what choices are made on."""
+        order = permutation(Stream.CUT, DEV_SEED, 1, len(self.train))
+        cut = max(1, len(order) // 10)
+        parts = [np.sort(order[cut:]), np.sort(order[:cut])]
+        return PatchFeatures(*(select(array, part) for part in parts for array in (self.train, self.train_masks)))
+
+
+@dataclass(frozen=True)
+class MaskedViews(ViewDataset):
+    """Images in their held-out view; the label of a sample is its mask, cropped alike: (H, W) int16."""
+
+    masks: datasets.Dataset | None = None
+    """A mask for each image, undecoded; `mask` holds it."""
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        _, index = key
+        note_reading(index)
+        pixels, mask, failures = torch.zeros(self.data.channels, 1, 1), torch.zeros(1, 1, dtype=torch.int16), []
+        try:
+            pixels = self.dataset.decode(index, self.data)
+            mask = decode_mask(self.masks[index]["mask"], self.data)
+            if mask.shape != pixels.shape[1:]:
+                sizes = (" x ".join(map(str, reversed(part))) for part in (mask.shape, pixels.shape[1:]))
+                raise UnreadableImage("its mask has {} pixels, and the image {}".format(*sizes))
+        except UnreadableImage as error:
+            failures = [f"{self.dataset.name(index)}: {error}"]
+            pixels = torch.zeros(self.data.channels, *mask.shape)
+        note_reading(NOTHING)
+        pixels, mask = self.view(pixels, *key), centre_crop(mask[None], self.img_size, self.data.eval_crop, True)[0]
+        return Batch(pixels, None, mask, torch.tensor(index), failures)
+
+
+def decode_mask(cell: Any, config: ImagesConfig) -> Tensor:
+    """The classes of an image's pixels, (H, W) int16. A palette's numbers are classes, whatever its colours.
+
+    Raises:
+        UnreadableImage: a mask of colours, or none that can be decoded.
+    """
+    if not isinstance(cell, dict):
+        found = np.asarray(cell)
+        if found.ndim != 2 or found.dtype.kind not in "uib":
+            raise UnreadableImage(f"its mask is an array {found.shape} of {found.dtype}, not of integers (H, W)")
+    else:
+        try:
+            with Image.open(io.BytesIO(contents(cell, config.read_retries)), formats=FORMATS) as image:
+                check_size(image.size, config)
+                if image.mode not in MASK_MODES:
+                    raise UnreadableImage(f"its mask has colours ({image.mode}); a mask has one number a pixel")
+                found = np.asarray(image)
+        except UnreadableImage:
+            raise
+        except Exception as error:  # as in mpp/data/decoding.py
+            raise UnreadableImage(f"its mask cannot be decoded: {type(error).__name__}") from error
+    if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int16).max):
+        raise UnreadableImage(f"its mask has numbers from {found.min()} to {found.max()}; classes are 0 to 32767")
+    return torch.from_numpy(found.astype(np.int16))
+
+
+Masked = tuple[ImageDataset, datasets.Dataset]
+"""Images, and a mask for each of them."""
+
+
+def load_masked(data: MaskedDataConfig) -> tuple[Masked, Masked]:
+    """Images with masks to learn from, and those that are held out.
+
+    Raises:
+        UserError: no such column.
+    """
+    if data.path is None:
+        return birds_with_outlines(data)
+    splits = load_splits(data)
+    features = splits[data.split].features if data.split in splits else {}
+    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    others = [name for name in images if name != data.mask_column]
+    if data.image_column is None and len(others) == 1:
+        data = dataclasses.replace(data, image_column=others[0])
+    require(
+        data.mask_column in features, "data.mask_column", data.mask_column, f"one of {', '.join(features) or 'none'}"
+    )
+    train, held_out = load_image_datasets(data)
+    train = train.choose(data.train_images, data.eval_seed)
+    return with_masks(train, splits, data), with_masks(held_out, splits, data)
+
+
+def with_masks(dataset: ImageDataset, splits: dict[str, Any], data: MaskedDataConfig) -> Masked:
+    """The same images, and their masks."""
+    rows, chosen = splits[dataset.origin.split], dataset.origin.indices
+    if data.mask_column not in rows.features:
+        raise UserError(f"data.mask_column is {data.mask_column}; {dataset.origin.split} has no such column")
+    rows = undecoded(rows.select_columns([data.mask_column]), data.mask_column)
+    rows = rows.rename_column(data.mask_column, "mask") if data.mask_column != "mask" else rows
+    return dataset, rows if chosen is None else rows.select(chosen)
+
+
+def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:
+    """The package's photographs that somebody has drawn the birds' outlines on: 1 is bird, 0 is what is around it."""
+    outlines = json.loads(OUTLINES.read_text())
+    pairs = []
+    for dataset, of_split in zip(load_image_datasets(data), (outlines["train"], outlines["test"]), strict=True):
+        ids = load_splits(data)[dataset.origin.split]["id"]
+        chosen = np.array([index for index, name in enumerate(ids) if name in of_split], np.int64)
+        cells = [{"bytes": drawn(of_split[ids[index]]), "path": None} for index in chosen]
+        masks = datasets.Dataset.from_dict({"mask": cells}, datasets.Features({"mask": datasets.Image(decode=False)}))
+        pairs.append((dataset.select(chosen), masks))
+    return pairs[0], pairs[1]
+
+
+def drawn(outline: dict[str, Any]) -> bytes:
+    """A mask of polygons, as PNG: `size` [width, height], `birds` lists of x, y, x, y, ..."""
+    mask = Image.new("L", tuple(outline["size"]))
+    for polygon in outline["birds"]:
+        ImageDraw.Draw(mask).polygon(polygon, fill=1)
+    buffer = io.BytesIO()
+    mask.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def masked_views(encoder: FrozenEncoder | PatchFloor, masked: Masked, data: MaskedDataConfig) -> MaskedViews:
+    """Images and masks as this encoder takes them."""
+    views = views_for(encoder, masked[0], data)
+    return MaskedViews(views.dataset, views.data, views.img_size, masks=masked[1])
+
+
+def extract_patches(
+    encoder: FrozenEncoder | PatchFloor,
+    splits: Sequence[Masked],
+    depths: Sequence[int],
+    data: MaskedDataConfig,
+    accelerator: Accelerator,
+) -> dict[int, PatchFeatures]:
+    """Depth -> features of patches; what is large lies in temporary files."""
+    found = []
+    for masked in splits:
+        loader = held_out_loader(masked_views(encoder, masked, data), data.batch_size or 64)
+        batches = readable(progress_bar(loader, desc="features of patches"), masked[0].split)
+        found.append(
+            extract(batches, lambda images: patch_features(encoder, images, depths), len(masked[0]), accelerator)
+        )
+    (train, train_masks), (test, test_masks) = found
+    return {depth: PatchFeatures(train[i], train_masks, test[i], test_masks) for i, depth in enumerate(depths)}
+
+
+def classes_of(features: PatchFeatures, ignore_index: int | None) -> int:
+    """C: one more than the largest number in the masks."""
+    masks = (features.train_masks, features.test_masks)
+    present = np.unique(np.concatenate([np.unique(block) for part in masks for block in np.array_split(part, 16)]))
+    counted = present[present != ignore_index]
+    require(len(counted) > 1, "data.mask_column", f"of the classes {counted.tolist()}", "a column of several classes")
+    return int(counted.max()) + 1
+
+
+def class_shares(
+    masks: NDArray[np.int16], grid: tuple[int, int], classes: int, ignore_index: int | None
+) -> Iterator[Tensor]:
+    """Which share of each patch is of each class, (b, h, w, C) by blocks of images; ignored pixels are of none."""
+    for block in torch.from_numpy(masks).split(max(1, NUMBERS // (classes * masks[0].size))):
+        numbers = block.long()
+        counted = numbers != ignore_index
+        one_hot = F.one_hot(numbers.where(counted, 0), classes) * counted[..., None]
+        yield F.adaptive_avg_pool2d(one_hot.movedim(-1, 1).float(), grid).movedim(1, -1)
+
+
+def describe_masks(splits: Sequence[Masked], data: MaskedDataConfig) -> str:
+    """What is learned from and judged by, for a message."""
+    train, test = (len(images) for images, _ in splits)
+    return f"{describe(data)}: {train} images with masks to learn from, {test} to judge by"

@@ -1,0 +1,77 @@
+"""Features as a table: the encoder's own, broken images named, resumed to the same rows."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import encoded, picture
+from PIL import Image
+
+import mpp
+from evaluation import embed
+
+FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+
+
+@pytest.fixture
+def images(image_folder):
+    (image_folder / "cat" / "broken.png").write_bytes(encoded(picture(1))[:60])
+    return image_folder
+
+
+def rows_of(file):
+    return {row["file"].rsplit("/", 1)[-1]: row for row in pq.read_table(file).to_pylist()}
+
+
+def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp_path):
+    file = tmp_path / "features.parquet"
+    embed.main([f"--encoder={finished_run}", f"--data.path={images}", f"--out={file}", *FAST])
+    rows = rows_of(file)
+    assert len(rows) == 13 and rows["broken.png"]["features"] is None and "broken" not in str(rows["00.png"])
+    assert rows["broken.png"]["error"] and all(row["error"] is None for name, row in rows.items() if name[0] != "b")
+    encoder = mpp.load_encoder(finished_run)
+    for name in ("00.png", "11.png"):
+        whole = Image.open(next(images.rglob(name)))
+        np.testing.assert_allclose(rows[name]["features"], mpp.extract_features(encoder, whole)[0], atol=1e-5)
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(embed, "ROWS", 5)
+    words = [f"--encoder={finished_run}", f"--data.path={images}", *FAST]
+    embed.main([*words, f"--out={tmp_path / 'whole.parquet'}"])
+    features_of, done = embed.features_of, []
+
+    def dies(encoder, dataset, chosen, *others):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(chosen)
+        return features_of(encoder, dataset, chosen, *others)
+
+    monkeypatch.setattr(embed, "features_of", dies)
+    file = tmp_path / "features.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        embed.main([*words, f"--out={file}"])
+    assert not file.exists() and done == [range(0, 5), range(5, 10)]
+    monkeypatch.setattr(embed, "features_of", lambda *given: done.append(given[2]) or features_of(*given))
+    embed.main([*words, f"--out={file}"])
+    assert done[2:] == [range(10, 13)] and rows_of(file) == rows_of(tmp_path / "whole.parquet")
+    embed.main([*words, f"--out={file}"])
+    assert len(done) == 3
+
+
+def test_a_table_of_something_else_is_not_written_over(images, finished_run, tmp_path):
+    file = tmp_path / "features.parquet"
+    words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={file}", *FAST]
+    embed.main(words)
+    before = file.read_bytes()
+    (images / "cat" / "01.png").unlink()
+    for others in ([], ["--representation=class"]):
+        with pytest.raises(ValueError, match="it must be a new file: what is there is of other images, weights or set"):
+            embed.main([*words, *others])
+    assert file.read_bytes() == before
+
+
+def test_images_of_one_type_and_broken_ones_make_a_batch():
+    pixels, errors = embed.together([(torch.zeros(3, 2, 2), ""), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")])
+    assert pixels.dtype == torch.float32 and errors == ["", "broken"]

@@ -1,0 +1,168 @@
+"""Encoders as files for elsewhere: the same numbers as PyTorch's, for every kind, and what is refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import picture
+from test_variants import HYBRID, KINDS, build
+
+import mpp
+from evaluation import export
+from evaluation.suite.encoders import load_frozen
+from mpp.frozen_features import features_at
+from mpp.models.encoder import export_encoder, set_attention
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'mpp[export]'")
+pytest.importorskip("onnxscript")
+ENDS = {"onnx": "onnx", "torch_export": "pt2", "safetensors": "safetensors"}
+FEW = ("--images=6", "--threads=1", "--data.workers=0")
+
+
+def exported(encoder, folder, format, *options):
+    """The file's function on images (B, C, H, W), and what the command reported."""
+    file = folder / f"encoder.{ENDS[format]}"
+    export.main([f"--encoder={encoder}", f"--out={file}", f"--format={format}", *FEW, *options])
+    return export.FORMATS[format][2](file), json.loads(file.with_name(f"{file.name}.json").read_text())
+
+
+def saved(folder, encoder, channels=3):
+    """A folder of an encoder that was built and not trained."""
+    moments = (0.45,) * channels, (0.25,) * channels
+    export_encoder(encoder, folder, encoder.patch_embed.img_size, *moments, crop_pct=0.875)
+    return folder
+
+
+@pytest.mark.parametrize("format", ENDS)
+def test_a_file_says_what_the_encoder_says(format, finished_run, tmp_path):
+    run, report = exported(finished_run, tmp_path, format)
+    frozen = load_frozen(str(finished_run))
+    for count in (1, 7):
+        images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
+        expected = features_at(frozen.model, frozen.normalize(images), [2], "mean")[0]
+        torch.testing.assert_close(run(images), expected, rtol=0, atol=1e-5)
+    about = report["about"]
+    assert report["difference"] < 1e-5 and about["mean"] == [0.5, 0.5, 0.5] and about["prefix_tokens"] == 1
+    assert about["card"].startswith("---\nlibrary_name: timm") and about["img_size"] == [32, 32]
+    if format == "onnx":
+        session = onnxruntime.InferenceSession(str(tmp_path / "encoder.onnx"))
+        (images,), (features,) = session.get_inputs(), session.get_outputs()
+        assert (images.name, images.type, images.shape[1:]) == ("images", "tensor(uint8)", [3, 32, 32])
+        assert (features.name, features.shape[1:]) == ("features", [16]) and isinstance(features.shape[0], str)
+        known = session.get_modelmeta().custom_metadata_map
+        assert known["input"] == "images (batch, 3, 32, 32) uint8, from 0 to 255" and known["card"] == about["card"]
+        assert known["normalize"] == "true" and known["output"] == "features (batch, width) float32"
+
+
+def test_all_tokens_of_normalized_images_of_another_size_one_at_a_time(finished_run, tmp_path):
+    options = "--representation=tokens", "--normalize=false", "--img_size=[24, 40]", "--batch=1"
+    run, report = exported(finished_run, tmp_path, "torch_export", *options)
+    encoder = mpp.load_encoder(finished_run, img_size=(24, 40))
+    images = torch.randn(1, 3, 24, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(run(images), encoder.forward_features(images), rtol=0, atol=1e-5)
+    assert report["about"]["input"] == "images (1, 3, 24, 40) float32, (pixels / 255 - mean) / std"
+    assert report["about"]["grid"] == [3, 5]
+
+
+def test_a_probe_is_as_accurate_on_exports_and_eight_bits_stand_beside(finished_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export, "ROUNDS", 1)
+    run, report = exported(finished_run, tmp_path, "onnx", "--quantize=int8", "--batch=4")
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == ["PyTorch fp32", "PyTorch bf16", "onnxruntime fp32", "onnxruntime int8"]
+    assert rows["PyTorch fp32"]["difference"] == 0 and rows["onnxruntime fp32"]["difference"] == report["difference"]
+    assert 1e-4 < rows["onnxruntime int8"]["difference"] < 0.5
+    assert rows["onnxruntime fp32"]["accuracy"] == rows["PyTorch fp32"]["accuracy"]
+    assert "| onnxruntime int8 |" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(str(tmp_path / "encoder.onnx"))
+    assert session.get_modelmeta().custom_metadata_map["representation"] == "mean"
+    assert run(torch.zeros(4, 3, 32, 32, dtype=torch.uint8)).shape == (4, 16)
+
+
+REFUSED = {
+    "a floor": (("--encoder=floor:pixels",), "floor:pixels, which cannot be exported: a floor has no weights"),
+    "no patches": (("--encoder=resnet10t", "--representation=tokens"), "ResNet has no sequence of patches"),
+    "no [class]": (("--encoder=resnet10t", "--representation=class"), "has no [class] token"),
+    "another end": (("--out=encoder.pt",), "out is encoder.pt; it must be a file whose name ends in .pt2"),
+    "weights alone": (("--format=safetensors", "--normalize=false"), "normalize is False; it must be True or left"),
+    "no such batch": (("--batch=0",), "batch is 0; it must be dynamic, or at least 1"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_cannot_be_exported_is_refused_in_words(refused, tmp_path):
+    options, message = REFUSED[refused]
+    with pytest.raises(ValueError) as error:
+        export.main(
+            ["--encoder=vit_tiny_patch16_224", "--format=torch_export", f"--out={tmp_path}/e.pt2", *FEW, *options]
+        )
+    assert message in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_other_numbers_is_refused_and_not_left(finished_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(export.FORMATS, "torch_export", (".pt2", export.write_torch_export, lambda _: broken))
+    with pytest.raises(ValueError, match=r"differ from PyTorch's by .*; it must be another one: at most 0\.0001 is ok"):
+        exported(finished_run, tmp_path, "torch_export")
+    assert not list(tmp_path.iterdir())
+
+
+def broken(images):
+    return torch.zeros(len(images), 16)
+
+
+def test_packages_that_are_missing_are_named(finished_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else object())
+    with pytest.raises(ValueError, match=r"onnx without onnxscript; it must be installed first: pip install 'mpp\[exp"):
+        exported(finished_run, tmp_path, "onnx")
+
+
+ALL = {
+    "plain": {},
+    "rectangle": dict(img_size=(24, 40)),
+    "hybrid": HYBRID | dict(img_size=64, depth=2),
+    "four channels": {},
+    **KINDS,
+}
+
+
+@pytest.mark.faults
+def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, record_property):
+    """The largest difference from PyTorch, with attention fused and not, with 1 and 7 images, and at another size."""
+    for number in range(12):
+        file = tmp_path / "bands" / f"{number}.npy"
+        file.parent.mkdir(exist_ok=True)
+        np.save(file, np.concatenate([picture(number), picture(number + 1)[..., :1]], -1))
+    lines = ["| kind | " + " | ".join(ENDS) + " |", "|-" * (1 + len(ENDS)) + "|"]
+    for kind, settings in ALL.items():
+        channels = 4 if kind == "four channels" else 3
+        encoder = build(**settings) if channels == 3 else four_channels()
+        folder = saved(tmp_path / kind, encoder, channels)
+        data = f"--data.path={tmp_path / 'bands' if channels == 4 else image_folder}", f"--data.channels={channels}"
+        sizes = (), ("--img_size=[96, 64]" if kind == "hybrid" else "--img_size=[48, 40]",)
+        found = dict.fromkeys(ENDS, 0.0)
+        for format in ENDS:
+            for size in sizes if format == "onnx" else sizes[:1]:
+                run, report = exported(folder, tmp_path, format, *data, "--data.eval_split=null", *size)
+                frozen = load_frozen(str(folder), img_size=tuple(report["about"]["img_size"]))
+                for fused in (True, False):
+                    set_attention(frozen.model, fused)
+                    for count in (1, 7):
+                        images = torch.randint(0, 256, (count, channels, *frozen.img_size), dtype=torch.uint8)
+                        with torch.no_grad():
+                            expected = frozen(images, "mean", [len(frozen.stages)])[0]
+                            found[format] = max(found[format], float((run(images) - expected).abs().max()))
+        assert max(found.values()) < export.MOST, (kind, found)
+        lines.append(f"| {kind} | " + " | ".join(f"{each:.1e}" for each in found.values()) + " |")
+    record_property("table", ("largest difference from PyTorch, by kind of encoder and format", lines))
+
+
+def four_channels():
+    from mpp.config import ModelConfig
+    from mpp.models.encoder import build_encoder
+
+    torch.manual_seed(0)
+    return build_encoder(ModelConfig(width=24, depth=2, heads=3, img_size=32, patch_size=8), channels=4).eval()

@@ -1,0 +1,279 @@
+"""Patches judged by masks: crops that agree, figures against scikit-learn, both readings against closed forms."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import dataset_of, encoded, picture
+from PIL import Image
+from sklearn.metrics import accuracy_score, jaccard_score
+from sklearn.neighbors import KNeighborsClassifier
+
+from evaluation import compare, segmentation
+from evaluation.config import MaskedDataConfig, SegmentationConfig
+from evaluation.suite.patches import (
+    MaskedViews,
+    PatchFeatures,
+    class_shares,
+    color_and_position,
+    decode_mask,
+    load_masked,
+)
+from evaluation.suite.probing import judge
+from mpp.config import ImagesConfig
+from mpp.data.decoding import UnreadableImage
+from mpp.data.sources import ImageDataset
+from mpp.runtime.randomness import FIXED
+
+FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
+GREY = 100  # between classes, in images that equal their masks
+
+
+def blocks(seed: int, size: tuple[int, int]) -> np.ndarray:
+    """A mask (H, W) of a few large blocks of the classes 0, 1, 2."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros(size, np.uint8)
+    for number in (1, 2):
+        top, left = (int(rng.integers(0, side // 2)) for side in size)
+        mask[top : top + size[0] // 2, left : left + size[1] // 2] = number
+    return mask
+
+
+def masked_parquet(folder, count: int = 16, size: tuple[int, int] = (40, 48)) -> str:
+    """A set of images that equal their masks."""
+    masks = [blocks(seed, size) for seed in range(count)]
+    cells = [{"bytes": encoded(mask), "path": None} for mask in masks]
+    rows = dataset_of([encoded(np.repeat(mask[..., None] * GREY, 3, -1)) for mask in masks])
+    rows = datasets.Dataset.from_dict(
+        {"image": [row["image"] for row in rows.cast_column("image", datasets.Image(decode=False))], "classes": cells},
+        datasets.Features({"image": datasets.Image(), "classes": datasets.Image()}),
+    )
+    folder.mkdir()
+    rows.select(range(count // 2)).to_parquet(folder / "train-00000-of-00001.parquet")
+    rows.select(range(count // 2, count)).to_parquet(folder / "test-00000-of-00001.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("along", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("size", [(40, 48), (37, 91), (120, 33)])
+@pytest.mark.parametrize("view", [(32, 32), (24, 40)])
+@pytest.mark.parametrize("crop", [0.875, 1.0])
+def test_image_and_mask_get_the_same_crop(along, size, view, crop):
+    """Of a mask whose classes are the numbers of its rows, or columns, and an image that equals it."""
+    mask = np.indices(size)[along].astype(np.uint8)
+    rows = dataset_of([encoded(np.repeat(mask[..., None], 3, -1))]).cast_column("image", datasets.Image(decode=False))
+    masks = datasets.Dataset.from_dict({"mask": [{"bytes": encoded(mask), "path": None}]})
+    views = MaskedViews(ImageDataset(rows, "image", None, "train"), MaskedDataConfig(eval_crop=crop), view, masks=masks)
+    sample = views[FIXED, 0]
+    assert sample.labels.shape == view and set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
+    apart = (sample.images[0].float() - sample.labels)[1:-1, 1:-1]  # a crop that is one pixel off is apart by 1
+    assert apart.abs().max() <= 1 and apart.mean().abs() < 0.3
+
+
+@pytest.mark.parametrize("ignored", [None, 255, 0])
+def test_figures_are_scikit_learns(ignored):
+    rng = np.random.default_rng(0)
+    truth, found = (
+        rng.choice([0, 1, 2, 4, 5], (7, 9, 11)),
+        rng.choice([0, 1, 2, 4], (7, 9, 11)),
+    )  # nothing is of class 3
+    truth[0, :4] = 255 if ignored == 255 else 5
+    counts = segmentation.confusion(torch.from_numpy(truth), torch.from_numpy(found), 6, ignored)
+    scores = segmentation.scores_of(counts)
+    kept = truth != (-1 if ignored is None else ignored)
+    one, other = truth[kept], found[kept]
+    present = np.union1d(one, other)
+    assert scores["accuracy"] == pytest.approx(jaccard_score(one, other, average="macro", labels=present), abs=1e-12)
+    assert scores["pixel_accuracy"] == pytest.approx(accuracy_score(one, other), abs=1e-12)
+    expected = dict(zip(present.tolist(), jaccard_score(one, other, average=None, labels=present), strict=True))
+    for number, each in enumerate(scores["iou"]):
+        assert each is None if number not in expected else each == pytest.approx(expected[number], abs=1e-12)
+
+
+def test_shares_of_patches_are_counted():
+    mask = np.array([[[0, 0, 1, 255], [0, 2, 255, 255], [1, 1, 2, 2], [1, 1, 2, 0]]], np.int16)
+    (shares,) = class_shares(mask, (2, 2), 3, 255)
+    expected = [[[0.75, 0, 0.25], [0, 0.25, 0]], [[0, 1, 0], [0.25, 0, 0.75]]]
+    assert shares[0].tolist() == expected
+
+
+def some_features(seed: int = 0) -> PatchFeatures:
+    """Features of 2 x 3 patches, each of one class, and their masks."""
+    rng = np.random.default_rng(seed)
+    parts = []
+    for count in (20, 6):
+        classes = rng.integers(0, 3, (count, 2, 3))
+        features = rng.normal(size=(count, 2, 3, 5)) + 3 * np.eye(5)[classes]
+        parts += [features.astype(np.float32), classes.repeat(4, 1).repeat(4, 2).astype(np.int16)]
+    return PatchFeatures(*parts)
+
+
+def test_votes_are_those_of_scikit_learns_neighbours():
+    features = some_features()
+    config = SegmentationConfig(readings="knn", neighbours=5)
+    bank, labels = segmentation.labelled_patches(features, config, 3)
+    known = features.train_masks[:, ::4, ::4].flatten()
+    assert labels.tolist() == known.tolist() and bank.shape == (120, 5)
+    votes = segmentation.vote(torch.from_numpy(features.test), bank, labels, 3, config)
+    units = [part.reshape(-1, 5) / np.linalg.norm(part.reshape(-1, 5), axis=1, keepdims=True) for part in features[::2]]
+    judge = KNeighborsClassifier(5, weights=lambda far: np.exp((1 - far**2 / 2 - 1) / 0.07)).fit(units[0], known)
+    expected = judge.predict_proba(units[1]).reshape(6, 2, 3, 3)
+    np.testing.assert_allclose(votes.movedim(1, -1).numpy(), expected, atol=1e-5)
+
+
+def test_patches_without_a_class_have_no_vote_and_few_are_a_choice():
+    features = some_features()
+    features.train_masks[:, :4] = 255
+    bank, labels = segmentation.labelled_patches(features, SegmentationConfig(patches=1000), 3)
+    assert len(bank) == 60 and bank.tolist() == features.train[:, 1].reshape(-1, 5).tolist()
+    bank, labels = segmentation.labelled_patches(features, SegmentationConfig(patches=7), 3)
+    assert len(bank) == len(labels) == 7
+
+
+def test_what_is_ignored_teaches_nothing():
+    logits, masks = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randint(0, 3, (2, 4, 4))
+    masks[0, :2] = 255
+    segmentation.masked_loss(logits, masks, 255).backward()
+    assert logits.grad[0, :, :2].abs().max() == 0 and logits.grad[0, :, 2:].abs().min() > 0
+    expected = torch.nn.functional.cross_entropy(logits.detach().movedim(1, -1)[masks != 255], masks[masks != 255])
+    assert segmentation.masked_loss(logits, masks, 255).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert segmentation.masked_loss(logits, torch.full_like(masks, 255), 255).item() == 0
+
+
+def test_a_linear_reading_learns_what_is_linear_and_its_rate_is_chosen_on_train():
+    config = SegmentationConfig(steps=60, lr=(1e-5, 1e-2), seeds=(0, 1), images_a_step=4, data=MaskedDataConfig())
+    features = some_features()
+    results = segmentation.evaluate(features, config)
+    linear = [result for result in results if result["case"] == "linear"]
+    assert [result["lr"] for result in linear] == [1e-2, 1e-2] and len({result["accuracy"] for result in linear}) == 2
+    assert min(result["pixel_accuracy"] for result in results) > 0.75  # upsampled, edges of patches are blurred
+    other = segmentation.evaluate(features._replace(test_masks=features.test_masks[::-1].copy()), config)
+    assert other[0]["dev_accuracy"] == linear[0]["dev_accuracy"]  # test has no part in it
+
+
+def test_depth_is_chosen_on_a_part_of_train():
+    good, bad = some_features(), some_features(1)
+    noise = PatchFeatures(np.random.default_rng(2).normal(size=bad.train.shape).astype(np.float32), *bad[1:])
+    config = SegmentationConfig(readings="knn", depth="dev")
+    report = judge(config, {1: noise, 2: good}, lambda of_depth: segmentation.evaluate(of_depth, config), "case")
+    assert report["protocol"]["chosen_depth"] == 2 and list(report["summary"]) == ["knn"]
+
+
+def test_colours_and_positions_by_hand():
+    image = torch.zeros(1, 3, 4, 6)
+    image[0, 0, :2, :3] = 255
+    found = color_and_position(image, (2, 2))
+    assert found[0, 0, 0].tolist() == [0.5, -0.5, -0.5, -0.25, -0.25]
+    assert found[0, 1, 1].tolist() == [-0.5, -0.5, -0.5, 0.25, 0.25]
+
+
+MASKS = {
+    "palette": (lambda m: Image.fromarray(m, "P"), None),
+    "one bit": (lambda m: Image.fromarray(m > 0), None),
+    "16 bits": (lambda m: Image.fromarray(m.astype(np.uint16) * 1000), None),
+    "too large": (lambda m: Image.fromarray(m.astype(np.uint16) * 30000), "numbers from 0 to 60000; classes are 0"),
+    "colours": (lambda m: Image.fromarray(np.repeat(m[..., None], 3, -1)), r"has colours \(RGB\); a mask has one num"),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_are_numbers(kind):
+    made, refusal = MASKS[kind]
+    mask = blocks(0, (8, 9))
+    image = made(mask)
+    if kind == "palette":
+        image.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
+    cell = {"bytes": encoded(image), "path": None}
+    if refusal:
+        with pytest.raises(UnreadableImage, match=refusal):
+            decode_mask(cell, ImagesConfig())
+    else:
+        expected = {"one bit": mask > 0, "16 bits": mask.astype(int) * 1000}.get(kind, mask)
+        assert decode_mask(cell, ImagesConfig()).tolist() == expected.astype(int).tolist()
+
+
+def test_the_birds_outlines_are_of_their_images():
+    train, test = load_masked(MaskedDataConfig())
+    assert (len(train[0]), len(train[1]), len(test[0]), len(test[1])) == (42, 42, 34, 34)
+    shares = []
+    for images, masks in (train, test):
+        for index in range(len(images)):
+            mask = decode_mask(masks[index]["mask"], ImagesConfig())
+            assert mask.shape == (120, 120) and set(mask.unique().tolist()) == {0, 1}
+            shares.append(mask.float().mean().item())
+    assert np.mean(shares) == pytest.approx(0.196, abs=0.001)
+
+
+def test_the_command_judges_an_encoder_and_what_it_has_to_beat(trained, tmp_path, capsys):
+    out = tmp_path / "report.json"
+    data = masked_parquet(tmp_path / "set")
+    words = [f"--data.path={data}", "--data.mask_column=classes", "--depth=all", f"--out={out}", "--images=2"]
+    segmentation.main([f"--encoder={trained}", *words, *FAST])
+    report = json.loads(out.read_text())
+    assert [(row["case"], row["depth"]) for row in report["results"]] == [
+        *(("linear", 1), ("knn", 1), ("linear", 2), ("knn", 2))
+    ]
+    assert set(report["baselines"]) == {"random weights", "colour and position", "the most frequent class"}
+    floor, least = (report["baselines"][name] for name in ("colour and position", "the most frequent class"))
+    assert floor["summary"]["linear"]["mean"] > least[0]["accuracy"] + 0.1
+    assert out.with_suffix(".pictures.png").is_file() and out.with_suffix(".png").is_file()
+    printed = capsys.readouterr().out
+    assert "8 images with masks to learn from, 8 to judge by" in printed and "| class 2 |" in printed
+
+
+def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
+    data = masked_parquet(tmp_path / "set")
+    options = {"data.path": data, "data.mask_column": "classes", "data.image_column": "image", "data.workers": 0}
+    settings = {
+        "baselines": False,
+        "images": 0,
+        "depth": "dev",
+        "steps": 3,
+        "lr": 0.01,
+        "seeds": 0,
+        "precision": "fp32",
+        "threads": 1,
+    }
+    config = {
+        "dir": str(tmp_path / "compared"),
+        "encoders": [{"name": "mine", "encoder": str(trained)}, {"name": "colours", "encoder": "floor:pixels"}],
+        "evaluations": [{"name": "mIoU", "command": "segmentation", "options": settings}],
+        "datasets": [{"name": "blocks", "options": options}],
+        "questions": [{"name": "all"}, {"name": "depth", "plot": "depth"}],
+    }
+    file = tmp_path / "compare.yaml"
+    file.write_text(json.dumps(config))
+    compare.main([f"--config={file}"])
+    found = json.loads((tmp_path / "compared" / "results.json").read_text())
+    assert set(found["summary"]["all"]["mine"]) == {"mIoU linear", "mIoU knn"}
+    assert {row["depth"] for row in found["results"] if row["kind"] == "dev" and row["encoder"] == "mine"} == {1, 2}
+    assert (tmp_path / "compared" / "depth.png").is_file()
+
+
+REFUSED = {
+    "no such column": (["--data.mask_column=mask"], r"mask_column is mask; it must be one of image, classes"),
+    "no patches": (["--encoder=resnet10t", "--random=false"], "resnet10t, which has no patches to judge: ResNet"),
+    "no such depth": (["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev"),
+    "another floor": (["--encoder=floor:colors"], "floor:colors; it must be floor:pixels"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_cannot_be_judged_is_refused(refused, finished_run, tmp_path):
+    words, message = REFUSED[refused]
+    data = f"--data.path={masked_parquet(tmp_path / 'set', 4)}", "--data.mask_column=classes"
+    with pytest.raises(ValueError, match=message):
+        segmentation.main([f"--encoder={finished_run}", *data, f"--out={tmp_path}/o.json", *FAST, *words])
+
+
+def test_a_mask_of_another_size_is_named(finished_run, tmp_path):
+    cells = [{"bytes": encoded(blocks(0, (20, 20))), "path": None}] * 4
+    rows = datasets.Dataset.from_dict(
+        {"image": [{"bytes": encoded(picture(0)), "path": None}] * 4, "mask": cells},
+        datasets.Features({"image": datasets.Image(), "mask": datasets.Image()}),
+    )
+    rows.to_parquet(tmp_path / "set.parquet")
+    with pytest.raises(ValueError, match=r"train\[.\]: its mask has 20 x 20 pixels, and the image 48 x 40"):
+        segmentation.main([f"--encoder={finished_run}", f"--data.path={tmp_path}/set.parquet", *FAST])
