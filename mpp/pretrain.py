@@ -7,8 +7,11 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +30,7 @@ from mpp.models.networks import build_network
 from mpp.objectives import build_objective
 from mpp.probe import Probe
 from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
-from mpp.runtime.launch import command
+from mpp.runtime.launch import SHARDED, command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained
@@ -36,9 +39,11 @@ from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.run_folder import saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.tracking import Tracker, last_evaluation
+from mpp.training.tracking import Tracker
+from mpp.training.watch import verdict_of
 
 PANEL_IMAGES = 8
+REPORT = "report.html"  # evaluation/report.py writes it
 
 
 class Pretraining(ImageTask):
@@ -182,7 +187,28 @@ def pretrain(config: Config | None = None) -> Path:
     """
     config = config or Config()
     refuse_idle(config)
-    return train(config, Pretraining)
+    return run(config)
+
+
+def run(config: Config) -> Path:
+    """Carry out a run, or its check, and write its report."""
+    if config.run.check:
+        return import_module("evaluation.check").check(config)
+    folder = train(config, Pretraining)
+    if config.run.report and PartialState().is_main_process:
+        write_report(folder)
+    return folder
+
+
+def write_report(folder: Path) -> None:
+    """Have `mpp report` write the run's page, in a process of its own: whatever happens to it, the run is done."""
+    joined = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", SHARDED)
+    alone = {name: value for name, value in os.environ.items() if name not in joined}
+    words = (sys.executable, "-m", "evaluation.report", "--encoder", str(folder))
+    ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace")
+    if ended.returncode:
+        reason = (ended.stderr.strip().splitlines() or [f"exit {ended.returncode}"])[-1]
+        print(f"warning: the report is not written ({reason}); `mpp report --encoder {folder}` does it", file=sys.stderr)
 
 
 class CallableModule(ModuleType):
@@ -201,24 +227,18 @@ sys.modules[__name__].__class__ = CallableModule
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pre-train as the command line, or `arguments`, say."""
     config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
-    folder = train(config, Pretraining)
-    if PartialState().is_main_process:
-        report(folder)
+    folder = run(config)
+    if not config.run.check and PartialState().is_main_process:
+        say_what_came_out(folder)
 
 
-def report(folder: Path) -> None:
-    """Say what came out and what to do next."""
-    last = last_evaluation(folder)
-    lines = {
-        "held-out accuracy on masked patches": "accuracy",
-        "mean of the two nearest visible patches": "two_nearest",
-        "copy of the nearest": "nearest",
-        "most frequent colour": "most_frequent",
-    }
-    known = {line: f"heldout/{name}" for line, name in lines.items() if f"heldout/{name}" in last}  # of old runs fewer
-    if known:
-        print("; ".join(f"{line} {last[name]:.1%}" for line, name in known.items()))
-    print(f"next: tensorboard --logdir {folder.parent}")
+def say_what_came_out(folder: Path) -> None:
+    """The run's verdict, and what to do next."""
+    line = verdict_of(folder).get("line")
+    if line:
+        print(f"verdict: {line}")
+    page = folder / REPORT
+    print(f"next: {f'open {page}, or ' if page.is_file() else ''}tensorboard --logdir {folder.parent}")
     print(f"next: mpp fewshot --encoder {folder}")
 
 
