@@ -215,6 +215,24 @@ class VisualizeConfig(EncoderConfig):
 
 
 @dataclass(frozen=True)
+class ReportConfig(EncoderConfig):
+    """A page on a run: its verdict, curves and pictures."""
+
+    out: str | None = operational(None)
+    """File that is written. null: report.html in the run folder."""
+    images: int = 4
+    """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    compared: int = 1024
+    """At most so many held-out images are neighbours of each other, and on the map."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        require(self.images >= 1, "images", self.images, "at least 1")
+        require(self.compared >= 2, "compared", self.compared, "at least 2")
+
+
+@dataclass(frozen=True)
 class MaskedConfig:
     """Held-out accuracy on masked patches."""
 

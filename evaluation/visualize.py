@@ -234,24 +234,33 @@ def write(folder: Path, name: str, figure: Figure, numbers: Numbers) -> None:
         write_json(folder / f"{name}.json", numbers)
 
 
-def visualize(config: VisualizeConfig) -> list[str]:
-    """Draw the pictures that this encoder has something for; their names.
+def subject_of(config: VisualizeConfig) -> Subject:
+    """What the pictures are made of, loaded.
 
     Raises:
-        UserError: no such encoder or images, or nothing to draw.
+        UserError: no such encoder or images.
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     if accelerator.num_processes > 1:
         raise UserError("pictures are drawn by one process: start it with python, without a launcher")
     largest = max(config.bands or (1,))
     require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
-    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
-    require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     encoder = load_frozen(
         *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
     )
     _, held_out = load_image_datasets(config.data)
-    subject = Subject(config, accelerator, encoder.to(accelerator.device), held_out)
+    return Subject(config, accelerator, encoder.to(accelerator.device), held_out)
+
+
+def visualize(config: VisualizeConfig) -> list[str]:
+    """Draw the pictures that this encoder has something for; their names.
+
+    Raises:
+        UserError: no such encoder or images, or nothing to draw.
+    """
+    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
+    require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
+    subject = subject_of(config)
     drawn, missing = [], {}
     folder.mkdir(parents=True, exist_ok=True)
     with deaths_explained(), SummaryWriter(str(folder)) as writer:

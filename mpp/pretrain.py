@@ -208,7 +208,9 @@ def write_report(folder: Path) -> None:
     ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace")
     if ended.returncode:
         reason = (ended.stderr.strip().splitlines() or [f"exit {ended.returncode}"])[-1]
-        print(f"warning: the report is not written ({reason}); `mpp report --encoder {folder}` does it", file=sys.stderr)
+        print(
+            f"warning: the report is not written ({reason}); `mpp report --encoder {folder}` does it", file=sys.stderr
+        )
 
 
 class CallableModule(ModuleType):
