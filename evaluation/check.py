@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from evaluation.memory import peak_memory
-from evaluation.report import Missing, available, machine_blocks, settings_rows
+from evaluation.suite.about import Missing, available, machine_blocks, settings_rows
 from evaluation.suite.encoders import Unavailable
 from evaluation.suite.gallery import sheet
 from evaluation.suite.page import Link, Page, Section, Table, Text, picture, write_page
@@ -148,7 +148,7 @@ def hours(config: Config, timing: Timing) -> float:
 
 
 def disk(config: Config, timing: Timing) -> float:
-    """Bytes: the checkpoints that stay, the one that is being written, and the encoder, at most as large as the model."""
+    """Bytes: the checkpoints that stay, the one that is being written, and the encoder, at most as large as one."""
     return timing.checkpoint * (config.run.keep_checkpoints + 2)
 
 

@@ -33,7 +33,7 @@ from mpp.config import Config
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
-from mpp.pretrain import Pretraining
+from mpp.pretrain import Pretraining, write_report
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
@@ -41,7 +41,7 @@ from mpp.runtime.parsing import as_words, differing, parse, plain, settings, to_
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
-from mpp.training.run_folder import images_of, is_finished
+from mpp.training.run_folder import REPORT, images_of, is_finished
 from mpp.training.task import ImageTask
 from mpp.training.tracking import last_scalars
 
@@ -230,6 +230,8 @@ class Job:
                 message = json.loads(self.divergence.read_text())["diverged"]
                 raise Diverged(f"{message} ({self.divergence} says so; delete it to try again)")
             train(self.training, task)
+            if self.training.run.report and not (folder / REPORT).is_file():
+                write_report(folder)
         except Diverged as error:
             if not self.divergence.is_file():
                 write_json(self.divergence, {"diverged": str(error)})
@@ -320,6 +322,16 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
     return failures
 
 
+def runs_of(cases: Sequence[Case]) -> dict[str, list[Path]]:
+    """Encoder -> its run folders, one for each seed."""
+    found: dict[str, list[Path]] = {}
+    for entry, seed, *_ in cases:
+        folder = Path(entry.encoder.replace("{seed}", str(seed)))
+        if folder not in found.setdefault(entry.name, []):
+            found[entry.name].append(folder)
+    return found
+
+
 def rows_of(case: Case, report: dict[str, Any]) -> list[Row]:
     """The results of a report on test images; of several depths the one that counts."""
     chosen = report["protocol"].get("chosen_depth")
@@ -370,7 +382,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     rows = [row for job in jobs for row in renamed(known.get(job.digest, []), job.case) or job.rows()]
     asked = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        found = write_findings(folder, questions, rows, asked)
+        found = write_findings(folder, questions, rows, asked, runs_of(cases))
     if failures:
         raise UserError(f"{len(failures)} of {len(jobs)} evaluations failed, such as {failures[0]}")
     return found

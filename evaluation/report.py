@@ -7,12 +7,9 @@ JSON. Pictures that are not there yet are drawn; what a run does not have is sai
 """
 
 import json
-import platform
 import shlex
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -25,6 +22,7 @@ from evaluation.config import (
     SupervisedConfig,
     VisualizeConfig,
 )
+from evaluation.suite.about import Missing, available, changed, machine_blocks, settings_rows
 from evaluation.suite.curves import curves_of_run, features_of_run
 from evaluation.suite.encoders import Unavailable
 from evaluation.suite.figures import plot_map
@@ -35,11 +33,10 @@ from evaluation.suite.run_images import parse_with_images, run_folder
 from mpp.config import Config, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.pretrain import REPORT, is_pretraining, reopen
-from mpp.runtime.hardware import cores, uses_gpu
+from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import as_words, differing, parse_saved
-from mpp.training.run_folder import CONFIG, images_of, saved_settings
+from mpp.runtime.parsing import as_words, parse_saved
+from mpp.training.run_folder import CONFIG, REPORT, images_of, saved_settings
 from mpp.training.tracking import metrics_of
 from mpp.training.verdict import (
     History,
@@ -63,8 +60,6 @@ DRAWN = {
     "positions": "How alike the encoder takes the places of any two patches to be",
     "attention_distance": "How far each attention head looks, by depth",
 }
-LIBRARIES = ("mpp", "torch", "timm", "accelerate", "datasets", "numpy")
-Missing = dict[str, str]
 
 
 def report(config: ReportConfig) -> Path:
@@ -229,15 +224,6 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
         return [Section(name, title, available(title, make, missing)) for name, title, make in made]
 
 
-def available(title: str, make: Callable[[], list], missing: Missing) -> list:
-    """The blocks; none where a run does not have what they show, which is noted."""
-    try:
-        return make()
-    except (UserError, OSError, Unavailable) as error:
-        missing[title] = str(error)
-        return []
-
-
 def drawn_blocks(subject: visualize.Subject, folder: Path, missing: Missing) -> list:
     """Pictures of `mpp visualize`: those that are there and newer than the encoder; the others are drawn."""
     made, blocks = (folder / "encoder" / "config.json").stat().st_mtime, []
@@ -345,29 +331,6 @@ def settings_blocks(folder: Path) -> list:
         words = ["mpp", COMMANDS[kind], *(f"--{key}={as_words(value)}" for key, value in changed(config).items())]
         blocks.append(Text(shlex.join([*words, f"--run.dir={folder}_again"]), code=True))
     return [*blocks, Text("config.yaml in the run folder has all settings.")]
-
-
-def settings_rows(config: Any) -> list:
-    """The settings that differ from the defaults."""
-    rows = [[key, as_words(value)] for key, value in changed(config).items()]
-    if not rows:
-        return [Text("All settings are the defaults.")]
-    return [Table(["setting", "value"], rows, "Settings that differ from the defaults")]
-
-
-def changed(config: Any) -> dict[str, Any]:
-    """Setting -> value where it is not the default; where the run is written does not count."""
-    return {key: value for key, value in differing(config).items() if key not in ("run.dir", "run.check")}
-
-
-def machine_blocks() -> list:
-    """What wrote this page."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if uses_gpu() else "none"
-    rows = [["python", platform.python_version()], *([name, version(name)] for name in LIBRARIES)]
-    rows += [["system", platform.platform()], ["processor", platform.processor() or platform.machine()]]
-    return [Table(["", ""], [*rows, ["cores", str(cores())], ["GPU", gpu]], "Of the process that wrote this page")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

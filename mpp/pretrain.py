@@ -37,13 +37,12 @@ from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.loop import due
 from mpp.training.run import train
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import REPORT, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker
 from mpp.training.watch import verdict_of
 
 PANEL_IMAGES = 8
-REPORT = "report.html"  # evaluation/report.py writes it
 
 
 class Pretraining(ImageTask):

@@ -95,7 +95,7 @@ def numbers_of(lines: Lines, across: str, percent: bool) -> Table:
     of_name = {name: dict(zip(steps, values, strict=True)) for name, (steps, values) in lines.items()}
 
     def said(value: float | None) -> str:
-        return "–" if value is None else f"{100 * value:.1f} %" if percent else f"{value:.4g}"
+        return "-" if value is None else f"{100 * value:.1f} %" if percent else f"{value:.4g}"
 
     rows = [[f"{place:g}", *(said(of.get(place)) for of in of_name.values())] for place in kept]
     return Table([across, *lines], rows)

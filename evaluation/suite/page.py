@@ -43,7 +43,7 @@ class Table:
     """Numbers, for whoever reads rather than looks."""
 
     headings: Sequence[str]
-    rows: Sequence[Sequence[str | Link]]
+    rows: Sequence[Sequence[str | Link | list[Link]]]
     caption: str = ""
     folded: bool = False
     kind: str = "table"

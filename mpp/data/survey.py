@@ -118,9 +118,9 @@ def greys(dataset: ImageDataset, data: DataConfig, seconds: float, found: Survey
 def twins(one: Greys, other: Greys) -> list[tuple[int, int]]:
     """Images of `one` that are nearly the same as one of `other`, and which: indices of both.
 
-    Two images are nearly the same where the correlation of their small greys is above 0.99: a JPEG of quality 60 at 70 %
-    of the size has 0.990 to 0.999 with its original (birds and digits, 5th percentile 0.992). Images of one colour are
-    left out: they are all alike.
+    Two images are nearly the same where the correlation of their small greys is above 0.99: a JPEG of quality 60 at
+    70 % of the size has 0.990 to 0.999 with its original (birds and digits, 5th percentile 0.992). Images of one colour
+    are left out: they are all alike.
     """
     if not len(one.indices) or not len(other.indices):
         return []

@@ -7,6 +7,7 @@ checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cur
 encoder/                           timm's layout, when the run is finished
 preempted                          the marker of a run that a signal stopped (mpp/runtime/preemption.py)
 check.html                         what was looked at before the run (evaluation/check.py)
+report.html                        a page on the run (evaluation/report.py)
 verdict.json                       what was said of it after the last evaluation (mpp/training/watch.py)
 .lock                              held while a process writes here (mpp/runtime/lock.py)
 """
@@ -26,7 +27,8 @@ from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
 from mpp.training.checkpoint import newest_step
 
-CONFIG, IMAGES, CHECK = "config.yaml", "data.json", "check.html"
+CONFIG, IMAGES = "config.yaml", "data.json"
+REPORT, CHECK = "report.html", "check.html"  # what evaluation/report.py and evaluation/check.py write
 
 
 def open_run(config: Any, accelerator: Accelerator) -> Path:

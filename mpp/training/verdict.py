@@ -3,8 +3,8 @@
 A history is the lines of metrics.jsonl: dictionaries with `step`. Its line at step 0 is of the untrained encoder.
 
 The figures in the docstrings of the checks were measured on birds, CIFAR-10 (5,000 images), scikit-learn's digits, and
-tiles of scikit-image's photographs, by ten healthy runs of several objectives and by runs made sick: tests/test_verdict.py
-has them.
+tiles of scikit-image's photographs, by ten healthy runs of several objectives and by runs made sick:
+tests/test_verdict.py has them.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,7 @@ def probed(history: History) -> tuple[str, list[Line]]:
 
 
 def beaten_since(history: History) -> int | None:
-    """The evaluation from which on the model has been better than copying neighbours; None: it is not, or no colours."""
+    """The evaluation since which the model is better than copying neighbours; None: it is not, or has no colours."""
     since = None
     for line in trained(history):
         if "heldout/accuracy" in line and COPYING[1] in line:
@@ -104,31 +104,28 @@ def beaten_since(history: History) -> int | None:
 # --- checks: (history, facts) -> what was seen and what to change; None: nothing is off ---
 
 
+STUCK = 0.005
+
+
 def nothing_is_learned(history: History, facts: Facts) -> str | None:
     """After the warm-up the model is no better than one answer for all.
 
     Of objectives with colours: held-out accuracy is at most that of the most frequent colour, which a constant reaches.
-    No threshold is chosen. Of the others: the mean loss of the last five logged updates lies less than three standard
-    errors (from the spread of both fives) below that of the first five. Healthy runs had 7 or more such errors at their
-    first evaluation; a learning rate of 1e-9 has less than 1.
+    No threshold is chosen. Of the others: the held-out loss is within 0.5 % of that of the first evaluation, or above
+    it. Healthy runs were 4 % or more below it at their second evaluation; a learning rate of 1e-9 0.01 %.
     """
-    rate = f"raise optim.lr (it is {facts.lr:g}), or lower it where the loss jumps; and look at the pictures"
-    evaluations = series(history, EVALUATED)
-    if not evaluations or evaluations[-1][0] <= facts.warmup:
+    rate = f"raise optim.lr ({facts.lr:g}), or lower it where the loss jumps, and look at the pictures in TensorBoard"
+    lines = [line for line in trained(history) if EVALUATED in line]
+    if not lines or lines[-1]["step"] <= facts.warmup:
         return None
-    last = next(line for line in reversed(history) if EVALUATED in line)
+    last, first = lines[-1], lines[0]
     if "heldout/most_frequent" in last:
         accuracy, constant = last["heldout/accuracy"], last["heldout/most_frequent"]
         seen = f"held-out accuracy {accuracy:.1%} is at the level of the most frequent colour ({constant:.1%})"
         return f"{seen} after the warm-up; {rate}" if accuracy <= constant else None
-    losses = [value for _, value in series(trained(history), "loss")]
-    if len(losses) < 10:
-        return None
-    first, now = losses[:5], losses[-5:]
-    spread = sum((value - mean(part)) ** 2 for part in (first, now) for value in part) / 8
-    fell = mean(first) - mean(now)
-    if fell < 3 * (spread * 2 / 5) ** 0.5:
-        return f"the loss is where it began ({mean(first):.4g}, now {mean(now):.4g}) after the warm-up; {rate}"
+    if last is not first and last[EVALUATED] > first[EVALUATED] - STUCK * abs(first[EVALUATED]):
+        seen = f"the held-out loss is where it was at the first evaluation ({first[EVALUATED]:.4g}"
+        return f"{seen}, now {last[EVALUATED]:.4g}); {rate}"
     return None
 
 
@@ -142,44 +139,48 @@ def below_the_neighbours(history: History, facts: Facts) -> str | None:
         return None
     accuracy, copying = last["heldout/accuracy"], max(last[name] for name in COPYING)
     return (
-        f"held-out accuracy {accuracy:.1%} is below that of copying the nearest visible patches ({copying:.1%}) after a "
-        "third of the run; raise run.steps or optim.lr, or use larger patches (model.patch_size)"
+        f"held-out accuracy {accuracy:.1%} is below that of copying the nearest visible patches ({copying:.1%}) after "
+        "a third of the run; raise run.steps or optim.lr, or use larger patches (model.patch_size)"
     )
 
 
-COLLAPSED = 2.0
+COLLAPSED = 4.0
 
 
 def features_collapse(history: History, facts: Facts) -> str | None:
-    """The effective rank of the encoder's output has fallen to a few: all images look alike to it."""
-    ranked = [line for line in history if depths_of(line, "features/rank")]
-    if len(ranked) < 2 or ranked[-1]["step"] <= facts.warmup:
+    """The effective rank has fallen to a few: to the encoder all images look alike.
+
+    The median over the depths is below 4, and below half of what it was, before training or at any probe. Healthy runs
+    had 4.9 or more after 100 updates, and never lost more than 15 %; a learning rate of 1 went from 9.2 to 2.7.
+    """
+    ranks = [median(of.values()) for line in history if (of := depths_of(line, "features/rank"))]
+    if len(ranks) < 2 or ranks[-1] >= COLLAPSED or ranks[-1] >= max(ranks[:-1]) / 2:
         return None
-    depth, rank = max(depths_of(ranked[-1], "features/rank").items())
-    before = max(depths_of(line, "features/rank").get(depth, 0) for line in ranked[:-1])
-    if rank < COLLAPSED and rank < before:
-        return (
-            f"the effective rank at depth {depth} has fallen from {before:.1f} to {rank:.1f}: to the encoder all images "
-            "look alike; lower optim.lr, or change the target (objective.name)"
-        )
-    return None
+    return (
+        f"the effective rank of the features has fallen from {max(ranks):.1f} to {ranks[-1]:.1f}: to the encoder all "
+        f"images look alike; lower optim.lr ({facts.lr:g}), or change what is predicted (objective.name)"
+    )
 
 
-RISEN = 0.03
+RISEN = 0.02
 
 
 def overfitting(history: History, facts: Facts) -> str | None:
-    """The held-out loss rises while the training loss falls."""
+    """The held-out loss rises while the training loss falls.
+
+    For two evaluations it has been above its least value, now by more than 2 %, and the training loss is below what it
+    was then. Healthy runs rose by 0.3 % at most; 64 birds, each seen 750 times, by 4.2 %.
+    """
     evaluations = series(trained(history), EVALUATED)
     if len(evaluations) < 3:
         return None
-    best, least = min(evaluations, key=lambda pair: pair[1])
+    best, least = min(evaluations[:-2], key=lambda pair: pair[1])
     step, now = evaluations[-1]
-    rising = evaluations[-1][1] > evaluations[-2][1] > least or (len(evaluations) > 3 and evaluations[-2][0] > best)
     losses = series(trained(history), "loss")
     around = [value for at, value in losses if at <= best][-RECENT:]
     recent = [value for _, value in losses][-RECENT:]
-    if not (rising and now > least + RISEN * abs(least) and around and mean(recent) < mean(around)):
+    risen = evaluations[-2][1] > least and now > least + RISEN * abs(least)
+    if not risen or not around or mean(recent) >= mean(around):
         return None
     seen = f", and each image was seen {step * facts.images / facts.known:.0f} times" if facts.known else ""
     return (
@@ -198,15 +199,19 @@ def a_long_warm_up(history: History, facts: Facts) -> str | None:
     )
 
 
-CLIPPED, FAR = 0.95, 10.0
+CLIPPED, FAR = 0.95, 5.0
 
 
 def clipped_nearly_always(history: History, facts: Facts) -> str | None:
-    """The gradient is far above `optim.clip` at nearly every update since the warm-up."""
-    norms = [norm for step, norm in series(history, "optim/grad_norm") if step > facts.warmup]
+    """The gradient is far above `optim.clip` at nearly every logged update since the warm-up.
+
+    Healthy runs were above the default clip, 1, in 0 to 50 % of their updates; nine in ten of their norms were below
+    2.4, and 5 is twice that. A learning rate of 1 had 15 to 10**8.
+    """
+    norms = [norm for step, norm in series(history, "optim/grad_norm") if step > facts.warmup][-5 * RECENT :]
     if facts.clip is None or len(norms) < RECENT:
         return None
-    share = sum(norm > FAR * facts.clip for norm in norms[-5 * RECENT :]) / len(norms[-5 * RECENT :])
+    share = sum(norm > FAR * facts.clip for norm in norms) / len(norms)
     if share < CLIPPED:
         return None
     return (
@@ -232,8 +237,8 @@ def features_have_peaked(history: History, facts: Facts) -> str | None:
         return None
     what = {"knn": "kNN accuracy", "agreement": "the neighbours' agreement"}[group]
     return (
-        f"{what} was best after step {int(lines[peak]['step'])} ({max(best):.1%}) and has fallen to {best[-1]:.1%} while "
-        "the prediction still improves; stop there (run.steps), or keep that encoder (run.keep_best true)"
+        f"{what} was best after step {int(lines[peak]['step'])} ({max(best):.1%}) and has fallen to {best[-1]:.1%} "
+        "while the prediction still improves; stop there (run.steps), or keep that encoder (run.keep_best true)"
     )
 
 
@@ -307,8 +312,8 @@ def one_class_dominates(history: History, facts: Facts) -> str | None:
     if facts.classes < 2 or facts.largest_class <= 0.5:
         return None
     return (
-        f"{facts.largest_class:.0%} of the labelled images are of one class, which kNN accuracy is to be compared with; "
-        "balance the images, or name another data.label_column"
+        f"{facts.largest_class:.0%} of the labelled images are of one class, which kNN accuracy is to be compared "
+        "with; balance the images, or name another data.label_column"
     )
 
 
