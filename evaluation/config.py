@@ -22,7 +22,7 @@ from mpp.config import (
     require,
     sides,
 )
-from mpp.runtime.weights import fingerprint
+from mpp.runtime.weights import BEST, fingerprint
 
 Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]
@@ -67,7 +67,8 @@ class EncoderConfig:
 
     def variant(self) -> str:
         """What is not as usual, for the names of files: one report does not take another's place."""
-        parts = [f"random_{self.seed}"] if self.random else []
+        parts = ["best"] if Path(self.encoder).name == BEST else []
+        parts += [f"random_{self.seed}"] if self.random else []
         parts += [Path(self.checkpoint).stem] if self.checkpoint else []
         parts += [f"{'x'.join(map(str, dict.fromkeys(sides(self.img_size))))}px"] if self.img_size else []
         parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []

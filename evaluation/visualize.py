@@ -40,6 +40,7 @@ from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns
 from mpp.runtime.launch import command, start
+from mpp.runtime.weights import run_of
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
 
@@ -60,8 +61,7 @@ class Subject(NamedTuple):
     @property
     def run(self) -> Path:
         """The run folder, whether it or its encoder/ was named."""
-        folder = Path(self.config.encoder)
-        return folder.parent if folder.name == "encoder" else folder
+        return run_of(Path(self.config.encoder))
 
     def images(self, count: int) -> Iterator[Tensor]:
         """A seeded choice of held-out images as the encoder takes them, in batches (B, C, H, W)."""

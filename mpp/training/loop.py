@@ -22,6 +22,7 @@ from mpp.errors import ReadFailed, UserError
 from mpp.metrics import Sums, add, total
 from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.randomness import Stream, random_words
+from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import Cursors, resume, save
 from mpp.training.feed import Feed
 from mpp.training.finite import FiniteCheck
@@ -29,8 +30,6 @@ from mpp.training.optim import averaged_weights, learning_rate
 from mpp.training.parallel import Parallel, prepare, whole_tensor
 from mpp.training.tracking import HELD_OUT_LOSS, Speed, Tracker, last_step, progress_bar
 from mpp.training.watch import Watch
-
-BEST = "encoder_best"  # beside `encoder`: the one whose features were best
 
 
 class Task(Protocol):
