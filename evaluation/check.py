@@ -9,7 +9,7 @@ updates are done to be timed. The page is `check.html` in the run folder.
 import math
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from evaluation.memory import peak_memory
-from evaluation.suite.about import Missing, available, machine_blocks, settings_rows
-from evaluation.suite.encoders import Unavailable
+from evaluation.suite.about import Missing, machine_blocks, settings_rows
 from evaluation.suite.gallery import sheet
 from evaluation.suite.page import Link, Page, Section, Table, Text, picture, write_page
 from mpp.config import Config
@@ -83,11 +82,10 @@ def check(config: Config) -> Path:
         if found is None:
             missing["Copies, sizes and classes"] = "a stream is not looked through"
         feed = Feed(task.batches(0, {}), layout.accumulation_steps)
-        crops = available("A sheet of crops", lambda: crops_blocks(task, feed), missing)
-        timing = timed(task, accelerator, config, layout, feed)
+        timing, seen = timed(task, accelerator, config, layout, feed)
         sections = [
-            Section("images", "The images", images_blocks(task, found, feed)),
-            Section("crops", "What a crop looks like", crops),
+            Section("images", "The images", images_blocks(task, found)),
+            Section("crops", "What a crop looks like", crops_blocks(task, seen)),
             Section("cost", "Memory, time, disk", cost_blocks(config, layout, timing, missing)),
             Section("usual", "What was ever searched", usual_blocks(config)),
             Section("settings", "Settings", settings_rows(config)),
@@ -114,18 +112,21 @@ def check(config: Config) -> Path:
 # --- what is measured ---
 
 
-def timed(task: Pretraining, accelerator: Accelerator, config: Config, layout: BatchLayout, feed: Feed) -> Timing:
-    """Some updates, the first of which does not count."""
+def timed(
+    task: Pretraining, accelerator: Accelerator, config: Config, layout: BatchLayout, feed: Feed
+) -> tuple[Timing, list[Batch]]:
+    """Some updates, the first of which does not count where there are several; and the batches that they saw."""
     parallel = prepare(task.model, accelerator, config.optim, config.run)
     update = Update(task, accelerator, parallel, config.optim, config.run, layout)
-    begin, done, feed.waited = time.perf_counter(), 0, 0.0
+    begin, done, seen = time.perf_counter(), 0, []
     for step in range(min(1 + TIMED, config.run.steps)):
-        update(step, feed.take(), measure=False)
+        micro = feed.take()
+        update(step, micro, measure=False)
         synchronize(accelerator.device)
-        if step == 0 and config.run.steps > 1:
-            begin, feed.waited = time.perf_counter(), 0.0
-            continue
+        seen += micro if sum(len(batch.images) for batch in seen) < CROPS else []
         done += 1
+        if step == 0 and config.run.steps > 1:
+            begin, done, feed.waited = time.perf_counter(), 0, 0.0
         if time.perf_counter() - begin > LONG:
             break
     seconds = time.perf_counter() - begin
@@ -133,7 +134,7 @@ def timed(task: Pretraining, accelerator: Accelerator, config: Config, layout: B
     memory = torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss
     kept = [each for state in parallel.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
     size = sum(tensor.nbytes for tensor in [*parallel.model.state_dict().values(), *kept])
-    return Timing(seconds / max(done, 1), feed.waited / max(done, 1), memory / 1e9, size)
+    return Timing(seconds / max(done, 1), feed.waited / max(done, 1), memory / 1e9, size), seen
 
 
 def synchronize(device: torch.device) -> None:
@@ -219,7 +220,7 @@ def existing(path: Path) -> Path:
 # --- sections ---
 
 
-def images_blocks(task: Pretraining, found: Survey | None, feed: Feed) -> list:
+def images_blocks(task: Pretraining, found: Survey | None) -> list:
     """Counts, sizes, channels, broken and double images, classes."""
     rows = [["training images", task.train.describe()], ["held out", f"{len(task.held_out)} images"]]
     rows += [["channels", str(task.config.data.channels)]]
@@ -241,31 +242,18 @@ def images_blocks(task: Pretraining, found: Survey | None, feed: Feed) -> list:
     return blocks
 
 
-def crops_blocks(task: Pretraining, feed: Feed) -> list:
+def crops_blocks(task: Pretraining, seen: Sequence[Batch]) -> list:
     """Training crops, each beside what the model sees of it."""
     pairs: list = []
-    for batch in crops_of(feed):
+    for batch in seen:
         images, corruption = batch.images, batch.corruption
         nothing = torch.zeros(len(images), corruption.positions.shape[1], task.objective.outputs)
         columns = as_rgb(prediction_columns(task.objective, nothing, images, corruption)[:2]).movedim(2, -1).numpy()
         pairs += [columns[:, i] for i in range(len(images))]
-        if len(pairs) >= CROPS:
-            break
-    if not pairs:
-        raise Unavailable("no training image was read")
     pairs = pairs[:CROPS]
     rows = [[part for pair in pairs[i : i + 4] for part in pair] for i in range(0, len(pairs), 4)]
     alt = f"{len(pairs)} training crops, each beside what the model sees of it"
     return [picture(sheet(rows, side=64), alt, f"{alt}: grey patches are masked, others are copied from elsewhere.")]
-
-
-def crops_of(feed: Feed) -> Iterable[Batch]:
-    """Batches, until there are enough crops."""
-    seen = 0
-    while seen < CROPS:
-        for batch in feed.take():
-            seen += len(batch.images)
-            yield batch
 
 
 def cost_blocks(config: Config, layout: BatchLayout, timing: Timing, missing: Missing) -> list:
