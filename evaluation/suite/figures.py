@@ -13,7 +13,7 @@ import matplotlib.style
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
 from mpp.reconstructions import COLUMNS
@@ -235,8 +235,10 @@ def plot_series(
         shown = 100 * np.asarray(values, float) if percent else values
         marker = MARKERS[number % len(MARKERS)] if len(steps) <= 30 else None
         axes.plot(steps, shown, color=SERIES[number % len(SERIES)], marker=marker, ms=3.5, lw=1.6, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.set(xlabel=across, ylabel=f"{label} (%)" if percent else label, yscale=scale)
     if scale == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
