@@ -33,7 +33,7 @@ from mpp.config import Config
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
-from mpp.pretrain import Pretraining, write_report
+from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
@@ -41,7 +41,7 @@ from mpp.runtime.parsing import as_words, differing, parse, plain, settings, to_
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
-from mpp.training.run_folder import REPORT, images_of, is_finished
+from mpp.training.run_folder import images_of, is_finished
 from mpp.training.task import ImageTask
 from mpp.training.tracking import last_scalars
 
@@ -230,8 +230,6 @@ class Job:
                 message = json.loads(self.divergence.read_text())["diverged"]
                 raise Diverged(f"{message} ({self.divergence} says so; delete it to try again)")
             train(self.training, task)
-            if self.training.run.report and not (folder / REPORT).is_file():
-                write_report(folder)
         except Diverged as error:
             if not self.divergence.is_file():
                 write_json(self.divergence, {"diverged": str(error)})

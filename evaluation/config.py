@@ -30,6 +30,7 @@ Picture = Literal[
     "predictions", "filters", "positions", "attention_distance", "attention_rollout", "pca", "rank", "accuracy_by_depth"
 ]
 EVERY: tuple[Picture, ...] = get_args(Picture)
+OF_PRETRAINING = "`mpp check` is of masked patch prediction"
 WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
 
 
@@ -289,7 +290,7 @@ class DistillConfig:
 class SupervisedConfig:
     """Supervised pre-training from scratch."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_supervised"))
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"), check=OF_PRETRAINING)
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -331,8 +332,10 @@ class FinetuneConfig:
     out: str | None = operational(None)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = group(
-        lambda: RunConfig(dir="runs/birds_finetuned", steps=500),
+        lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",
+        keep_best="each run of fine-tuning is evaluated once, at its end",
+        check=OF_PRETRAINING,
     )
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -413,7 +416,7 @@ class ContrastConfig:
 class ContrastiveConfig:
     """Contrastive pre-training (SimCLR). The paper's LARS is not there: `optim.name` is muon, adam or sgd."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200), check=OF_PRETRAINING)
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)

@@ -7,8 +7,6 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -30,7 +28,7 @@ from mpp.models.networks import build_network
 from mpp.objectives import build_objective
 from mpp.probe import Probe
 from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
-from mpp.runtime.launch import SHARDED, command
+from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained
@@ -190,26 +188,10 @@ def pretrain(config: Config | None = None) -> Path:
 
 
 def run(config: Config) -> Path:
-    """Carry out a run, or its check, and write its report."""
+    """Carry out a run, or its check."""
     if config.run.check:
-        return import_module("evaluation.check").check(config)
-    folder = train(config, Pretraining)
-    if config.run.report and PartialState().is_main_process:
-        write_report(folder)
-    return folder
-
-
-def write_report(folder: Path) -> None:
-    """Have `mpp report` write the run's page, in a process of its own: whatever happens to it, the run is done."""
-    joined = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", SHARDED)
-    alone = {name: value for name, value in os.environ.items() if name not in joined}
-    words = (sys.executable, "-m", "evaluation.report", "--encoder", str(folder))
-    ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace")
-    if ended.returncode:
-        reason = (ended.stderr.strip().splitlines() or [f"exit {ended.returncode}"])[-1]
-        print(
-            f"warning: the report is not written ({reason}); `mpp report --encoder {folder}` does it", file=sys.stderr
-        )
+        return import_module("evaluation.check").check(config)  # by name: the package does not stand on the evaluation
+    return train(config, Pretraining)
 
 
 class CallableModule(ModuleType):

@@ -217,7 +217,7 @@ def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain,
         calls.append((words, env))
         return subprocess.CompletedProcess(words, 2, "", "error: the disk is full\n")
 
-    monkeypatch.setattr(command.subprocess, "run", fails)
+    monkeypatch.setattr("mpp.training.run.subprocess.run", fails)
     folder = pretrain("--run.report=true", without="--run.report")
     (words, env) = calls[0]
     assert words[1:] == ("-m", "evaluation.report", "--encoder", str(folder)) and "RANK" not in env

@@ -1,6 +1,7 @@
 """The verdict on a run: checks against histories made by hand, then runs made sick and healthy ones (`-m faults`)."""
 
 import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import dataset_of, encoded, kill_at, picture, read_metrics
+from conftest import ROOT, dataset_of, encoded, kill_at, picture, read_metrics
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -111,6 +112,14 @@ def test_each_check_tells_the_sick_from_the_healthy(check):
     assert said in CHECKS[check](lines, facts)
     assert CHECKS[check](*WELL[check]) is None
     assert CHECKS[check](healthy(), FACTS) is None
+
+
+def test_each_check_has_its_entry_where_something_looks_wrong():
+    text = (ROOT / "mpp" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    for check in CHECKS:
+        entry = f"{check[0].upper()}{check[1:]}"
+        assert entry in headings and f"[{check}](#{check.lower().replace(' ', '-')})" in text
 
 
 def test_a_healthy_history_says_nothing_at_any_evaluation():

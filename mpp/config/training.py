@@ -35,9 +35,9 @@ class RunConfig:
     """Keep the encoder whose features were best in `encoder_best`, beside the last: by kNN accuracy on the held-out
     images or, without labels, by the neighbours' agreement."""
     report: bool = operational(True)
-    """Write the report, report.html, at the end of pre-training."""
+    """Write a page on the run at its end, report.html: `mpp report`. Of fine-tuning: on each of its runs."""
     check: bool = operational(False)
-    """Check images, memory and time in place of pre-training, and write the report: `mpp check`."""
+    """Look at images, memory and time in place of training, and write a page on them: `mpp check`."""
     threads: int = operational(0)
     """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
     trackers: tuple[str, ...] = operational(("tensorboard",))
