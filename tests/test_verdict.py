@@ -288,14 +288,14 @@ def test_images_that_cannot_be_looked_at_do_not_end_a_run(pretrain, monkeypatch)
 
 SMALL = (
     *("--run.threads=1", "--data.workers=0", "--run.report=false", "--run.log_every=10", "--run.checkpoint_every=9999"),
-    *("--run.eval_every=100", "--probe.every=100", "--model.width=64", "--model.depth=4", "--model.heads=2"),
-    *("--optim.global_batch_size=32", "--run.steps=400"),
+    *("--run.eval_every=75", "--probe.every=75", "--probe.images=500", "--data.eval_images=500"),
+    *("--model.width=64", "--model.depth=3", "--model.heads=2", "--optim.global_batch_size=32", "--run.steps=300"),
 )
 
 
-def write_set(folder: Path, name: str) -> str:
+def write_set(folder: Path, name: str, labelled: bool = True) -> str:
     """scikit-learn's digits, or tiles of scikit-image's photographs (the class: which), as images; their settings."""
-    if name == "digits":
+    if "digits" in name:
         from sklearn.datasets import load_digits
 
         values, labels = load_digits(return_X_y=True)
@@ -312,7 +312,7 @@ def write_set(folder: Path, name: str) -> str:
         ]
         images, labels = zip(*tiles, strict=True)
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        file = folder / name / str(label) / f"{number:04d}.png"
+        file = folder / name / (str(label) if labelled else "") / f"{number:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         image.save(file)
     return f"--data.path={folder / name}"
@@ -324,8 +324,9 @@ def sets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     digits = ("--data.channels=1", "--model.img_size=32", "--model.patch_size=4", "--data.eval_fraction=0.2")
     return {
-        "birds": ("--model.patch_size=16",),
+        "birds": ("--model.img_size=32", "--model.patch_size=4"),
         "digits": (write_set(folder, "digits"), *digits),
+        "plain digits": (write_set(folder, "plain_digits", labelled=False), *digits),
         "tiles": (write_set(folder, "tiles"), "--data.eval_fraction=0.2", "--model.patch_size=16"),
     }
 
@@ -337,10 +338,7 @@ SICK_RUNS = {
         *("digits", ("--config=rivals/mae", "--optim.lr=1e-9", "--run.steps=200")),
         {"nothing is learned"},
     ),
-    "64 images": (
-        *("birds", ("--data.train_images=64", "--run.steps=1500", "--model.patch_size=8")),
-        {"overfitting", "below the neighbours"},
-    ),
+    "64 images": ("birds", ("--data.train_images=64", "--run.steps=1200", "--model.patch_size=8"), {"overfitting"}),
     "a slow loader": ("digits", ("--run.steps=100", "--data.cache_gb=0"), {"waiting for data"}),
     "copies across the cut": ("digits", ("--run.steps=100",), {"duplicates across the cut"}),
 }
@@ -370,9 +368,19 @@ def test_runs_that_are_sick_on_purpose_are_recognised(name, sets, tmp_path, monk
     tally("runs that are sick on purpose, each recognised", 1)
 
 
+ADAM = ("--optim.name=adam", "--optim.lr=2e-3", "--optim.adam_scale=3")
+GREY = ("--views.jitter=0", "--views.grey=0")
 HEALTHY_RUNS = {
-    "digits": ("digits", ()),
-    "birds": ("birds", ()),
+    "the default, on digits": ("digits", ()),
+    "pixels": ("digits", ("--objective.name=pixels",)),
+    "MAE": ("digits", ("--config=rivals/mae",)),
+    "Adam": ("digits", (*ADAM, "--run.steps=600")),
+    "wide and flat, linear decay": ("digits", ("--model.width=96", "--model.depth=2", "--optim.schedule=linear")),
+    "without labels": ("plain digits", ()),
+    "SimCLR": ("digits", GREY),
+    "MAE of photographs": ("tiles", ("--config=rivals/mae",)),
+    "MaskFeat of photographs": ("tiles", ("--config=rivals/maskfeat",)),
+    "MaskFeat of birds": ("birds", ("--config=rivals/maskfeat",)),
 }
 
 
