@@ -274,7 +274,7 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
         Table(headings, listed, "file names, and cosine similarity", folded=True),
         chart(
             f"Map of {len(chosen)} held-out images: principal components of their features",
-            plot_map(plane(shown.features), shown.labels),
+            lambda: plot_map(plane(shown.features), shown.labels),
         ),
     ]
 

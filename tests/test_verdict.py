@@ -275,6 +275,13 @@ def test_copies_across_the_cut_are_seen(pretrain, tmp_path):
     assert verdict_of(folder)["facts"]["duplicates"] == 1 and "duplicates across the cut" in verdict_of(folder)["off"]
 
 
+def test_a_verdict_that_fails_does_not_end_a_run(pretrain, monkeypatch, capsys):
+    monkeypatch.setattr("mpp.training.watch.verdict", lambda *_: 1 / 0)
+    folder = pretrain()
+    assert "warning: no verdict after step 4: ZeroDivisionError: division by zero" in capsys.readouterr().err
+    assert (folder / "encoder").is_dir() and verdict_of(folder) == {}
+
+
 def test_images_that_cannot_be_looked_at_do_not_end_a_run(pretrain, monkeypatch):
     def fails(*args):
         raise ReadFailed("not now")

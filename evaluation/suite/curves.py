@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import matplotlib
 import numpy as np
 
 from evaluation.suite.figures import plot_series
-from evaluation.suite.page import CHART_STYLE, Chart, Table, chart
+from evaluation.suite.page import Chart, Table, chart
 from mpp.training.verdict import EVALUATED, History, best_depth, depths_of, probed, series
 
 POINTS = 200  # of a line, at most: more would not be seen
@@ -68,9 +67,7 @@ def drawn(
             lines[name] = tuple(zip(*(pairs[i] for i in kept), strict=True))
     if not lines:
         return None
-    with matplotlib.rc_context(CHART_STYLE):
-        figure = plot_series(lines, label, scale, percent)
-    return chart(title, figure, numbers_of(lines, "updates", percent))
+    return chart(title, lambda: plot_series(lines, label, scale, percent), numbers_of(lines, "updates", percent))
 
 
 def by_depth(title: str, lines: History, group: str) -> Chart:
@@ -83,9 +80,8 @@ def by_depth(title: str, lines: History, group: str) -> Chart:
     floor = first.get(f"{group}/floor_pixels")
     if floor is not None:
         shown["colours alone"] = (list(last), [floor] * len(last))
-    with matplotlib.rc_context(CHART_STYLE):
-        figure = plot_series(shown, "share", percent=True, across="depth (blocks)")
-    return chart(title, figure, numbers_of(shown, "depth", percent=True))
+    numbers = numbers_of(shown, "depth", percent=True)
+    return chart(title, lambda: plot_series(shown, "share", percent=True, across="depth (blocks)"), numbers)
 
 
 def numbers_of(lines: Lines, across: str, percent: bool) -> Table:

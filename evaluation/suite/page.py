@@ -7,7 +7,7 @@ page's text; pictures are data URIs.
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -134,11 +134,11 @@ def write_page(path: Path, page: Page) -> None:
     write_whole(path, render(page))
 
 
-def chart(title: str, figure: Figure, table: Table | None = None) -> Chart:
-    """A figure that was drawn in CHART_STYLE as inline SVG: names that are its own, colours of the page."""
+def chart(title: str, draw: Callable[[], Figure], table: Table | None = None) -> Chart:
+    """A figure as inline SVG: names that are its own, colours of the page."""
     buffer = io.StringIO()
     with matplotlib.rc_context({**CHART_STYLE, "svg.hashsalt": title}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        draw().savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     prefix = re.sub(r"\W+", "_", title)

@@ -33,9 +33,16 @@ class Watch:
         self.facts: Facts | None = None
 
     def __call__(self, step: int) -> None:
-        """Say how the run is after an evaluation, which is logged."""
+        """Say how the run is after an evaluation, which is logged. Whatever goes wrong here, the run goes on."""
         if not self.main:
             return
+        try:
+            self.say(step)
+        except Exception as error:
+            tqdm.write(f"warning: no verdict after step {step}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def say(self, step: int) -> None:
+        """The line and the new warnings, on the console, in TensorBoard and in verdict.json."""
         history, self.facts = metrics_of(self.folder), self.facts or self.look()
         before = [each for each in verdict_of(self.folder).get("warnings", []) if each["step"] <= step]
         known, found = {each["check"] for each in before}, findings(history, self.facts)
