@@ -132,10 +132,11 @@ def nothing_is_learned(history: History, facts: Facts) -> str | None:
 def below_the_neighbours(history: History, facts: Facts) -> str | None:
     """After a third of the run the model is still no better than copying the nearest visible patches.
 
-    Healthy runs passed the neighbours after 2 to 25 % of their length; a third leaves room.
+    Digits passed the neighbours within 25 % of 400 updates. The default run on the birds passes them at a third (32.5 %
+    against 32.1 % after 400 of 1,200 updates): an evaluation at the third itself does not count.
     """
     last = next((line for line in reversed(history) if COPYING[1] in line), None)
-    if last is None or last["step"] < facts.steps / 3 or beaten_since(history) is not None:
+    if last is None or last["step"] <= facts.steps / 3 or beaten_since(history) is not None:
         return None
     accuracy, copying = last["heldout/accuracy"], max(last[name] for name in COPYING)
     return (
