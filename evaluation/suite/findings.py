@@ -270,7 +270,7 @@ def page_of(folder: Path, rows: list[Row], sections: Sequence[Section], about: d
         others = [f"{name} {100 * found['mean']:.1f} %" for name, found in means.items() if name != best]
         beside = f" (beside {', '.join(others[:6])}{' ...' if len(others) > 6 else ''})" if others else ""
         said = (
-            f"{evaluation} on {dataset}: best is {best} with {percent(means[best])} %{beside}, the mean over all cases"
+            f"{evaluation} on {dataset}: best is {best} with {cell(means[best])} %{beside}, the mean over all cases"
         )
         verdict.append((said, Link("why", "#question_0") if sections else None))
     lost = len({(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")})
