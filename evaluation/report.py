@@ -105,14 +105,14 @@ def subtitle(folder: Path, history: History) -> str:
     """What was trained on what, for how long."""
     saved, known = saved_settings(folder), images_of(folder) or {}
     model, data, run = (saved.get(name) or {} for name in ("model", "data", "run"))
-    what = model.get("name") or f"ViT of width {model.get('width')}, depth {model.get('depth')}"
+    what = verdict_of(folder).get("model") or model.get("name") or "a ViT"
     how = (saved.get("objective") or {}).get("name")
     trained = f"pre-trained by {how} ({(saved.get('network') or {}).get('name', 'predictor')})" if how else "trained"
     count = (known.get("train") or {}).get("images")
     images = f"{count:,} images" if isinstance(count, int) else "images"
     held_out = (known.get("held_out") or {}).get("images")
     where = data.get("path") or "mpp's birds"
-    parts = [f"{what}, {trained} on {images} of {where}" + (f" ({held_out:,} held out)" if held_out else "")]
+    parts = [f"{what}", f"{trained} on {images} of {where}" + (f" ({held_out:,} held out)" if held_out else "")]
     done, steps = int(history[-1]["step"]), run.get("steps")
     batch = (saved.get("optim") or {}).get("global_batch_size")
     parts.append(f"{done:,} of {steps:,} updates" if isinstance(steps, int) else f"{done:,} updates")

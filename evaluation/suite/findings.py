@@ -269,9 +269,7 @@ def page_of(folder: Path, rows: list[Row], sections: Sequence[Section], about: d
         best = max(means, key=lambda name: means[name]["mean"])
         others = [f"{name} {100 * found['mean']:.1f} %" for name, found in means.items() if name != best]
         beside = f" (beside {', '.join(others[:6])}{' ...' if len(others) > 6 else ''})" if others else ""
-        said = (
-            f"{evaluation} on {dataset}: best is {best} with {cell(means[best])} %{beside}, the mean over all cases"
-        )
+        said = f"{evaluation} on {dataset}: best is {best} with {cell(means[best])} %{beside}, the mean over all cases"
         verdict.append((said, Link("why", "#question_0") if sections else None))
     lost = len({(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")})
     warnings = [f"{lost} trainings diverged: see the tables"] if lost else []

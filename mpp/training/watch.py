@@ -53,7 +53,8 @@ class Watch:
             tqdm.write(f"warning: {each['check']}: {each['message']}", file=sys.stderr)
         lines = [f"- **{each['check']}** (step {each['step']}): {each['message']}" for each in before + new]
         self.tracker.log_text(step, "verdict", "\n\n".join([line, *lines]))
-        said = {"step": step, "line": line, "warnings": before + new, "off": [each.check for each in found]}
+        about = {"model": self.task.describe_model(), "images": self.task.describe_images()}
+        said = about | {"step": step, "line": line, "warnings": before + new, "off": [each.check for each in found]}
         write_whole(self.folder / VERDICT, json.dumps(said | {"facts": asdict(self.facts)}, indent=1))
 
     def best(self) -> bool:
@@ -69,7 +70,7 @@ class Watch:
 
 
 def verdict_of(folder: Path) -> dict[str, Any]:
-    """What was said of a run last: `step`, `line`, `warnings`, `off`, `facts`; nothing where nothing was."""
+    """What was said of a run last: `model`, `images`, `step`, `line`, `warnings`, `off`, `facts`; or nothing."""
     try:
         return json.loads((folder / VERDICT).read_text())
     except (OSError, ValueError):
