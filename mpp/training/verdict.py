@@ -153,9 +153,12 @@ def features_collapse(history: History, facts: Facts) -> str | None:
     """The effective rank has fallen to a few: to the encoder all images look alike.
 
     The median over the depths is below 4, and below half of what it was, before training or at any probe. Untrained
-    encoders have 1.4 to 21.5. Healthy runs had 4.7 to 32 after 100 updates, but for one with 3.1, which began at 4.4; a
-    learning rate of 1 went from 9.2 to 2.7.
+    encoders have 1.4 to 21.5. After twice the warm-up healthy runs had 4.7 to 32, but for one with 3.1, which began at
+    4.4; a learning rate of 1 went from 9.2 to 2.7. (At the end of its warm-up a healthy run went from 8.4 to 2.4, and
+    came back.)
     """
+    if not history or history[-1]["step"] < 2 * facts.warmup:
+        return None
     ranks = [median(of.values()) for line in history if (of := depths_of(line, "features/rank"))]
     if len(ranks) < 2 or ranks[-1] >= COLLAPSED or ranks[-1] >= max(ranks[:-1]) / 2:
         return None
