@@ -62,8 +62,8 @@ def train(config: Any, build: Build) -> Path:
 
 def write_report(folder: Path) -> None:
     """Have `mpp report` write the run's page, in a process of its own: whatever happens to it, the run is done."""
-    joined = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", SHARDED)
-    alone = {name: value for name, value in os.environ.items() if name not in joined}
+    launchers = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PMI_", "OMPI_", "MV2_", SHARDED)
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     words = (sys.executable, "-m", "evaluation.report", "--encoder", str(folder))
     ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace")
     said = (ended.stderr if ended.returncode else ended.stdout).strip().splitlines() or [f"exit {ended.returncode}"]
