@@ -340,6 +340,16 @@ def share_out(jobs: Sequence[Job]) -> list[str]:
     return failures
 
 
+def runs_of(cases: Sequence[Case]) -> dict[str, list[Path]]:
+    """Encoder -> its run folders, one for each seed."""
+    found: dict[str, list[Path]] = {}
+    for entry, seed, *_ in cases:
+        folder = Path(entry.encoder.replace("{seed}", str(seed)))
+        if folder not in found.setdefault(entry.name, []):
+            found[entry.name].append(folder)
+    return found
+
+
 def rows_of(case: Case, report: dict[str, Any]) -> list[Row]:
     """The results of a report on test images; of several depths the one that counts."""
     chosen = report["protocol"].get("chosen_depth")
@@ -390,7 +400,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     rows = [row for job in jobs for row in renamed(known.get(job.digest, []), job.case) or job.rows()]
     asked = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        found = write_findings(folder, questions, rows, asked)
+        found = write_findings(folder, questions, rows, asked, runs_of(cases))
     if failures:
         raise UserError(f"{len(failures)} of {len(jobs)} evaluations failed, such as {failures[0]}")
     return found

@@ -22,7 +22,7 @@ from mpp.config import (
     require,
     sides,
 )
-from mpp.runtime.weights import fingerprint
+from mpp.runtime.weights import BEST, fingerprint
 
 Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]
@@ -40,6 +40,7 @@ Picture = Literal[
 ]
 EVERY: tuple[Picture, ...] = get_args(Picture)
 OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label_column", "train_images", "eval_seed")
+OF_PRETRAINING = "`mpp check` is of masked patch prediction"
 WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
 
 
@@ -86,7 +87,8 @@ class WhichEncoderConfig:
 
     def variant(self) -> str:
         """What is not as usual, for the names of files: one report does not take another's place."""
-        parts = [f"random_{self.seed}"] if self.random else []
+        parts = ["best"] if Path(self.encoder).name == BEST else []
+        parts += [f"random_{self.seed}"] if self.random else []
         parts += [Path(self.checkpoint).stem] if self.checkpoint else []
         parts += [f"{'x'.join(map(str, dict.fromkeys(sides(self.img_size))))}px"] if self.img_size else []
         parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
@@ -351,6 +353,24 @@ class VisualizeConfig(EncoderConfig):
 
 
 @dataclass(frozen=True)
+class ReportConfig(EncoderConfig):
+    """A page on a run: its verdict, curves and pictures."""
+
+    out: str | None = operational(None)
+    """File that is written. null: report.html in the run folder."""
+    images: int = 4
+    """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    compared: int = 1024
+    """At most so many held-out images are neighbours of each other, and on the map."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        require(self.images >= 1, "images", self.images, "at least 1")
+        require(self.compared >= 2, "compared", self.compared, "at least 2")
+
+
+@dataclass(frozen=True)
 class MaskedConfig:
     """Held-out accuracy on masked patches."""
 
@@ -406,7 +426,7 @@ class DistillConfig:
 class SupervisedConfig:
     """Supervised pre-training from scratch."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_supervised"))
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"), check=OF_PRETRAINING)
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -448,8 +468,10 @@ class FinetuneConfig:
     out: str | None = operational(None)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = group(
-        lambda: RunConfig(dir="runs/birds_finetuned", steps=500),
+        lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",
+        keep_best="each run of fine-tuning is evaluated once, at its end",
+        check=OF_PRETRAINING,
     )
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -530,7 +552,7 @@ class ContrastConfig:
 class ContrastiveConfig:
     """Contrastive pre-training (SimCLR). The paper's LARS is not there: `optim.name` is muon, adam or sgd."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200), check=OF_PRETRAINING)
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)

@@ -45,6 +45,7 @@ from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns
 from mpp.runtime.launch import command, start
 from mpp.runtime.randomness import FIXED
+from mpp.runtime.weights import run_of
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
 
@@ -66,8 +67,7 @@ class Subject(NamedTuple):
     @property
     def run(self) -> Path:
         """The run folder, whether it or its encoder/ was named."""
-        folder = Path(self.config.encoder)
-        return folder.parent if folder.name == "encoder" else folder
+        return run_of(Path(self.config.encoder))
 
     def images(self, count: int) -> Iterator[Tensor]:
         """A seeded choice of held-out images as the encoder takes them, in batches (B, C, H, W)."""
@@ -295,24 +295,33 @@ def write(folder: Path, name: str, figure: Figure, numbers: Numbers) -> None:
         write_json(folder / f"{name}.json", numbers)
 
 
-def visualize(config: VisualizeConfig) -> list[str]:
-    """Draw the pictures that this encoder has something for; their names.
+def subject_of(config: VisualizeConfig) -> Subject:
+    """What the pictures are made of, loaded.
 
     Raises:
-        UserError: no such encoder or images, or nothing to draw.
+        UserError: no such encoder or images.
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     if accelerator.num_processes > 1:
         raise UserError("pictures are drawn by one process: start it with python, without a launcher")
     largest = max(config.bands or (1,))
     require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
-    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
-    require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     encoder = load_frozen(
         *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
     )
     _, held_out = load_image_datasets(config.data)
-    subject = Subject(config, accelerator, encoder.to(accelerator.device), held_out)
+    return Subject(config, accelerator, encoder.to(accelerator.device), held_out)
+
+
+def visualize(config: VisualizeConfig) -> list[str]:
+    """Draw the pictures that this encoder has something for; their names.
+
+    Raises:
+        UserError: no such encoder or images, or nothing to draw.
+    """
+    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
+    require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
+    subject = subject_of(config)
     drawn, missing = [], {}
     folder.mkdir(parents=True, exist_ok=True)
     with deaths_explained(), SummaryWriter(str(folder)) as writer:

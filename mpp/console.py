@@ -25,6 +25,8 @@ COMMANDS = {
     "embed": "features of a folder of images as a table (parquet)",
     "export": "an encoder as ONNX, torch.export or safetensors",
     "visualize": "draw what was learned",
+    "report": "a page on a run: verdict, curves, pictures",
+    "check": "look at images, memory and time before a run",
     "compare": "many encoders in one table",
     "supervised": "train from labels, from scratch",
     "contrastive": "pre-train by SimCLR",
@@ -38,8 +40,8 @@ def places(name: str) -> tuple[str, str, str]:
     """A command's module, which has `main`; the module and the name of its config."""
     if name in ("pretrain", "prepare"):
         return f"mpp.{name}", "mpp.config", "Config" if name == "pretrain" else "PrepareConfig"
-    if name == "memory":
-        return "evaluation.memory", "mpp.config", "Config"
+    if name in ("memory", "check"):  # of what is to be pre-trained
+        return f"evaluation.{name}", "mpp.config", "Config"
     words = name.split("-")
     return f"evaluation.{'_'.join(words)}", "evaluation.config", f"{''.join(map(str.capitalize, words))}Config"
 

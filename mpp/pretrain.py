@@ -9,6 +9,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,9 +39,10 @@ from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.loop import due
 from mpp.training.run import train
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import REPORT, saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.tracking import Tracker, last_evaluation
+from mpp.training.tracking import Tracker
+from mpp.training.watch import verdict_of
 
 PANEL_IMAGES = 8
 LEAST_SHARE = 0.01
@@ -240,6 +242,13 @@ def pretrain(config: Config | None = None) -> Path:
     """
     config = config or Config()
     refuse_idle(config)
+    return run(config)
+
+
+def run(config: Config) -> Path:
+    """Carry out a run, or its check."""
+    if config.run.check:
+        return import_module("evaluation.check").check(config)  # by name: the package does not stand on the evaluation
     return train(config, Pretraining)
 
 
@@ -259,24 +268,18 @@ sys.modules[__name__].__class__ = CallableModule
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pre-train as the command line, or `arguments`, say."""
     config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
-    folder = train(config, Pretraining)
-    if PartialState().is_main_process:
-        report(folder)
+    folder = run(config)
+    if not config.run.check and PartialState().is_main_process:
+        say_what_came_out(folder)
 
 
-def report(folder: Path) -> None:
-    """Say what came out and what to do next."""
-    last = last_evaluation(folder)
-    lines = {
-        "held-out accuracy on masked patches": "accuracy",
-        "mean of the two nearest visible patches": "two_nearest",
-        "copy of the nearest": "nearest",
-        "most frequent colour": "most_frequent",
-    }
-    known = {line: f"heldout/{name}" for line, name in lines.items() if f"heldout/{name}" in last}  # of old runs fewer
-    if known:
-        print("; ".join(f"{line} {last[name]:.1%}" for line, name in known.items()))
-    print(f"next: tensorboard --logdir {folder.parent}")
+def say_what_came_out(folder: Path) -> None:
+    """The run's verdict, and what to do next."""
+    line = verdict_of(folder).get("line")
+    if line:
+        print(f"verdict: {line}")
+    page = folder / REPORT
+    print(f"next: {f'open {page}, or ' if page.is_file() else ''}tensorboard --logdir {folder.parent}")
     print(f"next: mpp fewshot --encoder {folder}")
 
 

@@ -1,6 +1,6 @@
 """What frozen features know while an encoder is trained: the accuracy of a kNN classifier, and their effective rank.
 
-N images, D width.
+Without labels: whether two crops of an image have the same neighbours. N images, D width.
 """
 
 import math
@@ -24,10 +24,15 @@ from mpp.training.tracking import progress_bar
 BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
 TIED_ROWS = 64  # test images with equally near neighbours that are sorted at a time
 RANKED = 2048  # images that the effective rank is of, at most
+CELLS = 8  # a side of the colour floor: as `floor:pixels` of the evaluation
+AGREEING = 5  # neighbours of two crops that are compared
+Part = tuple[float, float]
+"""Which share of each side of an image: from, to."""
+NORTH_WEST, SOUTH_EAST = (0.0, 0.75), (0.25, 1.0)  # two crops that share a quarter of the image
 
 
 class Probe:
-    """Effective rank of the features after each block and, where there are labels, kNN accuracy.
+    """Effective rank of the features after each block and, with labels, kNN accuracy; without, neighbours' agreement.
 
     Args:
         task: has the held-out images, and loads what is probed.
@@ -55,37 +60,75 @@ class Probe:
         self.judged = self.ranked if same else add(judged)
         self.compared = add(train.choose(config.images, task.data.eval_seed))
 
-    def __call__(self, model: nn.Module) -> dict[str, float]:
+    def __call__(self, model: nn.Module, floor: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
 
+        Args:
+            floor: probe the mean colours of a grid over the image, too, which need no model.
         Returns:
-            `features/rank/depth_XX` and `knn/depth_XX`; nothing but on the main process.
+            `features/rank/depth_XX`; `knn/depth_XX` or, without labels, `agreement/depth_XX`; with `floor` also
+            `knn/floor_pixels` or `agreement/floor_pixels`. Nothing but on the main process.
         """
-        device = self.accelerator.device
-        features, truth = self.frozen_features(model, self.ranked)
-        scalars = by_depth("features/rank", effective_ranks(features, device))
+        device, depths = self.accelerator.device, len(stages(model.encoder))
+        features, truth = self.frozen_features(model, self.ranked, floor)
+        scalars = by_depth("features/rank", effective_ranks(features[:depths], device))
         if self.compared is None:
-            return scalars
+            halves = [self.frozen_features(model, self.ranked, floor, part)[0] for part in (NORTH_WEST, SOUTH_EAST)]
+            pairs = ((torch.from_numpy(part).to(device) for part in pair) for pair in zip(*halves, strict=True))
+            return scalars | by_depth("agreement", [agreement(*pair) for pair in pairs], depths)
         if self.judged is not self.ranked:
-            features, truth = self.frozen_features(model, self.judged)
-        compared, classes = self.frozen_features(model, self.compared)
+            features, truth = self.frozen_features(model, self.judged, floor)
+        compared, classes = self.frozen_features(model, self.compared, floor)
         parts = [[compared[i], classes, features[i], truth] for i in range(len(features))]
         on_device = [[torch.from_numpy(part).to(device) for part in of_depth] for of_depth in parts]
-        return scalars | by_depth("knn", [knn_accuracy(*of_depth, self.neighbours) for of_depth in on_device])
+        return scalars | by_depth("knn", [knn_accuracy(*of_depth, self.neighbours) for of_depth in on_device], depths)
 
-    def frozen_features(self, model: nn.Module, views: ViewDataset) -> tuple[list[NDArray], NDArray]:
-        """Features (N, D) at every depth, and labels (N,); nothing but on the main process."""
+    def frozen_features(
+        self, model: nn.Module, views: ViewDataset, floor: bool = False, part: Part | None = None
+    ) -> tuple[list[NDArray], NDArray]:
+        """Features (N, D) at every depth, then the floor's; labels (N,). Nothing but on the main process."""
         depths = range(1, 1 + len(stages(model.encoder)))
 
         def encode(images: Tensor) -> list[Tensor]:
-            return features_at(model.encoder, model.normalize(images), depths, self.representation)
+            images = images if part is None else enlarged(images, part)
+            colours = [F.adaptive_avg_pool2d(images.float(), CELLS).flatten(1)] if floor else []
+            return features_at(model.encoder, model.normalize(images), depths, self.representation) + colours
 
         return extract(self.evaluation.batches(views), encode, len(views.dataset), self.accelerator)
 
 
-def by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Scalars with the names of their depths."""
-    return {f"{name}/depth_{depth:02d}": value for depth, value in enumerate(values, start=1)}
+def by_depth(name: str, values: Sequence[float], depths: int | None = None) -> dict[str, float]:
+    """Scalars with the names of their depths; what comes after `depths` of them is the floor's."""
+    names = [f"depth_{depth:02d}" for depth in range(1, 1 + (depths or len(values)))] + ["floor_pixels"]
+    return {f"{name}/{each}": value for each, value in zip(names, values, strict=False)}
+
+
+def enlarged(images: Tensor, part: Part) -> Tensor:
+    """That part of images (B, C, H, W), as large as they are and of their type."""
+    size = images.shape[-2:]
+    rows, columns = (slice(round(part[0] * side), round(part[1] * side)) for side in size)
+    pixels = F.interpolate(images[..., rows, columns].float(), size=size, mode="bilinear", antialias=True)
+    return pixels.round().to(images.dtype) if images.dtype == torch.uint8 else pixels
+
+
+def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEING) -> float:
+    """How well the neighbours of images agree between two crops: it needs no labels.
+
+    Args:
+        one, other: features (N, D) of two crops of the same images, in the same order.
+    Returns:
+        The share of the `neighbours` nearest images by one crop (cosine, the image itself left out) that are among as
+        many by the other. By chance: neighbours / (N - 1). 1 where there are too few images to choose among.
+    """
+    count = min(neighbours, len(one) - 1)
+    if count < 1:
+        return 1.0
+    found = []
+    for features in (one, other):
+        units = F.normalize(features, dim=-1)
+        index = (units @ units.T).fill_diagonal_(-math.inf).topk(count).indices
+        found.append(torch.zeros(len(one), len(one), device=one.device).scatter_(1, index, 1))
+    return float((found[0] * found[1]).sum() / (count * len(one)))
 
 
 def effective_ranks(features: Sequence[Tensor | NDArray], device: torch.device) -> list[float]:

@@ -20,6 +20,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 HANGS = 15 * 60  # seconds: what takes longer hangs, on any machine
 TINY = (
+    "--run.report=false",
     *("--run.steps=4", "--run.log_every=1", "--run.checkpoint_every=2", "--run.precision=fp32", "--run.threads=1"),
     *("--data.workers=0", "--data.eval_images=8", "--probe.every=0"),
     *("--model.width=16", "--model.depth=2", "--model.heads=2", "--model.img_size=32"),

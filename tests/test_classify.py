@@ -42,7 +42,16 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     supervised.main([*BASE, *SMALL, f"--run.dir={tmp_path / 'run'}"])
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
-        *("config.yaml", "data.json", "metrics.jsonl", "checkpoints", "encoder", "supervised.json", ".lock")
+        *(
+            "config.yaml",
+            "data.json",
+            "metrics.jsonl",
+            "verdict.json",
+            "checkpoints",
+            "encoder",
+            "supervised.json",
+            ".lock",
+        )
     }
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert 0 <= read_metrics(folder, "heldout/accuracy")[4] <= 1

@@ -103,7 +103,13 @@ def small(tmp_path):
             image[..., 0] = np.where(number % 2, image[..., 0] // 2, 255 - image[..., 0] // 2)  # dogs are red
             file.write_bytes(encoded(image))
     tiny = {"model.width": 16, "model.depth": 2, "model.heads": 2, "model.img_size": 32, "run.threads": 1}
-    tiny |= {"run.steps": 2, "optim.global_batch_size": 8, "data.workers": 0, "data.eval_images": 8}
+    tiny |= {
+        "run.report": False,
+        "run.steps": 2,
+        "optim.global_batch_size": 8,
+        "data.workers": 0,
+        "data.eval_images": 8,
+    }
     trained = {"encoder": str(tmp_path / "encoders/{seed}"), "seeds": [0, 1]}
     finetuned = {"run.steps": 2, "lrs": 0.1, "data.workers": 0, "run.threads": 1, "optim.global_batch_size": 8}
     config = {
@@ -342,7 +348,14 @@ def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, mo
 
 
 def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_path):
-    options = {"config": "rivals/simclr", "views.blur": 0, "run.steps": 1, "run.threads": 1, "data.workers": 0}
+    options = {
+        "config": "rivals/simclr",
+        "views.blur": 0,
+        "run.report": False,
+        "run.steps": 1,
+        "run.threads": 1,
+        "data.workers": 0,
+    }
     options |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 16, "probe.every": 0}
     trained = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
     judged = [{"name": "kNN", "command": "knn"}, {"name": "masked patches", "command": "masked"}]
@@ -511,7 +524,7 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     judge()
     assert judged[2:] == [str(tmp_path / "one")]
 
-    tiny = {"data.path": str(tmp_path / "one"), "data.eval_split": None, "run.steps": 1}
+    tiny = {"data.path": str(tmp_path / "one"), "data.eval_split": None, "run.steps": 1, "run.report": False}
     encoder = {"name": "trained", "encoder": str(tmp_path / "encoder"), "train": "pretrain", "train_options": tiny}
     (tmp_path / "encoder").mkdir()
     (tmp_path / "encoder" / "data.json").write_text('{"train": {"files": "others"}}')

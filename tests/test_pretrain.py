@@ -31,13 +31,14 @@ def weights(folder):
 def test_a_run_writes_what_it_promises(pretrain, capsys):
     folder = pretrain("--probe.every=2", "--run.eval_every=2")
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
-        *("config.yaml", "data.json", "metrics.jsonl", "checkpoints", "encoder", ".lock")
+        *("config.yaml", "data.json", "metrics.jsonl", "verdict.json", "checkpoints", "encoder", ".lock")
     }
     assert [c.name for c in complete_checkpoints(folder)] == ["step_00000002", "step_00000004"]
     assert {path.name for path in (folder / "encoder").iterdir()} == {"config.json", "model.safetensors", "README.md"}
     card = (folder / "encoder" / "README.md").read_text()
     assert "masked patch prediction" in card and "birds, 633 images" in card and "  width: 16\n" in card
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first, *lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert first["step"] == 0 and set(first) >= {"knn/depth_01", "knn/floor_pixels", "features/rank/depth_01"}
     trained = {"step", "loss", "accuracy", "most_frequent", "nearest", "two_nearest", "unreadable"}
     trained |= {"optim/lr", "optim/grad_norm"}
     speed = {"speed/images_per_second", "speed/data_wait", "speed/executed_tflops", "speed/memory_gb"}
@@ -190,7 +191,7 @@ def test_a_probe_while_training_changes_nothing(pretrain, tmp_path, monkeypatch,
     graphs, counted.frame_count = counted.frame_count, 0
     probed = pretrain(setting, "--run.eval_every=2", "--probe.every=2", dir=tmp_path / "probed")
     assert weights(probed) == weights(quiet) and counted.frame_count == graphs
-    assert list(read_metrics(probed, "knn/depth_02")) == [2, 4]
+    assert list(read_metrics(probed, "knn/depth_02")) == [0, 2, 4]  # first the untrained encoder
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
 from mpp.reconstructions import COLUMNS
@@ -21,6 +22,7 @@ from mpp.reconstructions import COLUMNS
 matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same picture is the same file
 PALETTE = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
 LINES = [style["color"] for style in matplotlib.style.library["tableau-colorblind10"]["axes.prop_cycle"]]
+SERIES = ["#1b7fd6", "#e07b00", "#8c96a0", "#c2569c", "#2aa198", "#b58900", "#6c5fc7"]  # on light pages and on dark
 WIDTH = 7.5  # inches
 LEAST = 2.4  # inches of height, for the label of a scale
 DPI = 110
@@ -305,6 +307,57 @@ def plot_ranks(ranks: dict[int, float], images: int) -> Figure:
     axes.set(xlabel="depth (blocks; stages of a ResNet)", ylabel="effective rank", xticks=list(ranks), ylim=(0, None))
     axes.set_title(f"in how many directions the features of {images} images spread", fontsize=11)
     axes.grid(alpha=0.3)
+    return figure
+
+
+def plot_series(
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]],
+    label: str,
+    scale: str = "linear",
+    percent: bool = False,
+    across: str = "updates",
+) -> Figure:
+    """What a run logged: name -> (steps, values).
+
+    Args:
+        label: of the values.
+        percent: the values are shares.
+        across: what the steps are.
+    """
+    figure = Figure(figsize=(4.6, 2.9), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, (steps, values)) in enumerate(lines.items()):
+        shown = 100 * np.asarray(values, float) if percent else values
+        marker = MARKERS[number % len(MARKERS)] if len(steps) <= 30 else None
+        axes.plot(steps, shown, color=SERIES[number % len(SERIES)], marker=marker, ms=3.5, lw=1.6, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.set(xlabel=across, ylabel=f"{label} (%)" if percent else label, yscale=scale)
+    if scale == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    if len(lines) > 1:
+        axes.legend(fontsize=7.5, ncols=1 + (len(lines) > 4))
+    return figure
+
+
+def plot_map(places: NDArray, labels: NDArray | None) -> Figure:
+    """Images on a plane, places (N, 2), coloured by class (N,) where there is one; -1: none."""
+    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    classes = [] if labels is None else [each for each in np.unique(labels) if each >= 0]
+    others = np.ones(len(places), bool) if labels is None else labels < 0
+    axes.scatter(*places[others].T, s=12, color="0.55", alpha=0.7, linewidths=0)
+    colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, max(1, len(classes))))
+    for number, each in enumerate(classes):
+        chosen, marker = places[labels == each], MARKERS[number % len(MARKERS)]
+        axes.scatter(*chosen.T, s=16, color=[colors[number]], marker=marker, linewidths=0, label=f"class {each}")
+    axes.set(xticks=[], yticks=[], xlabel="first principal component", ylabel="second")
+    axes.spines[["top", "right"]].set_visible(False)
+    if 0 < len(classes) <= 24:
+        axes.legend(fontsize=7, ncols=1 + len(classes) // 12, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

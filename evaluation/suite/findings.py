@@ -1,5 +1,6 @@
 """What a comparison found: results in, a table and a plot for each question out."""
 
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,16 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from evaluation.suite.figures import DPI, Curves, plot_bars, plot_depths, plot_lines
+from evaluation.suite.page import Link, Page, Section, Table, picture_of, write_page
 from evaluation.suite.reports import percent, table, write_json
 from mpp.config import require
+from mpp.training.run_folder import REPORT
 
 Row = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
@@ -146,7 +150,12 @@ def complete(rows: list[Row], datasets: set[str]) -> list[Row]:
 
 
 def table_of(numbers: Numbers) -> str:
-    """The numbers as a Markdown table; beside accuracies, the compute that they took, where that is known."""
+    """The numbers as a Markdown table."""
+    return table(*cells_of(numbers))
+
+
+def cells_of(numbers: Numbers) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a table; beside accuracies, the compute that they took, where that is known."""
     columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
     shown: dict[str, Callable[[dict[str, dict[str, float]]], str]] = {}  # heading -> what stands below it
     for column in columns:
@@ -154,7 +163,7 @@ def table_of(numbers: Numbers) -> str:
         if any("pflop" in of.get(column, {}) for of in numbers.values()):
             shown[f"{column}, PFLOP"] = lambda of, column=column: compute_cell(of.get(column))
     body = [[name, *(text(of) for text in shown.values())] for name, of in numbers.items()]
-    return table(["accuracy (%)", *shown], body)
+    return ["accuracy (%)", *shown], body
 
 
 def cell(numbers: dict[str, float] | None) -> str:
@@ -200,24 +209,73 @@ def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figu
     return plot_bars(numbers) if numbers else None
 
 
-def write_findings(folder: Path, questions: Sequence[Question], rows: list[Row], settings: dict[str, Any]) -> Row:
-    """Write results.json, table.md and the plots, and print the tables; the summary: question -> numbers."""
+def write_findings(
+    folder: Path,
+    questions: Sequence[Question],
+    rows: list[Row],
+    settings: dict[str, Any],
+    runs: Mapping[str, Sequence[Path]] | None = None,
+) -> Row:
+    """Write results.json, table.md, the plots and a page, and print the tables; the summary: question -> numbers.
+
+    Args:
+        runs: encoder -> its run folders, whose reports the page leads to.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    summary, texts, drawn = {}, [], []
+    summary, texts, drawn, sections = {}, [], [], []
     for question in questions:
         asked = chosen(rows, question)
         took = partial(place, question) if question.x in COMPUTE else lambda row: None
         numbers = summary[question.name] = numbers_of(asked, took)
+        section = Section(f"question_{len(sections)}", question.title or question.name)
         heading = f"### {question.title}\n\n" if question.title else ""
         if numbers and question.plot != "depth":  # what that draws are no test accuracies
             texts.append(heading + table_of(numbers))
+            headings, cells = cells_of(numbers)
+            reports = {name: reports_of(folder, (runs or {}).get(name, ())) for name in numbers}
+            section.blocks.append(
+                Table([*headings, "reports"], [[*row, reports[row[0]]] for row in cells])
+                if any(reports.values())
+                else Table(headings, cells)
+            )
         figure = plot_question(question, asked, numbers)
         if figure:
             drawn.append(f"{question.name}.png")
             figure.savefig(folder / drawn[-1], dpi=DPI)
+            section.blocks.append(picture_of(figure, f"Plot: {section.title}"))
+        sections.append(section)
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     write_json(folder / "results.json", {"summary": summary, "results": rows, "versions": about, "settings": settings})
     text = "\n\n".join(texts) or "no results yet"
     (folder / "table.md").write_text(text + "\n")
-    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', *drawn])}; see reports/")
+    write_page(folder / REPORT, page_of(folder, rows, sections, about))
+    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT, *drawn])}; see reports/")
     return {"results": rows, "summary": summary}
+
+
+def reports_of(folder: Path, runs: Sequence[Path]) -> list[Link]:
+    """Links from the comparison's page to the reports of runs, numbered where there are several."""
+    pages = [run / REPORT for run in runs if (run / REPORT).is_file()]
+    names = [page.parent.name if len(pages) > 1 else "report" for page in pages]
+    return [Link(name, quote(os.path.relpath(page, folder))) for name, page in zip(names, pages, strict=True)]
+
+
+def page_of(folder: Path, rows: list[Row], sections: Sequence[Section], about: dict[str, str]) -> Page:
+    """The comparison as a page: what was best, then a section for each question."""
+    tested, verdict = of_kind(rows, "test"), []
+    for dataset, evaluation in dict.fromkeys((row["dataset"], row["evaluation"]) for row in tested):
+        of_it = [row for row in tested if (row["dataset"], row["evaluation"]) == (dataset, evaluation)]
+        means = {name: spread([row for row in of_it if row["encoder"] == name]) for name in unique(of_it, "encoder")}
+        best = max(means, key=lambda name: means[name]["mean"])
+        others = [f"{name} {100 * found['mean']:.1f} %" for name, found in means.items() if name != best]
+        beside = f" (beside {', '.join(others[:6])}{' ...' if len(others) > 6 else ''})" if others else ""
+        said = f"{evaluation} on {dataset}: best is {best} with {cell(means[best])} %{beside}, the mean over all cases"
+        verdict.append((said, Link("why", "#question_0") if sections else None))
+    lost = len({(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")})
+    warnings = [f"{lost} trainings diverged: see the tables"] if lost else []
+    versions = Section("versions", "Versions", [Table(["", ""], [[name, each] for name, each in about.items()])])
+    subtitle = f"{len(unique(rows, 'encoder'))} encoders, {len(tested)} results on test images"
+    shown = [section for section in sections if section.blocks]
+    missing = {section.title: "there are no results yet" for section in sections if not section.blocks}
+    verdict = verdict or [("No results yet", None)]
+    return Page(f"{folder}: a comparison", subtitle, verdict, warnings, [*shown, versions], missing)

@@ -10,6 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.suite.figures import DPI, plot_by_depth
 from mpp.errors import UserError
+from mpp.runtime.weights import run_of
 
 
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
@@ -23,7 +24,7 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
     folder = Path(encoder)
     if not folder.exists():
         folder = Path("runs") / encoder.replace("/", "_")
-    return (folder.parent if folder.name == "encoder" else folder) / "evaluation" / name
+    return run_of(folder) / "evaluation" / name
 
 
 def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:

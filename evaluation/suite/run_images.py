@@ -19,6 +19,7 @@ from mpp.data.record import record
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.parsing import as_words, read
+from mpp.runtime.weights import run_of
 from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
@@ -58,7 +59,7 @@ def run_folder(encoder: str) -> Path | None:
     folder = Path(encoder)
     folder = folder.parent if folder.suffix == ".safetensors" else folder
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    folder = folder.parent if folder.name == "encoder" else folder
+    folder = run_of(folder)
     return folder if "data" in saved_settings(folder) else None
 
 

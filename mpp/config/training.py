@@ -31,6 +31,13 @@ class RunConfig:
     """Updates between two checkpoints."""
     keep_checkpoints: int = operational(2)
     """How many of the newest checkpoints stay on disk."""
+    keep_best: bool = operational(False)
+    """Keep the encoder whose features were best in `encoder_best`, beside the last: by kNN accuracy on the held-out
+    images or, without labels, by the neighbours' agreement."""
+    report: bool = operational(True)
+    """Write a page on the run at its end, report.html: `mpp report`. Of fine-tuning: on each of its runs."""
+    check: bool = operational(False)
+    """Look at images, memory and time in place of training, and write a page on them: `mpp check`."""
     threads: int = operational(0)
     """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
     trackers: tuple[str, ...] = operational(("tensorboard",))

@@ -5,6 +5,14 @@ from pathlib import Path
 from mpp.errors import UserError
 from mpp.runtime.hashing import sha256_of
 
+ENCODER, BEST = "encoder", "encoder_best"
+"""Folders of a run: the encoder at its end, and (run.keep_best) the one whose features were best."""
+
+
+def run_of(path: Path) -> Path:
+    """The run folder, whether it or an encoder in it is named."""
+    return path.parent if path.name in (ENCODER, BEST) else path
+
 
 def fingerprint(path: Path) -> str:
     """SHA-256 of the weights in an encoder's folder or a weights file: what results are of. Empty: nothing is there."""
@@ -16,7 +24,7 @@ def fingerprint(path: Path) -> str:
 
 def encoder_folder(path: Path) -> Path:
     """The encoder folder at `path`, which is one or is the run folder that holds one."""
-    for folder in (path / "encoder", path):
+    for folder in (path / ENCODER, path):
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return folder
     raise UserError(f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run")

@@ -22,12 +22,14 @@ from mpp.errors import ReadFailed, UserError
 from mpp.metrics import Sums, add, total
 from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.randomness import Stream, random_words
+from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import Cursors, resume, save
 from mpp.training.feed import Feed
 from mpp.training.finite import FiniteCheck
 from mpp.training.optim import averaged_weights, learning_rate
 from mpp.training.parallel import Parallel, prepare, whole_tensor
 from mpp.training.tracking import HELD_OUT_LOSS, Speed, Tracker, last_step, progress_bar
+from mpp.training.watch import Watch
 
 
 class Task(Protocol):
@@ -53,11 +55,17 @@ class Task(Protocol):
     def check(self, scalars: dict[str, float]) -> None:
         """Raise UserError, on all processes, where a line of metrics says that it is better to stop."""
 
+    def begin(self, model: nn.Module) -> dict[str, float]:
+        """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the verdict is to know of the images: see `mpp.training.verdict.Facts`."""
+
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         """Scalars on held-out images, all of them on the main process; may log pictures. `model` is in eval mode."""
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the trained encoder, from the main process. `model` is without wrappers."""
+    def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
+        """Write the trained encoder to folder/NAME, from the main process. `model` is without wrappers."""
 
 
 class Update:
@@ -134,6 +142,7 @@ class Loop:
         self.saved = self.start  # the step of the newest checkpoint
         self.feed = Feed(task.batches(self.start, self.cursors), layout.accumulation_steps)  # forks: before any threads
         self.tracker = Tracker(accelerator, folder, config, self.start)
+        self.watch = Watch(task, self.tracker, self.run, self.optim)
         self.update = Update(task, accelerator, self.parallel, self.optim, self.run, layout)
         self.speed = Speed(flops, layout.images, accelerator.device)
         self.bar = progress_bar(
@@ -156,6 +165,8 @@ class Loop:
         run = self.run
         if self.start and due(self.start, run.eval_every, run.steps) and not self.evaluated(self.start):
             self.evaluate(self.start)  # it failed when this step was done
+        if self.start == 0:
+            self.begin()
         for step in range(self.start, run.steps):
             micro = self.next_batches(step)
             done, log = step + 1, due(step + 1, run.log_every, run.steps)
@@ -204,14 +215,32 @@ class Loop:
             raise type(error)(f"{error}; a checkpoint after step {done} is written") from None
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
 
+    def begin(self) -> None:
+        """Log what the untrained features know: what those of each evaluation are compared with."""
+        self.model.eval()
+        with self.reading(0), self.parallel.whole() as model:
+            scalars = self.task.begin(model)
+        if scalars:
+            self.tracker.log(0, scalars)
+
     def evaluate(self, done: int) -> None:
-        """Evaluate on the held-out images, and log what was found."""
+        """Evaluate on the held-out images, log what was found, and say how the run is."""
         self.model.eval()
         for buffer in self.model.buffers():
             broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
+        with self.reading(done), self.trained() as model:
+            self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
+            if self.run.keep_best and self.accelerator.is_main_process and self.watch.best():
+                self.task.export(model, self.folder, BEST)
+        with self.speed.paused():
+            self.watch(done)
+
+    @contextmanager
+    def reading(self, done: int) -> Iterator[None]:
+        """Held-out images are read meanwhile, which takes none of the training's time; a failure ends the run."""
         try:
-            with self.speed.paused(), self.trained() as model:
-                self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
+            with self.speed.paused():
+                yield
         except ReadFailed as error:
             if self.accelerator.num_processes > 1:
                 raise  # the others are elsewhere in the evaluation: no checkpoint can be agreed upon

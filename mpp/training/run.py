@@ -1,5 +1,8 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
+import os
+import shlex
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ from mpp.data.hub import commit_of
 from mpp.data.moments import channel_moments
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.runtime.launch import start
+from mpp.runtime.launch import SHARDED, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import differing, to_yaml
 from mpp.runtime.preemption import Preemption
@@ -50,9 +53,25 @@ def train(config: Any, build: Build) -> Path:
             accelerator.print(to_yaml(config) if config.run.print_config else said(given))
             carry_out(config, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
+        if config.run.report and accelerator.is_main_process:
+            write_report(folder)
         if preemption.asked_of_any():
             preemption.leave("when this run was finished")  # there may be others to come
     return folder
+
+
+def write_report(folder: Path) -> None:
+    """Have `mpp report` write the run's page, in a process of its own: whatever happens to it, the run is done."""
+    launchers = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PMI_", "OMPI_", "MV2_", SHARDED)
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    words = (sys.executable, "-m", "evaluation.report", "--encoder", str(folder))
+    ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace")
+    said = (ended.stderr if ended.returncode else ended.stdout).strip().splitlines() or [f"exit {ended.returncode}"]
+    if ended.returncode:
+        again = f"`mpp report --encoder {shlex.quote(str(folder))}` does it"
+        print(f"warning: the report is not written ({said[-1]}); {again}", file=sys.stderr)
+    else:
+        print(next((line for line in said if line.startswith("wrote ")), said[-1]))
 
 
 def settled(config: Any, accelerator: Accelerator) -> Any:

@@ -6,6 +6,9 @@ metrics.jsonl, events.out.*        scalars; pictures
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/                           timm's layout, when the run is finished
 preempted                          the marker of a run that a signal stopped (mpp/runtime/preemption.py)
+check.html                         what was looked at before the run (evaluation/check.py)
+report.html                        a page on the run (evaluation/report.py)
+verdict.json                       what was said of it after the last evaluation (mpp/training/watch.py)
 .lock                              held while a process writes here (mpp/runtime/lock.py)
 """
 
@@ -25,6 +28,7 @@ from mpp.runtime.preemption import MARKER
 from mpp.training.checkpoint import newest_step
 
 CONFIG, IMAGES = "config.yaml", "data.json"
+REPORT, CHECK = "report.html", "check.html"  # what evaluation/report.py and evaluation/check.py write
 
 
 def open_run(config: Any, accelerator: Accelerator) -> Path:
@@ -56,10 +60,10 @@ def check_owner(config: Any, folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is a run's, or has nothing in it but what a run leaves that ended before it began."""
+    """Whether a folder is a run's, or has nothing in it but what a check or a run leaves that ended before it began."""
     if (folder / CONFIG).is_file() or not folder.is_dir():
         return True
-    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER}
+    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER, CHECK}
 
 
 def is_finished(folder: Path, steps: int) -> bool:

@@ -15,8 +15,10 @@ from mpp.data.hub import of_the_hub
 from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
+from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
 from mpp.data.workers import FORKS
+from mpp.errors import UserError
 from mpp.models.encoder import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
@@ -37,6 +39,8 @@ class ImageTask:
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
     randaugment = 0
+    probe: Any = None
+    """What frozen features know, an `mpp.probe.Probe`; None: nobody looks."""
     learns_labels = False
     """Whether the training images' labels are learned from."""
 
@@ -71,6 +75,24 @@ class ImageTask:
         if views.dataset.decoded and few_cores and not views.costly:
             return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
         return views
+
+    def begin(self, model: nn.Module) -> dict[str, float]:
+        return self.probe(model, floor=True) if self.probe else {}
+
+    def facts(self) -> dict[str, Any]:
+        """What the verdict on a run is to know of its images (see `mpp.training.verdict.Facts`)."""
+        judged = self.probe.judged or self.probe.ranked if self.probe else None
+        known = {"known": 0 if isinstance(self.train, Shards) else len(self.train)}
+        known |= {"judged": len(judged.dataset) if judged else len(self.held_out)}
+        if isinstance(self.train, Shards):
+            return known
+        try:
+            found = survey(self.train, self.held_out, self.data)
+        except UserError:  # images that cannot be read now
+            return known
+        largest = max(found.classes.values(), default=0.0)
+        known |= {"largest_class": largest, "classes": len(found.classes)}
+        return known | {"duplicates": found.duplicates, "constant": found.constant}
 
     def name(self, index: int) -> str:
         return self.train.name(index)
@@ -108,9 +130,9 @@ class ImageTask:
         parameters = sum(parameter.numel() for parameter in self.model.encoder.parameters())
         return f"{parameters / 1e6:.1f} M parameters in the encoder"
 
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
         """Write the encoder in timm's layout, with the input that it takes, and its model card."""
         normalize, images = model.normalize, f"{describe(self.data)}, {self.train.describe()}"
         card = model_card(folder, model.encoder, self.describe_model(), self.method, images)
         input_config = (self.img_size, normalize.mean, normalize.std, self.data.eval_crop)
-        export_encoder(model.encoder, folder / "encoder", *input_config, card)
+        export_encoder(model.encoder, folder / name, *input_config, card)

@@ -84,6 +84,12 @@ class Tracker:
             elif hasattr(tracker, "log_images"):  # the others take lists of (H, W, 3)
                 tracker.log_images({name: list(np.asarray(images.permute(0, 2, 3, 1).cpu()))}, step)
 
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Markdown, for TensorBoard."""
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "tensorboard" and self.accelerator.is_main_process:
+                tracker.writer.add_text(name, text, step)
+
     def warn_unreadable(self, failures: list[str]) -> None:
         """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
         new = [failure for failure in dict.fromkeys(failures) if failure not in self.named]
@@ -134,6 +140,17 @@ def last_step(folder: Path, name: str) -> int:
         return last_scalars(folder, name)["step"]
     except UserError:
         return 0
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """All lines of a run's metrics.jsonl; the last one may be torn. None where there is no such file."""
+    file, lines = folder / "metrics.jsonl", []
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
 
 
 def last_scalars(folder: Path, name: str) -> dict[str, float]:

@@ -1,0 +1,304 @@
+"""A look before a long run, in about a minute: images, crops, memory, time, disk, and whether the settings are usual.
+
+    mpp check --data.path FOLDER --run.dir runs/mine --run.steps 20000
+
+The settings are those of `mpp pretrain`, where `--run.check true` does the same. Nothing is trained that is kept: a few
+updates are done to be timed. The page is `check.html` in the run folder.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+
+from evaluation.memory import peak_memory
+from evaluation.suite.about import Missing, machine_blocks, settings_rows
+from evaluation.suite.gallery import sheet
+from evaluation.suite.page import Link, Page, Section, Table, Text, picture, write_page
+from mpp.config import Config
+from mpp.data.moments import channel_moments
+from mpp.data.shards import Shards
+from mpp.data.sources import describe
+from mpp.data.survey import Survey, survey
+from mpp.data.views import Batch, BatchLayout
+from mpp.data.workers import deaths_explained
+from mpp.errors import UserError
+from mpp.pretrain import Pretraining
+from mpp.reconstructions import as_rgb, prediction_columns
+from mpp.runtime.launch import command, start
+from mpp.runtime.parsing import parse
+from mpp.training.feed import Feed
+from mpp.training.loop import Update
+from mpp.training.parallel import prepare
+from mpp.training.run import settled, with_moments
+from mpp.training.run_folder import CHECK, check_owner
+from mpp.training.verdict import UNREADABLE, Facts, duration, findings
+
+LOOK = 20.0  # seconds for the images
+TIMED, LONG = 8, 15.0  # updates that are timed, and seconds after which fewer have to do
+CROPS = 32
+SEARCHED = {  # what was ever searched here: configs/search.md, configs/compare/rates_cifar10.yaml
+    "optim.global_batch_size": (32, 256),
+    "run.steps": (400, 8000),
+    "optim.lr of muon": (2.5e-3, 3e-2),
+    "optim.lr of adam": (3e-3, 8e-3),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What an update takes here, in seconds: all of it, and waiting for its images; memory in GB; parameters' bytes."""
+
+    update: float
+    waiting: float
+    memory: float
+    checkpoint: float
+
+
+def check(config: Config) -> Path:
+    """Look, and write the page; where it is.
+
+    Raises:
+        UserError: a setting or images with which the run would not begin either.
+    """
+    accelerator = start(config.run)
+    if accelerator.num_processes > 1:
+        raise UserError("a check is one process: start it with python, without a launcher")
+    config, folder = settled(config, accelerator), Path(config.run.dir)
+    check_owner(config, folder)
+    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+    missing: Missing = {}
+    with deaths_explained():
+        if "auto" in (config.model.mean, config.model.std):
+            config = with_moments(config, *channel_moments(config.data))
+        task = Pretraining(config, accelerator, layout)
+        found = None if isinstance(task.train, Shards) else survey(task.train, task.held_out, config.data, LOOK)
+        if found is None:
+            missing["Copies, sizes and classes"] = "a stream is not looked through"
+        feed = Feed(task.batches(0, {}), layout.accumulation_steps)
+        timing, seen = timed(task, accelerator, config, layout, feed)
+        sections = [
+            Section("images", "The images", images_blocks(task, found)),
+            Section("crops", "What a crop looks like", crops_blocks(task, seen)),
+            Section("cost", "Memory, time, disk", cost_blocks(config, layout, timing, missing)),
+            Section("usual", "What was ever searched", usual_blocks(config)),
+            Section("settings", "Settings", settings_rows(config)),
+            Section("machine", "Versions and machine", machine_blocks()),
+        ]
+    page = Page(
+        f"{folder}: before the run",
+        f"{task.describe_model()}; {describe(config.data)}: {task.describe_images()}",
+        verdict_points(task, config, found, timing),
+        warnings(task, config, found, timing),
+        [section for section in sections if section.blocks],
+        missing,
+    )
+    path = folder / CHECK
+    write_page(path, page)
+    for text, _ in page.verdict:
+        print(text)
+    for text in page.warnings:
+        print(f"look at: {text}")
+    print(f"wrote {path}")
+    return folder
+
+
+# --- what is measured ---
+
+
+def timed(
+    task: Pretraining, accelerator: Accelerator, config: Config, layout: BatchLayout, feed: Feed
+) -> tuple[Timing, list[Batch]]:
+    """Some updates, the first of which does not count where there are several; and the batches that they saw."""
+    parallel = prepare(task.model, accelerator, config.optim, config.run)
+    update = Update(task, accelerator, parallel, config.optim, config.run, layout)
+    begin, done, seen = time.perf_counter(), 0, []
+    for step in range(min(1 + TIMED, config.run.steps)):
+        micro = feed.take()
+        update(step, micro, measure=False)
+        synchronize(accelerator.device)
+        seen += micro if sum(len(batch.images) for batch in seen) < CROPS else []
+        done += 1
+        if step == 0 and config.run.steps > 1:
+            begin, done, feed.waited = time.perf_counter(), 0, 0.0
+        if time.perf_counter() - begin > LONG:
+            break
+    seconds = time.perf_counter() - begin
+    cuda = accelerator.device.type == "cuda"
+    memory = torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss
+    kept = [each for state in parallel.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    size = sum(tensor.nbytes for tensor in [*parallel.model.state_dict().values(), *kept])
+    return Timing(seconds / max(done, 1), feed.waited / max(done, 1), memory / 1e9, size), seen
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def hours(config: Config, timing: Timing) -> float:
+    """Of the whole run, evaluations left out."""
+    return config.run.steps * timing.update / 3600
+
+
+def disk(config: Config, timing: Timing) -> float:
+    """Bytes: the checkpoints that stay, the one that is being written, and the encoder, at most as large as one."""
+    return timing.checkpoint * (config.run.keep_checkpoints + 2)
+
+
+# --- what is said ---
+
+
+def verdict_points(
+    task: Pretraining, config: Config, found: Survey | None, timing: Timing
+) -> list[tuple[str, Link | None]]:
+    """What the run would be, in sentences."""
+    points = [(f"{task.describe_images()}", Link("why", "#images"))]
+    if found:
+        looked = found.training + found.held_out
+        sizes = found.sizes.most_common(1)
+        size = f", mostly {sizes[0][0][0]} x {sizes[0][0][1]} pixels" if sizes else ""
+        broken = f"{len(found.broken)} of them cannot be decoded" if found.broken else "all of them can be decoded"
+        points.append((f"{looked:,} images were looked at{size}: {broken}", Link("why", "#images")))
+    waits = f", of which it waits {timing.waiting / timing.update:.0%} for images" if timing.waiting else ""
+    cost = Link("why", "#cost")
+    points.append((f"An update takes {timing.update:.3g} s here{waits}, and {timing.memory:.2g} GB of memory", cost))
+    points.append(
+        (f"{config.run.steps:,} updates take {duration(3600 * hours(config, timing))}, evaluations left out", cost)
+    )
+    free = shutil.disk_usage(existing(Path(config.run.dir))).free
+    points.append((f"The run folder takes {disk(config, timing) / 1e9:.2g} GB; {free / 1e9:.3g} GB are free", cost))
+    return points
+
+
+def warnings(task: Pretraining, config: Config, found: Survey | None, timing: Timing) -> list[str]:
+    """What is off before anything is trained: the same checks, by the same names, as while it trains."""
+    optim, run = config.optim, config.run
+    facts = Facts(run.steps, optim.global_batch_size, optim.lr, optim.warmup(run.steps), optim.clip, **task.facts())
+    waiting = [{"step": step, "speed/data_wait": timing.waiting / timing.update} for step in (1, 2, 3)]
+    said = [f"{check}: {message}" for check, message in findings(waiting, facts)]
+    if found and len(found.broken) > UNREADABLE * max(1, found.training + found.held_out):
+        said.append(f"unreadable images: {len(found.broken)} of those looked at, such as {found.broken[0]}")
+    if shutil.disk_usage(existing(Path(run.dir))).free < disk(config, timing):
+        said.append(
+            "the disk is too small for the run's checkpoints; choose another run.dir, or lower run.keep_checkpoints"
+        )
+    for name, value, low, high in unusual(config):
+        advice = "try half and double of optim.lr for a tenth of the steps first"
+        said.append(f"{name} is {value:g}, outside of what was ever searched here ({low:g} to {high:g}); {advice}")
+    return said
+
+
+def usual(config: Config) -> list[tuple[str, float, float, float]]:
+    """(setting, value, least, most) of what was searched."""
+    values = {
+        "optim.global_batch_size": config.optim.global_batch_size,
+        "run.steps": config.run.steps,
+        f"optim.lr of {config.optim.name}": config.optim.lr,
+    }
+    return [(name, value, *SEARCHED.get(name, (math.nan, math.nan))) for name, value in values.items()]
+
+
+def unusual(config: Config) -> list[tuple[str, float, float, float]]:
+    """Those that lie outside."""
+    return [each for each in usual(config) if not each[2] <= each[1] <= each[3]]
+
+
+def existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = path.resolve()
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+# --- sections ---
+
+
+def images_blocks(task: Pretraining, found: Survey | None) -> list:
+    """Counts, sizes, channels, broken and double images, classes."""
+    rows = [["training images", task.train.describe()], ["held out", f"{len(task.held_out)} images"]]
+    rows += [["channels", str(task.config.data.channels)]]
+    if found is None:
+        return [Table(["", ""], rows)]
+    rows += [["looked at", f"{found.training} training, {found.held_out} held out"]]
+    rows += [["cannot be decoded", str(len(found.broken))], ["of one colour", f"{found.constant:.1%}"]]
+    rows += [["held out, nearly the same as a training image", f"{found.duplicates:.1%}"]]
+    rows += [["training, nearly the same as another", f"{found.doubles:.1%}"]]
+    sizes = [[f"{height} x {width}", str(count)] for (height, width), count in found.sizes.most_common(8)]
+    blocks: list = [Table(["", ""], rows), Table(["height x width", "images"], sizes, "Sizes", folded=len(sizes) > 3)]
+    if found.classes:
+        shares = [[name, f"{share:.1%}"] for name, share in list(found.classes.items())[:20]]
+        blocks.append(Table(["class", "share of the labelled images"], shares, "Classes", folded=True))
+    if found.pairs:
+        blocks.append(Table(["held out", "training"], found.pairs, "Nearly the same image in both, some of them"))
+    if found.broken:
+        blocks.append(Text("\n".join(found.broken[:20]), code=True))
+    return blocks
+
+
+def crops_blocks(task: Pretraining, seen: Sequence[Batch]) -> list:
+    """Training crops, each beside what the model sees of it."""
+    pairs: list = []
+    for batch in seen:
+        images, corruption = batch.images, batch.corruption
+        nothing = torch.zeros(len(images), corruption.positions.shape[1], task.objective.outputs)
+        columns = as_rgb(prediction_columns(task.objective, nothing, images, corruption)[:2]).movedim(2, -1).numpy()
+        pairs += [columns[:, i] for i in range(len(images))]
+    pairs = pairs[:CROPS]
+    rows = [[part for pair in pairs[i : i + 4] for part in pair] for i in range(0, len(pairs), 4)]
+    alt = f"{len(pairs)} training crops, each beside what the model sees of it"
+    return [picture(sheet(rows, side=64), alt, f"{alt}: grey patches are masked, others are copied from elsewhere.")]
+
+
+def cost_blocks(config: Config, layout: BatchLayout, timing: Timing, missing: Missing) -> list:
+    """What an update takes here, what a GPU would need, and the whole run."""
+    rows = [
+        ["an update", f"{timing.update:.4g} s"],
+        ["of which it waits for images", f"{timing.waiting:.4g} s"],
+        ["images/s", f"{layout.images / timing.update:.4g}"],
+        ["memory of this process", f"{timing.memory:.3g} GB"],
+        [f"{config.run.steps} updates", duration(3600 * hours(config, timing))],
+        ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
+        ["the run folder", f"{disk(config, timing) / 1e9:.3g} GB"],
+    ]
+    try:
+        peak = peak_memory(config, layout.batch_size, layout.accumulation_steps)
+        rows.append(["on a GPU, counted: the peak of an update", f"{peak['total'] / 1e9:.3g} GB (mpp memory)"])
+    except Exception as error:  # torch's tracker does not know every model
+        missing["Memory on a GPU"] = f"it cannot be counted ({type(error).__name__})"
+    return [Table(["", ""], rows)]
+
+
+def usual_blocks(config: Config) -> list:
+    """Whether batch, length and learning rate are in the range that was ever searched here."""
+    rows = [
+        [
+            name,
+            f"{value:g}",
+            "not searched" if math.isnan(low) else f"{low:g} to {high:g}",
+            "yes" if low <= value <= high else "no",
+        ]
+        for name, value, low, high in usual(config)
+    ]
+    return [
+        Table(
+            ["setting", "value", "searched", "inside"],
+            rows,
+            "Small ViTs on the birds and on CIFAR-10: configs/search.md",
+        )
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check as the command line, or `arguments`, say."""
+    check(parse(Config, arguments, prog="mpp check"))
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,342 @@
+"""A page on a run that people look at: the verdict in words, curves, pictures, and how to repeat it.
+
+    python evaluation/report.py --encoder runs/birds
+
+One self-contained file, `report.html` in the run folder. It is made of metrics.jsonl, verdict.json and the evaluation's
+JSON. Pictures that are not there yet are drawn; what a run does not have is said to be missing.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from evaluation import visualize
+from evaluation.config import (
+    ContrastiveConfig,
+    OneRunConfig,
+    ReportConfig,
+    SupervisedConfig,
+    VisualizeConfig,
+)
+from evaluation.suite.about import Missing, available, changed, machine_blocks, settings_rows
+from evaluation.suite.curves import curves_of_run, features_of_run
+from evaluation.suite.encoders import Unavailable
+from evaluation.suite.figures import plot_map
+from evaluation.suite.gallery import look_at, losses_of, nearest_neighbours, plane, predicted, sheet
+from evaluation.suite.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
+from evaluation.suite.reports import percent
+from evaluation.suite.run_images import parse_with_images, run_folder
+from mpp.config import Config, require
+from mpp.data.workers import deaths_explained
+from mpp.errors import UserError
+from mpp.pretrain import is_pretraining, reopen
+from mpp.runtime.launch import command
+from mpp.runtime.parsing import as_words, parse_saved
+from mpp.training.run_folder import CONFIG, REPORT, images_of, saved_settings
+from mpp.training.tracking import metrics_of
+from mpp.training.verdict import (
+    History,
+    best_depth,
+    depths_of,
+    duration,
+    features_said,
+    prediction_said,
+    probed,
+    series,
+    trend_said,
+)
+from mpp.training.watch import verdict_of
+
+NEIGHBOURS, QUERIES = 5, 6
+EXTREMES = 4  # images that are predicted best, and worst
+JUDGED = 256  # held-out images of which these are
+DRAWN = {
+    "predictions": "Held-out images: original, corrupted, predicted and true, and how sure each prediction is",
+    "pca": "The first three principal components of the patches' features as red, green and blue, by depth",
+    "positions": "How alike the encoder takes the places of any two patches to be",
+    "attention_distance": "How far each attention head looks, by depth",
+}
+
+
+def report(config: ReportConfig) -> Path:
+    """Write the page on a run; where it is.
+
+    Raises:
+        UserError: no run there.
+    """
+    folder = run_folder(config.encoder)
+    require(folder is not None, "encoder", config.encoder, "the folder of a run")
+    history = metrics_of(folder)
+    require(len(history) > 0, "encoder", folder, "a run that has logged something: its metrics.jsonl is empty or gone")
+    missing: Missing = {}
+    sections = [
+        Section("curves", "Curves", curves_of_run(history, missing)),
+        Section("features", "What the features know", features_blocks(folder, history, missing)),
+        *picture_sections(config, folder, history, missing),
+        Section("images", "Unreadable images", unreadable_blocks(folder)),
+        Section("settings", "Settings, and how to repeat this", settings_blocks(folder)),
+        Section("machine", "Versions and machine", machine_blocks()),
+    ]
+    said = verdict_of(folder)
+    if not said:
+        missing["Verdict"] = "no evaluation has said how the run is (verdict.json): what is above is from its metrics"
+    warnings = [f"{each['check']} (since step {each['step']}): {each['message']}" for each in said.get("warnings", [])]
+    shown = [section for section in sections if section.blocks]
+    page = Page(
+        str(folder), subtitle(folder, history), verdict_points(folder, history, shown), warnings, shown, missing
+    )
+    path = Path(config.out) if config.out else folder / REPORT
+    require(not path.is_dir(), "out", path, "a file")
+    write_page(path, page)
+    print(f"wrote {path}: {path.stat().st_size / 1e6:.1f} MB, one file")
+    for name, reason in missing.items():
+        print(f"missing there: {name}: {reason}")
+    return path
+
+
+# --- words ---
+
+
+def subtitle(folder: Path, history: History) -> str:
+    """What was trained on what, for how long."""
+    saved, known = saved_settings(folder), images_of(folder) or {}
+    model, data, run = (saved.get(name) or {} for name in ("model", "data", "run"))
+    what = verdict_of(folder).get("model") or model.get("name") or "a ViT"
+    how = (saved.get("objective") or {}).get("name")
+    trained = f"pre-trained by {how} ({(saved.get('network') or {}).get('name', 'predictor')})" if how else "trained"
+    count = (known.get("train") or {}).get("images")
+    images = f"{count:,} images" if isinstance(count, int) else "images"
+    held_out = (known.get("held_out") or {}).get("images")
+    where = data.get("path") or "mpp's birds"
+    parts = [f"{what}", f"{trained} on {images} of {where}" + (f" ({held_out:,} held out)" if held_out else "")]
+    done, steps = int(history[-1]["step"]), run.get("steps")
+    batch = (saved.get("optim") or {}).get("global_batch_size")
+    parts.append(f"{done:,} of {steps:,} updates" if isinstance(steps, int) else f"{done:,} updates")
+    if batch and count:
+        parts[-1] += f" of {batch}, each image seen {done * batch / count:.3g} times"
+    seconds = training_seconds(history, batch or 0)
+    if seconds:
+        parts.append(f"{duration(seconds)} of training")
+    compute = series(history, "compute/pflop")
+    if compute:
+        parts.append(f"{compute[-1][1]:.3g} PFLOP")
+    return "; ".join(parts)
+
+
+def training_seconds(history: History, batch: int) -> float:
+    """What the logged updates took, evaluations left out; 0: not known."""
+    speeds = [(step, speed) for step, speed in series(history, "speed/images_per_second") if speed > 0]
+    before = [0, *(step for step, _ in speeds)]
+    return sum((step - last) * batch / speed for (step, speed), last in zip(speeds, before, strict=False))
+
+
+def verdict_points(folder: Path, history: History, shown: Sequence[Section]) -> list[tuple[str, Link | None]]:
+    """The verdict in sentences, with what says so."""
+    there = {section.name for section in shown}
+
+    def evidence(name: str) -> Link | None:
+        return Link("why", f"#{name}") if name in there else None
+
+    saved = saved_settings(folder)
+    steps, done = (saved.get("run") or {}).get("steps"), int(history[-1]["step"])
+    points = []
+    if isinstance(steps, int) and done < steps:
+        points.append((f"The run is not finished: it logged {done:,} of {steps:,} updates", evidence("curves")))
+    for text, where in (
+        (prediction_said(history), "curves"),
+        (features_said(history), "features"),
+        (trend_said(history) and f"the held-out loss is {trend_said(history)}", "curves"),
+    ):
+        if text:
+            points.append((f"{text[0].upper()}{text[1:]}", evidence(where)))
+    return [*points, *((f"Next: {text}", None) for text in next_steps(folder, history, steps, done))]
+
+
+def next_steps(folder: Path, history: History, steps: int | None, done: int) -> list[str]:
+    """What to try next."""
+    if isinstance(steps, int) and done < steps:
+        return ["the command that began the run goes on with it"]
+    found, (group, lines) = [], probed(history)
+    judged = [line for line in lines if line["step"] > 0]
+    if trend_said(history) == "still improving":
+        found.append("train longer (run.steps): the held-out loss still falls")
+    if judged:
+        depth, value = best_depth(judged[-1], group)
+        floors = [best_depth(lines[0], group)[1], lines[0].get(f"{group}/floor_pixels", 0)]
+        if lines[0]["step"] == 0 and value < max(floors) + 0.03:
+            found.append(
+                "the features know hardly more than untrained ones or colours: more images, more updates or another "
+                f"objective; they may fine-tune well all the same (mpp finetune --encoder {folder})"
+            )
+        if depth < max(depths_of(judged[-1], group)):
+            found.append(
+                f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)"
+            )
+    return found or [f"judge the features with labels (mpp fewshot --encoder {folder}), or fine-tune (mpp finetune)"]
+
+
+# --- sections ---
+
+
+def features_blocks(folder: Path, history: History, missing: Missing) -> list:
+    """kNN and rank by depth, and what the evaluation commands found."""
+    blocks = features_of_run(history, missing)
+    rows = []
+    for file in sorted((folder / "evaluation").glob("*.json")):
+        try:
+            found = json.loads(file.read_text())
+            summary = found.get("summary") or {}
+            rows += [
+                [Link(file.stem, f"evaluation/{file.name}"), name, percent(each)] for name, each in summary.items()
+            ]
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            missing[file.name] = "it is no report of an evaluation"
+    if rows:
+        blocks.append(Table(["evaluation", "case", "accuracy (%)"], rows, "What the evaluation commands found"))
+    else:
+        missing["Few-shot, linear probe"] = f"not asked for yet: mpp fewshot --encoder {folder}"
+    return blocks
+
+
+def picture_sections(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Section]:
+    """Everything that needs the encoder and the images."""
+    if not (folder / "encoder").is_dir():
+        missing["Pictures"] = "there is no encoder yet: it is written when the run ends"
+        return []
+    drawing = VisualizeConfig(
+        encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
+    )
+    try:
+        subject = visualize.subject_of(drawing)
+    except (UserError, OSError) as error:
+        missing["Pictures"] = str(error)
+        return []
+    with deaths_explained():
+        made = [
+            ("pictures", "What it predicts and how it looks", lambda: drawn_blocks(subject, folder, missing)),
+            ("neighbours", "Nearest neighbours", lambda: neighbour_blocks(config, subject, history)),
+            ("extremes", "Predicted best and worst", lambda: extreme_blocks(config, subject, folder)),
+        ]
+        return [Section(name, title, available(title, make, missing)) for name, title, make in made]
+
+
+def drawn_blocks(subject: visualize.Subject, folder: Path, missing: Missing) -> list:
+    """Pictures of `mpp visualize`: those that are there and newer than the encoder; the others are drawn."""
+    made, blocks = (folder / "encoder" / "config.json").stat().st_mtime, []
+    place = folder / "evaluation" / "pictures"
+    for name, alt in DRAWN.items():
+        file = place / f"{name}.png"
+        if file.is_file() and file.stat().st_mtime >= made:
+            with Image.open(file) as image:
+                blocks.append(picture(image, alt, f"{alt}."))
+            continue
+        try:
+            figure, numbers = visualize.PICTURES[name](subject)
+        except Unavailable as error:
+            missing[name] = str(error)
+            continue
+        place.mkdir(parents=True, exist_ok=True)
+        visualize.write(place, name, figure, numbers)
+        blocks.append(picture_of(figure, alt, f"{alt}."))
+    return blocks
+
+
+def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: History) -> list:
+    """Queries with their nearest held-out images, and all of them on a map."""
+    chosen = subject.held_out.choose(config.compared, config.data.cut_seed)
+    if len(chosen) < 3:
+        raise Unavailable(f"{len(chosen)} held-out images are too few to be neighbours")
+    group, lines = probed([line for line in history if line["step"] > 0])
+    depth = best_depth(lines[-1], group)[0] if lines else len(subject.encoder.stages)
+    shown = look_at(subject.encoder, chosen, config.data, subject.accelerator, min(depth, len(subject.encoder.stages)))
+    queries = np.linspace(0, len(chosen) - 1, min(QUERIES, len(chosen))).astype(int).tolist()
+    found = nearest_neighbours(shown.features, queries, NEIGHBOURS)
+    rows = [[shown.pixels[q], *shown.pixels[near]] for q, near in zip(queries, found.neighbours, strict=True)]
+    listed = [
+        [shown.names[query], *(f"{shown.names[i]} ({s:.2f})" for i, s in zip(near, alike, strict=True))]
+        for query, near, alike in zip(queries, found.neighbours, found.similarity, strict=True)
+    ]
+    caption = (
+        f"Left, a held-out image; then the {found.neighbours.shape[1]} most like it of {len(chosen)}, by cosine at "
+    )
+    caption += f"depth {depth}."
+    if shown.labels is not None and (shown.labels[queries] >= 0).any():
+        alike = shown.labels[found.neighbours] == shown.labels[queries][:, None]
+        caption += f" {alike.sum()} of these {alike.size} have the label of their query."
+    headings = ["query", *(f"nearest {k}" for k in range(1, 1 + found.neighbours.shape[1]))]
+    alt = "Held-out images, each beside those whose features are most like its own"
+    return [
+        picture(sheet(rows, apart=12), alt, caption),
+        Table(headings, listed, "file names, and cosine similarity", folded=True),
+        chart(
+            f"Map of {len(chosen)} held-out images: principal components of their features",
+            lambda: plot_map(plane(shown.features), shown.labels),
+        ),
+    ]
+
+
+def extreme_blocks(config: ReportConfig, subject: visualize.Subject, folder: Path) -> list:
+    """The held-out images that the model predicts best and worst."""
+    if not is_pretraining(folder):
+        raise Unavailable("only a pre-training run predicts patches")
+    task = reopen(folder, config.data, config.data.eval_crop, subject.accelerator)
+    task.held_out = task.held_out.choose(JUDGED, config.data.cut_seed)
+    with subject.accelerator.autocast():
+        losses = losses_of(task, subject.accelerator, JUDGED)
+        order = np.argsort(losses, kind="stable").tolist()
+        few = min(EXTREMES, max(1, len(order) // 2))
+        chosen = {"best": order[:few], "worst": order[-few:][::-1]}
+        blocks = []
+        for name, indices in chosen.items():
+            columns = predicted(task, indices)
+            alt = f"The held-out images that are predicted {name}: original, corrupted, predicted, true"
+            rows = [list(columns[:, i]) for i in range(len(indices))]
+            blocks.append(
+                picture(sheet(rows), alt, f"Predicted {name}, of {len(order)}: original, corrupted, predicted, true.")
+            )
+    listed = [[name, task.held_out.name(i), f"{losses[i]:.3f}"] for name, of in chosen.items() for i in of]
+    return [*blocks, Table(["", "image", "loss"], listed, "file names and losses", folded=True)]
+
+
+def unreadable_blocks(folder: Path) -> list:
+    """Images that could not be decoded."""
+    file = folder / "unreadable.txt"
+    named = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    if not named:
+        return [Text("All images that were read could be decoded.")]
+    shown = "\n".join(named[:20]) + (f"\n... and {len(named) - 20} more, in unreadable.txt" if len(named) > 20 else "")
+    return [Text(f"{len(named)} images could not be decoded; others took their place."), Text(shown, code=True)]
+
+
+CONFIGS = (("objective", Config), ("contrast", ContrastiveConfig), ("lrs", OneRunConfig), ("head", SupervisedConfig))
+COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
+
+
+def settings_blocks(folder: Path) -> list:
+    """Settings that differ from the defaults, and the command that repeats the run."""
+    saved, file = saved_settings(folder), folder / CONFIG
+    kind = next((each for name, each in CONFIGS if name in saved), None)
+    try:
+        config = parse_saved(kind, file) if kind else None
+    except UserError as error:
+        return [Text(f"config.yaml is not one of today's: {error}"), Text(file.read_text(errors="replace"), code=True)]
+    if config is None:
+        return [Text(file.read_text(errors="replace"), code=True)] if file.is_file() else []
+    blocks = settings_rows(config)
+    if kind in COMMANDS:
+        words = ["mpp", COMMANDS[kind], *(f"--{key}={as_words(value)}" for key, value in changed(config).items())]
+        blocks.append(Text(shlex.join([*words, f"--run.dir={folder}_again"]), code=True))
+    return [*blocks, Text("config.yaml in the run folder has all settings.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Report as the command line, or `arguments`, say."""
+    report(parse_with_images(ReportConfig, arguments, prog="python evaluation/report.py"))
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,48 @@
+"""What every page says of a run: its settings, the machine, and what it lacks."""
+
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from evaluation.suite.encoders import Unavailable
+from evaluation.suite.page import Block, Table, Text
+from mpp.errors import UserError
+from mpp.runtime.hardware import cores, uses_gpu
+from mpp.runtime.parsing import as_words, differing
+
+LIBRARIES = ("mpp", "torch", "timm", "accelerate", "datasets", "numpy")
+Missing = dict[str, str]
+"""What a page would have, and why it has not."""
+
+
+def available(title: str, make: Callable[[], list[Block]], missing: Missing) -> list[Block]:
+    """The blocks; none where a run does not have what they show, which is noted."""
+    try:
+        return make()
+    except (UserError, OSError, Unavailable) as error:
+        missing[title] = str(error)
+        return []
+
+
+def settings_rows(config: Any) -> list[Block]:
+    """The settings that differ from the defaults."""
+    rows = [[key, as_words(value)] for key, value in changed(config).items()]
+    if not rows:
+        return [Text("All settings are the defaults.")]
+    return [Table(["setting", "value"], rows, "Settings that differ from the defaults")]
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """Setting -> value where it is not the default; where the run is written does not count."""
+    return {key: value for key, value in differing(config).items() if key not in ("run.dir", "run.check")}
+
+
+def machine_blocks() -> list[Block]:
+    """What wrote this page."""
+    gpu = torch.cuda.get_device_name() if uses_gpu() else "none"
+    rows = [["python", platform.python_version()], *([name, version(name)] for name in LIBRARIES)]
+    rows += [["system", platform.platform()], ["processor", platform.processor() or platform.machine()]]
+    return [Table(["", ""], [*rows, ["cores", str(cores())], ["GPU", gpu]], "Of the process that wrote this page")]

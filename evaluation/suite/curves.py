@@ -1,0 +1,97 @@
+"""What a run logged as charts with their numbers: histories in, blocks of a page out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from evaluation.suite.figures import plot_series
+from evaluation.suite.page import Chart, Table, chart
+from mpp.training.verdict import EVALUATED, History, best_depth, depths_of, probed, series
+
+POINTS = 200  # of a line, at most: more would not be seen
+ROWS = 12  # of a table
+Lines = dict[str, tuple[Sequence[float], Sequence[float]]]
+
+
+def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
+    """Loss, accuracy with its baselines, learning rate, gradient norm, speed, waiting."""
+    later = [line for line in history if line["step"] > 0]
+    trivial = {"two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
+    accuracy = {"held out": "heldout/accuracy", "training": "accuracy"}
+    accuracy |= {name: f"heldout/{each}" for name, each in trivial.items()}
+    charts = [
+        drawn("Loss", later, {"training": "loss", "held out": EVALUATED}, "loss"),
+        drawn("Accuracy on masked patches", later, accuracy, "accuracy", percent=True),
+        drawn("Learning rate", later, {"learning rate": "optim/lr"}, "learning rate"),
+        drawn("Gradient norm", later, {"gradient norm": "optim/grad_norm"}, "norm, before clipping", scale="log"),
+        drawn("Speed", later, {"images/s": "speed/images_per_second"}, "images/s"),
+        drawn("Waiting for data", later, {"waiting": "speed/data_wait"}, "share of the time", percent=True),
+    ]
+    if charts[1] is None:
+        missing["Accuracy on masked patches"] = "this run predicts no colours: look at the loss and at the features"
+    if not series(later, EVALUATED):
+        missing["Held-out figures"] = "the run has not been evaluated yet"
+    return [each for each in charts if each]
+
+
+def features_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
+    """kNN accuracy (without labels: the neighbours' agreement) and rank, while training and by depth."""
+    group, lines = probed(history)
+    if not lines:
+        missing["kNN, agreement, rank"] = "nothing was probed (probe.every)"
+        return []
+    title = {"knn": "kNN accuracy", "agreement": "Neighbours that agree between two crops"}[group]
+    if group == "agreement":
+        missing["kNN accuracy"] = "the images have no labels"
+    depths = sorted(depths_of(lines[-1], group))
+    few = sorted({depths[0], depths[len(depths) // 2], depths[-1], best_depth(lines[-1], group)[0]})
+    names = {f"depth {depth}": f"{group}/depth_{depth:02d}" for depth in few}
+    ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in few}
+    charts = [
+        drawn(title, history, names, "share", percent=True),
+        by_depth(f"{title} by depth", lines, group),
+        drawn("Effective rank", history, ranks, "effective rank"),
+    ]
+    return [each for each in charts if each]
+
+
+def drawn(
+    title: str, history: History, names: dict[str, str], label: str, scale: str = "linear", percent: bool = False
+) -> Chart | None:
+    """Scalars against updates; None where none of them was logged."""
+    lines: Lines = {}
+    for name, scalar in names.items():
+        pairs = [(step, value) for step, value in series(history, scalar) if np.isfinite(value)]
+        if pairs:
+            kept = np.unique(np.linspace(0, len(pairs) - 1, min(POINTS, len(pairs))).round().astype(int))
+            lines[name] = tuple(zip(*(pairs[i] for i in kept), strict=True))
+    if not lines:
+        return None
+    return chart(title, lambda: plot_series(lines, label, scale, percent), numbers_of(lines, "updates", percent))
+
+
+def by_depth(title: str, lines: History, group: str) -> Chart:
+    """The last probe against depth, beside the untrained encoder and colours."""
+    last, first = depths_of(lines[-1], group), lines[0]
+    shown: Lines = {f"after {int(lines[-1]['step'])} updates": (list(last), list(last.values()))}
+    if first["step"] == 0 and len(lines) > 1:
+        before = depths_of(first, group)
+        shown["before training"] = (list(before), list(before.values()))
+    floor = first.get(f"{group}/floor_pixels")
+    if floor is not None:
+        shown["colours alone"] = (list(last), [floor] * len(last))
+    numbers = numbers_of(shown, "depth", percent=True)
+    return chart(title, lambda: plot_series(shown, "share", percent=True, across="depth (blocks)"), numbers)
+
+
+def numbers_of(lines: Lines, across: str, percent: bool) -> Table:
+    """A table of a chart's numbers: some of the places where the line with fewest points has one, and the last."""
+    places = sorted(min((steps for steps, _ in lines.values()), key=len))
+    kept = [places[i] for i in np.unique(np.linspace(0, len(places) - 1, min(ROWS, len(places))).round().astype(int))]
+    of_name = {name: dict(zip(steps, values, strict=True)) for name, (steps, values) in lines.items()}
+
+    def said(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.1f} %" if percent else f"{value:.4g}"
+
+    rows = [[f"{place:g}", *(said(of.get(place)) for of in of_name.values())] for place in kept]
+    return Table([across, *lines], rows)

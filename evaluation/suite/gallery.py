@@ -1,0 +1,123 @@
+"""Held-out images beside each other: nearest neighbours, a map, those that are predicted best and worst.
+
+N images, D width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from evaluation.config import ProbeDataConfig
+from evaluation.suite.encoders import ColorFloor, FrozenEncoder
+from evaluation.suite.extraction import views_for
+from mpp.data.sources import ImageDataset
+from mpp.data.views import held_out_loader
+from mpp.pretrain import Pretraining
+from mpp.reconstructions import as_rgb, prediction_columns
+
+GAP = 4  # pixels between two images of a sheet
+BATCH = 64
+
+
+class Shown(NamedTuple):
+    """Held-out images with what an encoder makes of them."""
+
+    features: Tensor  # (N, D) float32
+    pixels: NDArray[np.uint8]  # (N, H, W, 3)
+    labels: NDArray[np.int64] | None  # (N,), -1: none
+    names: list[str]
+
+
+class Nearest(NamedTuple):
+    """The images most like some others."""
+
+    queries: list[int]
+    neighbours: NDArray[np.int64]  # (queries, k)
+    similarity: NDArray[np.float32]  # (queries, k), cosine
+
+
+@torch.no_grad()
+def look_at(
+    encoder: FrozenEncoder | ColorFloor,
+    dataset: ImageDataset,
+    data: ProbeDataConfig,
+    accelerator: Accelerator,
+    depth: int,
+) -> Shown:
+    """Features (mean of the patches) of all these images after `depth` blocks, and the images as the encoder takes
+    them."""
+    features, pixels, labels, indices = [], [], [], []
+    for batch in held_out_loader(views_for(encoder, dataset, data), data.batch_size or BATCH):
+        images = batch.images.to(accelerator.device)
+        with accelerator.autocast():
+            features.append(encoder(images, "mean", [depth])[0].float().cpu())
+        shown = images if images.shape[1] in (1, 3) else images.float().mean(1, keepdim=True)
+        pixels.append(as_rgb(shown).movedim(1, -1).cpu())
+        labels.append(batch.labels)
+        indices += batch.indices.tolist()
+    of_all = torch.cat(labels).numpy()
+    known = of_all.ndim == 1 and (of_all >= 0).any()
+    names = [dataset.name(index) for index in indices]
+    return Shown(torch.cat(features), torch.cat(pixels).numpy(), of_all if known else None, names)
+
+
+def nearest_neighbours(features: Tensor, queries: Sequence[int], count: int) -> Nearest:
+    """The `count` images most like each query by cosine, the query itself left out; fewer where there are fewer."""
+    units = F.normalize(features, dim=-1)
+    likeness = units[list(queries)] @ units.T
+    likeness[torch.arange(len(queries)), list(queries)] = -2
+    found = likeness.topk(min(count, len(features) - 1))
+    return Nearest(list(queries), found.indices.numpy(), found.values.numpy())
+
+
+def plane(features: Tensor) -> NDArray[np.float64]:
+    """The first two principal components of features of unit length, (N, 2)."""
+    units = F.normalize(features.double(), dim=-1)
+    centred = units - units.mean(0)
+    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
+    directions = directions[:2]
+    directions *= directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()  # the same picture each time
+    found = (centred @ directions.T).numpy()
+    return np.pad(found, ((0, 0), (0, 2 - found.shape[1])))
+
+
+@torch.no_grad()
+def losses_of(task: Pretraining, accelerator: Accelerator, count: int) -> NDArray[np.float64]:
+    """The loss of each of the first `count` held-out images, (count,), under its fixed corruption."""
+    found = []
+    for index in range(min(count, len(task.held_out))):
+        images, corruption, predictions = task.predict(task.model, [index])
+        targets = task.objective.targets(images, corruption.positions)
+        found.append(float(task.objective.loss(predictions, targets)))
+    return np.array(found)
+
+
+def predicted(task: Pretraining, indices: Sequence[int]) -> NDArray[np.uint8]:
+    """Those held-out images as original, corrupted, predicted, true: (4, n, H, W, 3)."""
+    images, corruption, predictions = task.predict(task.model, indices)
+    return as_rgb(prediction_columns(task.objective, predictions, images, corruption)).movedim(2, -1).cpu().numpy()
+
+
+def sheet(rows: Sequence[Sequence[NDArray[np.uint8]]], side: int = 96, apart: int = 0) -> Image.Image:
+    """Images (H, W, 3) in rows, each at least `side` pixels wide, on white.
+
+    Args:
+        apart: pixels between the first image of a row and the others, beyond the usual.
+    """
+    times = max(1, -(-side // rows[0][0].shape[1]))
+    height, width = (times * length for length in rows[0][0].shape[:2])
+    across = max(map(len, rows))
+    whole = np.full(((height + GAP) * len(rows) - GAP, (width + GAP) * across - GAP + apart, 3), 255, np.uint8)
+    for down, row in enumerate(rows):
+        for place, pixels in enumerate(row):
+            top, left = down * (height + GAP), place * (width + GAP) + (apart if place else 0)
+            large = pixels.repeat(times, 0).repeat(times, 1)
+            whole[top : top + height, left : left + width] = large
+    return Image.fromarray(whole)

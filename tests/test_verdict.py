@@ -1,0 +1,403 @@
+"""The verdict on a run: checks against histories made by hand, then runs made sick and healthy ones (`-m faults`)."""
+
+import math
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, dataset_of, encoded, kill_at, picture, read_metrics
+from PIL import Image
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from evaluation import contrastive
+from mpp.config import DataConfig
+from mpp.data.sources import ImageDataset, undecoded
+from mpp.data.survey import look
+from mpp.errors import ReadFailed
+from mpp.pretrain import main
+from mpp.probe import Probe, agreement
+from mpp.training.verdict import CHECKS, Facts, findings, is_best, verdict
+from mpp.training.watch import verdict_of
+
+FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, judged=400)
+EACH = range(100, 1001, 100)
+
+
+def evaluation(step: int, loss: float = 2.0, accuracy: float = 0.5, knn: float = 0.4, **more: float) -> dict:
+    """A line of metrics.jsonl, as an evaluation writes it."""
+    known = {"heldout/accuracy": accuracy, "heldout/nearest": 0.3, "heldout/two_nearest": 0.32}
+    known |= {"heldout/most_frequent": 0.06, "knn/depth_01": knn - 0.1, "knn/depth_02": knn}
+    return {"step": step, "heldout/loss": loss} | known | more
+
+
+def update(step: int, **more: float) -> dict:
+    """A line of metrics.jsonl, as a logged update writes it."""
+    usual = {"loss": 3 - step / 1000, "optim/lr": 0.01, "optim/grad_norm": 0.9, "speed/data_wait": 0.05}
+    return {"step": step} | usual | {"speed/images_per_second": 128.0, "unreadable": 0} | more
+
+
+def history(*evaluations: dict, **of_updates: float) -> list[dict]:
+    """Logged updates up to the last evaluation, and the evaluations."""
+    lines = [update(step, **of_updates) for step in range(20, evaluations[-1]["step"] + 1, 20)]
+    return sorted([*lines, *evaluations], key=lambda line: line["step"])
+
+
+def healthy() -> list[dict]:
+    rising = [evaluation(step, 3 - step / 500, 0.3 + step / 4000, 0.3 + step / 9000) for step in EACH]
+    return history({"step": 0, "knn/depth_01": 0.2, "knn/depth_02": 0.21, "knn/floor_pixels": 0.25}, *rising)
+
+
+def without(line: dict, *names: str) -> dict:
+    return {name: value for name, value in line.items() if not name.startswith(names)}
+
+
+def ranks(*values: float) -> list[dict]:
+    return [evaluation(100 * n, **{"features/rank/depth_01": each}) for n, each in enumerate(values, start=1)]
+
+
+SICK = {
+    "nothing is learned": (history(evaluation(200, accuracy=0.06)), FACTS, "optim.lr"),
+    "below the neighbours": (history(evaluation(400, accuracy=0.31)), FACTS, "run.steps"),
+    "features collapse": (history(*ranks(9.0, 12.0, 2.7)), FACTS, "objective.name"),
+    "overfitting": (
+        history(*(evaluation(100 * n, loss) for n, loss in enumerate((2.5, 2.0, 2.03, 2.05), 1))),
+        FACTS,
+        "40",
+    ),
+    "a long warm-up": (healthy(), replace(FACTS, warmup=201), "optim.warmup_steps"),
+    "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 6.0}), FACTS, "divide optim.lr"),
+    "features have peaked": (
+        history(*(evaluation(100 * n, 3 - n / 10, knn=knn) for n, knn in enumerate((0.4, 0.46, 0.44, 0.42), 1))),
+        *(FACTS, "after step 200 (46.0%)"),
+    ),
+    "waiting for data": (history(evaluation(400), **{"speed/data_wait": 0.4}), FACTS, "data.workers"),
+    "an idle GPU": (
+        history(evaluation(400), **{"speed/executed_tflops": 4.0}),
+        replace(FACTS, gpu_tflops=400),
+        "run.compile",
+    ),
+    "unreadable images": (history(evaluation(400), unreadable=7), FACTS, "unreadable.txt"),
+    "duplicates across the cut": (healthy(), replace(FACTS, duplicates=0.06), "data.eval_split"),
+    "one class dominates": (healthy(), replace(FACTS, largest_class=0.51, classes=3), "data.label_column"),
+    "constant images dominate": (healthy(), replace(FACTS, constant=0.3), "data.range"),
+}
+WELL = {
+    "nothing is learned": (history(evaluation(200, accuracy=0.07)), FACTS),
+    "below the neighbours": (history(evaluation(300, accuracy=0.31)), FACTS),  # not a third yet
+    "features collapse": (history(*ranks(2.4, 2.5, 2.7)), FACTS),  # untrained features of digits are so
+    "overfitting": (history(*(evaluation(100 * n, loss) for n, loss in enumerate((2.5, 2.0, 2.03, 2.03), 1))), FACTS),
+    "a long warm-up": (healthy(), replace(FACTS, warmup=200)),
+    "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 4.9}), FACTS),
+    "features have peaked": (
+        history(*(evaluation(100 * n, 3 - n / 10, knn=knn) for n, knn in enumerate((0.4, 0.42, 0.41, 0.4), 1))),
+        FACTS,  # within sqrt(0.42 * 0.58 / 400) = 2.5 %
+    ),
+    "waiting for data": (history(evaluation(400), **{"speed/data_wait": 0.3}), FACTS),
+    "an idle GPU": (history(evaluation(400), **{"speed/executed_tflops": 40.0}), replace(FACTS, gpu_tflops=400)),
+    "unreadable images": (history(evaluation(400), unreadable=6), FACTS),
+    "duplicates across the cut": (healthy(), replace(FACTS, duplicates=0.05)),
+    "one class dominates": (healthy(), replace(FACTS, largest_class=1.0, classes=1)),
+    "constant images dominate": (healthy(), replace(FACTS, constant=0.25)),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_check_tells_the_sick_from_the_healthy(check):
+    lines, facts, said = SICK[check]
+    assert said in CHECKS[check](lines, facts)
+    assert CHECKS[check](*WELL[check]) is None
+    assert CHECKS[check](healthy(), FACTS) is None
+
+
+def test_each_check_has_its_entry_where_something_looks_wrong():
+    text = (ROOT / "mpp" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    for check in CHECKS:
+        entry = f"{check[0].upper()}{check[1:]}"
+        assert entry in headings and f"[{check}](#{check.lower().replace(' ', '-')})" in text
+
+
+def test_a_healthy_history_says_nothing_at_any_evaluation():
+    lines = healthy()
+    for end in range(1, len(lines) + 1):
+        assert findings(lines[:end], FACTS) == []
+
+
+@pytest.mark.parametrize(
+    "lines", [[], [update(20)], [{"step": 0, "knn/depth_01": 0.3}], [{"step": 5, "heldout/loss": 1.0}]]
+)
+def test_histories_that_lack_something_are_no_error(lines):
+    assert findings(lines, FACTS) == [] and verdict(lines, FACTS)
+
+
+def test_without_colours_learning_is_seen_in_the_held_out_loss():
+    colours = ("heldout/accuracy", "heldout/nearest", "heldout/two_nearest", "heldout/most_frequent")
+    stuck, fell = (
+        [without(evaluation(200, 1.0), *colours), without(evaluation(400, now), *colours)] for now in (0.998, 0.95)
+    )
+    assert "at the first evaluation (1, now 0.998)" in CHECKS["nothing is learned"](history(*stuck), FACTS)
+    assert CHECKS["nothing is learned"](history(*fell), FACTS) is None
+
+
+def test_the_line_says_where_a_run_stands():
+    line = verdict([*healthy()[:-1], evaluation(500, 1.0, 0.45, 0.35)], replace(FACTS, steps=1500), ["overfitting"])
+    for said in (
+        *("held-out accuracy 45.0%", "13.0 points better than copying neighbours (32.0%) since step 100"),
+        *("features: kNN 35.0% at depth 2 (before training 21.0%, colours alone 25.0%)", "look at: overfitting"),
+    ):
+        assert said in line
+    assert "8.3 minutes left" in line  # 1,000 updates of 64 at 128 images/s
+    assert "worse than copying" in verdict(history(evaluation(400, accuracy=0.3)), FACTS)
+
+
+def test_without_labels_the_line_has_rank_and_agreement():
+    first = {"step": 0, "agreement/depth_01": 0.2, "agreement/floor_pixels": 0.3, "features/rank/depth_01": 5.0}
+    last = without(evaluation(400), "knn") | {"agreement/depth_01": 0.5, "features/rank/depth_01": 9.0}
+    assert (
+        "neighbours of two crops agree 50.0% at depth 1 (before training 20.0%, colours alone 30.0%), rank 9.0 (before "
+        "training 5.0)"
+    ) in verdict([first, last], FACTS)
+
+
+def test_the_best_is_by_the_probe_or_by_the_accuracy():
+    rising, falling = [evaluation(100, knn=0.3), evaluation(200, knn=0.4)], [evaluation(300, accuracy=0.9, knn=0.35)]
+    assert is_best(rising[:1]) and is_best(rising) and not is_best(rising + falling)
+    assert not is_best([*rising, without(falling[0], "knn")])  # an evaluation without a probe
+    assert is_best([without(line, "knn") for line in rising + falling])
+
+
+# --- what the checks are told ---
+
+
+def test_neighbours_agree_where_features_do_and_by_chance_elsewhere():
+    rng = torch.Generator().manual_seed(0)
+    one, other = torch.randn(400, 16, generator=rng), torch.randn(400, 16, generator=rng)
+    assert agreement(one, 3 * one) == 1
+    assert agreement(one, other) == pytest.approx(5 / 399, abs=4 * math.sqrt(5 / 399 / 2000))
+    assert agreement(one[:1], one[:1]) == 1
+    pairs = torch.tensor([[1.0, 0], [0.9, 0.1], [0, 1], [0.1, 0.9]])
+    assert agreement(pairs, pairs[[0, 2, 1, 3]], neighbours=1) == 0
+
+
+def images_of(arrays, labels=None) -> ImageDataset:
+    rows = undecoded(dataset_of([encoded(array) for array in arrays]), "image")
+    return ImageDataset(rows, "image", None if labels is None else np.array(labels), "train")
+
+
+def test_copies_and_images_of_one_colour_are_found():
+    training = [picture(n) for n in range(20)]
+    grey = np.full((40, 48, 3), 90, np.uint8)
+    smaller = np.asarray(Image.fromarray(picture(3)).resize((32, 26)))
+    test = [picture(100), smaller, picture(7), grey, picture(9) // 2 + 40]  # the last: a copy of less contrast
+    found = look(images_of([*training, training[0], grey], [0] * 15 + [1] * 7), images_of(test), DataConfig(), 60)
+    assert found.duplicates == pytest.approx(3 / 5) and len(found.pairs) == 3
+    assert found.doubles == pytest.approx(1 / 22) and found.constant == pytest.approx(2 / 27)
+    assert found.classes == {"0": pytest.approx(15 / 22), "1": pytest.approx(7 / 22)}
+    assert found.sizes[(40, 48)] == 26 and found.broken == []
+
+
+def test_what_cannot_be_decoded_is_counted():
+    rows = undecoded(dataset_of([encoded(picture(0)), b"no image", encoded(picture(1))]), "image")
+    found = look(ImageDataset(rows, "image", None, "train"), images_of([picture(5)]), DataConfig(), 60)
+    assert len(found.broken) == 1 and found.training == 2
+
+
+# --- tiny runs ---
+
+EVALUATED = ("--run.eval_every=1",)
+
+
+def test_a_run_says_how_it_is_and_warns_once_in_all_of_its_lives(pretrain, capsys, monkeypatch):
+    arguments = (*EVALUATED, "--optim.lr=1e-9", "--probe.every=1", "--probe.images=40", "--run.checkpoint_every=1")
+    with monkeypatch.context() as patch, pytest.raises(BaseException, match="killed"):
+        kill_at(patch, 3)
+        pretrain(*arguments)
+    folder = pretrain(*arguments)
+    said = capsys.readouterr()
+    assert said.out.count("of 4: held-out accuracy ") == 4 and said.out.count("\nverdict: held-out accuracy") == 1
+    for check in ("nothing is learned", "below the neighbours"):
+        assert said.err.count(f"warning: {check}: held-out accuracy") == 1
+    saved = verdict_of(folder)
+    assert [(each["check"], each["step"]) for each in saved["warnings"]] == [
+        ("nothing is learned", 1),
+        ("below the neighbours", 2),
+    ]
+    assert saved["step"] == 4 and saved["line"].endswith("look at: nothing is learned, below the neighbours")
+    assert set(read_metrics(folder, "knn/floor_pixels")) == {0}
+    events = EventAccumulator(str(folder)).Reload()
+    assert "verdict/text_summary" in events.Tags()["tensors"]
+
+
+def test_images_without_labels_are_judged_by_agreement(pretrain, tmp_path):
+    (tmp_path / "plain").mkdir()
+    for number in range(12):
+        (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
+    folder = pretrain("--probe.every=4", f"--data.path={tmp_path / 'plain'}", "--data.eval_fraction=0.5")
+    assert list(read_metrics(folder, "agreement/depth_02")) == [0, 4] and not read_metrics(folder, "knn/depth_02")
+    assert all(0 <= value <= 1 for value in read_metrics(folder, "agreement/depth_02").values())
+    assert "neighbours of two crops agree" in verdict_of(folder)["line"]
+
+
+def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
+    values, seen = iter((0.2, 0.5, 0.9, 0.6, 0.7)), []
+
+    def scripted(probe, model, floor=False):
+        seen.append({name: weight.clone() for name, weight in model.encoder.state_dict().items()})
+        return {"knn/depth_01": next(values)}
+
+    monkeypatch.setattr(Probe, "__call__", scripted)
+    folder = pretrain(*EVALUATED, "--probe.every=1", "--run.keep_best=true")
+    best, last = (load_file(folder / name / "model.safetensors") for name in ("encoder_best", "encoder"))
+    assert all(torch.equal(best[name], seen[2][name]) for name in best)  # before training, after 1, after 2 updates
+    assert all(torch.equal(last[name], seen[4][name]) for name in last)
+    assert not all(torch.equal(best[name], last[name]) for name in best)
+    assert "after 2 updates" in (folder / "encoder_best" / "README.md").read_text()
+
+
+def test_a_slow_loader_is_seen(pretrain, monkeypatch):
+    decode = ImageDataset.decode
+    monkeypatch.setattr(ImageDataset, "decode", lambda *args: time.sleep(0.02) or decode(*args))
+    folder = pretrain("--data.cache_gb=0")
+    assert "waiting for data" in verdict_of(folder)["off"]
+
+
+def test_copies_across_the_cut_are_seen(pretrain, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "copies" / split).mkdir(parents=True)
+        for number in range(12):
+            (tmp_path / "copies" / split / f"{number}.png").write_bytes(encoded(picture(number)))
+    folder = pretrain(f"--data.path={tmp_path / 'copies'}", "--data.label_column=null")
+    assert verdict_of(folder)["facts"]["duplicates"] == 1 and "duplicates across the cut" in verdict_of(folder)["off"]
+
+
+def test_a_verdict_that_fails_does_not_end_a_run(pretrain, monkeypatch, capsys):
+    monkeypatch.setattr("mpp.training.watch.verdict", lambda *_: 1 / 0)
+    folder = pretrain()
+    assert "warning: no verdict after step 4: ZeroDivisionError: division by zero" in capsys.readouterr().err
+    assert (folder / "encoder").is_dir() and verdict_of(folder) == {}
+
+
+def test_images_that_cannot_be_looked_at_do_not_end_a_run(pretrain, monkeypatch):
+    def fails(*args):
+        raise ReadFailed("not now")
+
+    monkeypatch.setattr("mpp.training.task.survey", fails)
+    facts = verdict_of(pretrain())["facts"]
+    assert (facts["known"], facts["duplicates"], facts["classes"]) == (633, 0, 0)
+
+
+# --- runs that are sick on purpose, and healthy ones: minutes ---
+
+SMALL = (
+    *("--run.threads=1", "--data.workers=0", "--run.report=false", "--run.log_every=10", "--run.checkpoint_every=9999"),
+    *("--run.eval_every=75", "--probe.every=75", "--probe.images=500", "--data.eval_images=500"),
+    *("--model.width=64", "--model.depth=3", "--model.heads=2", "--optim.global_batch_size=32", "--run.steps=300"),
+)
+
+
+def write_set(folder: Path, name: str, labelled: bool = True) -> str:
+    """scikit-learn's digits, or tiles of scikit-image's photographs (the class: which), as images; their settings."""
+    if "digits" in name:
+        from sklearn.datasets import load_digits
+
+        values, labels = load_digits(return_X_y=True)
+        images = [Image.fromarray((each.reshape(8, 8) * 15.9).astype(np.uint8)).resize((32, 32)) for each in values]
+    else:
+        from skimage import data
+
+        names = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "hubble_deep_field", "moon", "rocket")
+        tiles = [
+            (Image.fromarray(photo[row : row + 64, column : column + 64]).convert("RGB"), label)
+            for label, photo in enumerate(getattr(data, each)() for each in names)
+            for row in range(0, photo.shape[0] - 63, 64)
+            for column in range(0, photo.shape[1] - 63, 64)
+        ]
+        images, labels = zip(*tiles, strict=True)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        file = folder / name / (str(label) if labelled else "") / f"{number:04d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file)
+    return f"--data.path={folder / name}"
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """Set -> its settings."""
+    folder = tmp_path_factory.mktemp("sets")
+    digits = ("--data.channels=1", "--model.img_size=32", "--model.patch_size=4", "--data.eval_fraction=0.2")
+    return {
+        "birds": ("--model.img_size=32", "--model.patch_size=4"),
+        "digits": (write_set(folder, "digits"), *digits),
+        "plain digits": (write_set(folder, "plain_digits", labelled=False), *digits),
+        "tiles": (write_set(folder, "tiles"), "--data.eval_fraction=0.2", "--model.patch_size=16"),
+    }
+
+
+SICK_RUNS = {
+    "a rate of 1": ("birds", ("--optim.lr=1",), {"nothing is learned", "clipped nearly always", "features collapse"}),
+    "a rate of 1e-9": ("digits", ("--optim.lr=1e-9", "--run.steps=200"), {"nothing is learned"}),
+    "a rate of 1e-9, no colours": (
+        *("digits", ("--config=rivals/mae", "--optim.lr=1e-9", "--run.steps=200")),
+        {"nothing is learned"},
+    ),
+    "64 images": ("birds", ("--data.train_images=64", "--run.steps=1200", "--model.patch_size=8"), {"overfitting"}),
+    "a slow loader": ("digits", ("--run.steps=100", "--data.cache_gb=0"), {"waiting for data"}),
+    "copies across the cut": ("digits", ("--run.steps=100",), {"duplicates across the cut"}),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", SICK_RUNS)
+def test_runs_that_are_sick_on_purpose_are_recognised(name, sets, tmp_path, monkeypatch, tally):
+    images, settings, sick = SICK_RUNS[name]
+    arguments = list(sets[images])
+    if name == "a slow loader":
+        decode = ImageDataset.decode
+        monkeypatch.setattr(ImageDataset, "decode", lambda *args: time.sleep(0.004) or decode(*args))
+    if name == "copies across the cut":
+        folder = Path(arguments[0].partition("=")[2])
+        for file in list(folder.rglob("*.png")):
+            again = tmp_path / "twice" / file.relative_to(folder)
+            again.parent.mkdir(parents=True, exist_ok=True)
+            for number in range(2):
+                with Image.open(file) as image:
+                    image.save(again.with_name(f"{number}_{file.stem}.jpg"), quality=80 + 10 * number)
+        arguments[0] = f"--data.path={tmp_path / 'twice'}"
+    overlays = [word for word in settings if word.startswith("--config")]
+    others = [word for word in settings if not word.startswith("--config")]
+    main([*overlays, *SMALL, *arguments, *others, f"--run.dir={tmp_path / 'run'}"])
+    assert sick <= {each["check"] for each in verdict_of(tmp_path / "run")["warnings"]}
+    tally("runs that are sick on purpose, each recognised", 1)
+
+
+ADAM = ("--optim.name=adam", "--optim.lr=2e-3", "--optim.adam_scale=3")
+GREY = ("--views.jitter=0", "--views.grey=0")
+HEALTHY_RUNS = {
+    "the default, on digits": ("digits", ()),
+    "pixels": ("digits", ("--objective.name=pixels",)),
+    "MAE": ("digits", ("--config=rivals/mae",)),
+    "Adam": ("digits", (*ADAM, "--run.steps=600")),
+    "wide and flat, linear decay": ("digits", ("--model.width=96", "--model.depth=2", "--optim.schedule=linear")),
+    "without labels": ("plain digits", ()),
+    "SimCLR": ("digits", GREY),
+    "MAE of photographs": ("tiles", ("--config=rivals/mae",)),
+    "MaskFeat of photographs": ("tiles", ("--config=rivals/maskfeat",)),
+    "MaskFeat of birds": ("birds", ("--config=rivals/maskfeat",)),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", HEALTHY_RUNS)
+def test_healthy_runs_say_nothing(name, sets, tmp_path, tally):
+    images, settings = HEALTHY_RUNS[name]
+    train = contrastive.main if "SimCLR" in name else main
+    overlays = [word for word in settings if word.startswith("--config")]
+    others = [word for word in settings if not word.startswith("--config")]
+    train([*overlays, *SMALL, *sets[images], *others, f"--run.dir={tmp_path / 'run'}"])
+    assert verdict_of(tmp_path / "run")["warnings"] == []
+    tally("healthy runs of other data, sizes and objectives, without a warning", 1)
