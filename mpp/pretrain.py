@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
 from mpp.corruption import Corruption, draw
@@ -42,13 +41,10 @@ from mpp.training.run import train
 from mpp.training.run_folder import REPORT, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker
+from mpp.training.verdict import Facts, targets_collapse
 from mpp.training.watch import verdict_of
 
 PANEL_IMAGES = 8
-LEAST_SHARE = 0.01
-"""Of the targets' mean square that differs between patches. Layer-normed targets have a mean square of 1, and their
-deviation over the patches is the root of this share: 0.1, below which data2vec's code stops too. A student that always
-answered with the mean would be right but for this hundredth."""
 
 
 class Pretraining(ImageTask):
@@ -65,7 +61,8 @@ class Pretraining(ImageTask):
         self.grid, self.patch_size = cell_grid(encoder)
         self.patches = math.prod(self.grid)
         self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
-        self.taught, self.collapsed = config.objective.name == "features", False
+        self.taught = config.objective.name == "features"
+        self.moving = self.taught and config.objective.frozen_teacher is None
         if config.data.streaming:
             probed = config.probe.images if config.probe.every else 0
             with accelerator.local_main_process_first():  # machines may have no disk in common
@@ -111,33 +108,28 @@ class Pretraining(ImageTask):
 
     def updated(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, where it is the moving average."""
-        objective = self.config.objective
-        if not self.taught or objective.frozen_teacher:
+        if not self.moving:
             return {}
-        decay = decay_at(objective.half_life, step, self.config.run.steps)
+        decay = decay_at(self.config.objective.half_life, step, self.config.run.steps)
         follow(model.teacher.encoder, model.encoder, decay)
         return {"teacher/decay": decay}
 
     def check(self, scalars: dict[str, float]) -> None:
-        """Warn once, or stop, where the targets have become the same for all patches."""
-        if self.collapsed or scalars.get("target_share", 1.0) >= LEAST_SHARE:
-            return
-        self.collapsed, objective = True, self.config.objective
-        change = "a smaller optim.lr, a longer objective.half_life or objective.teacher_norm=instance"
-        change = "another objective.teacher or more objective.teacher_depths" if objective.frozen_teacher else change
-        same = f"{1 - scalars['target_share']:.1%} of their mean square is the same for all patches"
-        found = f"the targets have collapsed: {same}; try {change}"
-        if objective.stop_on_collapse:
-            raise UserError(found)
-        if self.accelerator.is_main_process:
-            tqdm.write(f"warning: {found}", file=sys.stderr)
+        """Stop, where that is asked for, when the targets have become the same for all patches."""
+        if self.config.objective.stop_on_collapse:
+            found = targets_collapse([scalars | {"step": 0}], Facts(0, 0, self.config.optim.lr, moving=self.moving))
+            if found:
+                raise UserError(f"targets collapse: {found}")
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"moving": self.moving}
 
     def exported(self, model: nn.Module) -> nn.Module:
         """What has the encoder that is probed and exported, and the normalisation of its input."""
         return model.teacher if self.config.objective.export == "teacher" else model
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        super().export(self.exported(model), folder)
+    def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
+        super().export(self.exported(model), folder, name)
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return summarize(sums)

@@ -367,12 +367,14 @@ def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, fi
     save_file(weights | dull, tmp_path / "dull" / "model.safetensors")
     words = (*FEATURES, f"--objective.teacher={tmp_path / 'dull'}", "--objective.teacher_depths=1")
     pretrain(*words, dir=tmp_path / "warned")
-    assert capsys.readouterr().err.count("the targets have collapsed: 100.0% of their mean square is the same") == 1
-    with pytest.raises(UserError, match=r"collapsed.*; a checkpoint after step 1 is written"):
+    assert (
+        capsys.readouterr().err.count("warning: targets collapse: 100.0% of the targets' mean square is the same") == 1
+    )
+    with pytest.raises(UserError, match=r"collapse: 100.0%.*; a checkpoint after step 1 is written"):
         pretrain(*words, "--objective.stop_on_collapse=true", dir=tmp_path / "stopped")
     assert (tmp_path / "stopped" / "checkpoints" / "step_00000001").is_dir()
     pretrain(*FEATURES, f"--objective.teacher={finished_run}", dir=tmp_path / "healthy")
-    assert "collapsed" not in capsys.readouterr().err
+    assert "targets collapse" not in capsys.readouterr().err
 
 
 def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):

@@ -64,6 +64,7 @@ SICK = {
     "nothing is learned": (history(evaluation(200, accuracy=0.06)), FACTS, "optim.lr"),
     "below the neighbours": (history(evaluation(400, accuracy=0.31)), FACTS, "run.steps"),
     "features collapse": (history(*ranks(9.0, 12.0, 2.7)), FACTS, "objective.name"),
+    "targets collapse": (history(evaluation(400), target_share=0.009), FACTS, "objective.teacher_depths"),
     "overfitting": (
         history(*(evaluation(100 * n, loss) for n, loss in enumerate((2.5, 2.0, 2.03, 2.05), 1))),
         FACTS,
@@ -90,6 +91,7 @@ WELL = {
     "nothing is learned": (history(evaluation(200, accuracy=0.07)), FACTS),
     "below the neighbours": (history(evaluation(300, accuracy=0.31)), FACTS),  # not a third yet
     "features collapse": (history(*ranks(2.4, 2.5, 2.7)), FACTS),  # untrained features of digits are so
+    "targets collapse": (history(evaluation(400), target_share=0.011), FACTS),
     "overfitting": (history(*(evaluation(100 * n, loss) for n, loss in enumerate((2.5, 2.0, 2.03, 2.03), 1))), FACTS),
     "a long warm-up": (healthy(), replace(FACTS, warmup=200)),
     "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 4.9}), FACTS),
@@ -104,6 +106,12 @@ WELL = {
     "one class dominates": (healthy(), replace(FACTS, largest_class=1.0, classes=1)),
     "constant images dominate": (healthy(), replace(FACTS, constant=0.25)),
 }
+
+
+@pytest.mark.parametrize("check", ["overfitting", "features have peaked"])
+def test_losses_are_not_compared_where_targets_move(check):
+    lines, facts, _ = SICK[check]
+    assert CHECKS[check](lines, replace(facts, moving=True)) is None
 
 
 @pytest.mark.parametrize("check", CHECKS)
