@@ -30,7 +30,7 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
-from mpp.reconstructions import as_rgb, prediction_columns
+from mpp.reconstructions import as_rgb, as_seen
 from mpp.runtime.launch import command, start
 from mpp.runtime.parsing import parse
 from mpp.training.feed import Feed
@@ -246,10 +246,9 @@ def crops_blocks(task: Pretraining, seen: Sequence[Batch]) -> list:
     """Training crops, each beside what the model sees of it."""
     pairs: list = []
     for batch in seen:
-        images, corruption = batch.images, batch.corruption
-        nothing = torch.zeros(len(images), corruption.positions.shape[1], task.objective.outputs)
-        columns = as_rgb(prediction_columns(task.objective, nothing, images, corruption)[:2]).movedim(2, -1).numpy()
-        pairs += [columns[:, i] for i in range(len(images))]
+        pair = torch.stack([batch.images, as_seen(batch.images, batch.corruption, task.patch_size)])
+        columns = as_rgb(pair).movedim(2, -1).numpy()
+        pairs += [columns[:, i] for i in range(len(batch.images))]
     pairs = pairs[:CROPS]
     rows = [[part for pair in pairs[i : i + 4] for part in pair] for i in range(0, len(pairs), 4)]
     alt = f"{len(pairs)} training crops, each beside what the model sees of it"

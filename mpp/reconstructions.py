@@ -50,11 +50,25 @@ def prediction_columns(
     patches = patchify(images, objective.patch_size)
     painted = objective.pictures(predictions, targets, at(patches, corruption.positions))
     patches = enlarge(patches, painted[0].shape[-1] // objective.patch_size)
-    grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
-    seen = corrupt(patches.flatten(2).float(), grey, corruption).to(patches.dtype).view(patches.shape)
-    columns = [patches, seen, *(put(patches, corruption.positions, each.to(patches.dtype)) for each in painted)]
+    columns = [
+        patches,
+        seen_patches(patches, corruption),
+        *(put(patches, corruption.positions, each.to(patches.dtype)) for each in painted),
+    ]
     rows = images.shape[-2] // objective.patch_size
     return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
+
+
+def seen_patches(patches: Tensor, corruption: Corruption) -> Tensor:
+    """Patches (B, N, C, P, P) as the model sees them: grey in place of [mask]."""
+    grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
+    return corrupt(patches.flatten(2).float(), grey, corruption).to(patches.dtype).view(patches.shape)
+
+
+def as_seen(images: Tensor, corruption: Corruption, patch_size: int) -> Tensor:
+    """Images (B, C, H, W) as the model sees them."""
+    seen = seen_patches(patchify(images, patch_size), corruption)
+    return rearrange(seen, "b (h w) c p q -> b c (h p) (w q)", h=images.shape[-2] // patch_size)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:

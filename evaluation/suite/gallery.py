@@ -93,16 +93,15 @@ def losses_of(task: Pretraining, accelerator: Accelerator, count: int) -> NDArra
     """The loss of each of the first `count` held-out images, (count,), under its fixed corruption."""
     found = []
     for index in range(min(count, len(task.held_out))):
-        images, corruption, predictions = task.predict(task.model, [index])
-        targets = task.objective.targets(images, corruption.positions)
+        predictions, targets, *_ = task.predict(task.model, [index])
         found.append(float(task.objective.loss(predictions, targets)))
     return np.array(found)
 
 
 def predicted(task: Pretraining, indices: Sequence[int]) -> NDArray[np.uint8]:
     """Those held-out images as original, corrupted, predicted, true: (4, n, H, W, 3)."""
-    images, corruption, predictions = task.predict(task.model, indices)
-    return as_rgb(prediction_columns(task.objective, predictions, images, corruption)).movedim(2, -1).cpu().numpy()
+    columns = prediction_columns(task.objective, *task.predict(task.model, indices))
+    return as_rgb(columns).movedim(2, -1).cpu().numpy()
 
 
 def sheet(rows: Sequence[Sequence[NDArray[np.uint8]]], side: int = 96, apart: int = 0) -> Image.Image:
