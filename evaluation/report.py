@@ -143,26 +143,26 @@ def verdict_points(folder: Path, history: History, shown: Sequence[Section]) -> 
 
     saved = saved_settings(folder)
     steps, done = (saved.get("run") or {}).get("steps"), int(history[-1]["step"])
-    points = []
+    points, trend = [], trend_said(history, verdict_of(folder).get("facts", {}).get("moving", False))
     if isinstance(steps, int) and done < steps:
         points.append((f"The run is not finished: it logged {done:,} of {steps:,} updates", evidence("curves")))
     for text, where in (
         (prediction_said(history), "curves"),
         (features_said(history), "features"),
-        (trend_said(history) and f"the held-out loss is {trend_said(history)}", "curves"),
+        (trend and f"the held-out loss is {trend}", "curves"),
     ):
         if text:
             points.append((f"{text[0].upper()}{text[1:]}", evidence(where)))
-    return [*points, *((f"Next: {text}", None) for text in next_steps(folder, history, steps, done))]
+    return [*points, *((f"Next: {text}", None) for text in next_steps(folder, history, steps, done, trend))]
 
 
-def next_steps(folder: Path, history: History, steps: int | None, done: int) -> list[str]:
+def next_steps(folder: Path, history: History, steps: int | None, done: int, trend: str) -> list[str]:
     """What to try next."""
     if isinstance(steps, int) and done < steps:
         return ["the command that began the run goes on with it"]
     found, (group, lines) = [], probed(history)
     judged = [line for line in lines if line["step"] > 0]
-    if trend_said(history) == "still improving":
+    if trend == "still improving":
         found.append("train longer (run.steps): the held-out loss still falls")
     if judged:
         depth, value = best_depth(judged[-1], group)

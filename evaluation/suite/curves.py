@@ -14,14 +14,17 @@ Lines = dict[str, tuple[Sequence[float], Sequence[float]]]
 
 
 def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
-    """Loss, accuracy with its baselines, learning rate, gradient norm, speed, waiting."""
+    """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting."""
     later = [line for line in history if line["step"] > 0]
     trivial = {"two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
     accuracy = {"held out": "heldout/accuracy", "training": "accuracy"}
     accuracy |= {name: f"heldout/{each}" for name, each in trivial.items()}
+    deviations = {"targets": "target_deviation", "predictions": "prediction_deviation"}
     charts = [
         drawn("Loss", later, {"training": "loss", "held out": EVALUATED}, "loss"),
         drawn("Accuracy on masked patches", later, accuracy, "accuracy", percent=True),
+        drawn("How far features spread over patches", later, deviations, "deviation"),
+        drawn("Effective rank of the targets", later, {"targets": "target_rank"}, "effective rank"),
         drawn("Learning rate", later, {"learning rate": "optim/lr"}, "learning rate"),
         drawn("Gradient norm", later, {"gradient norm": "optim/grad_norm"}, "norm, before clipping", scale="log"),
         drawn("Speed", later, {"images/s": "speed/images_per_second"}, "images/s"),

@@ -405,7 +405,12 @@ def verdict(history: History, facts: Facts, off: Sequence[str] = ()) -> str:
     Args:
         off: names of what is off.
     """
-    parts = [prediction_said(history), features_said(history), trend_said(history), time_left_said(history, facts)]
+    parts = [
+        prediction_said(history),
+        features_said(history),
+        trend_said(history, facts.moving),
+        time_left_said(history, facts),
+    ]
     if off:
         parts.append(f"look at: {', '.join(off)}")
     return "; ".join(part for part in parts if part)
@@ -454,10 +459,13 @@ def features_said(history: History) -> str:
     return said
 
 
-def trend_said(history: History) -> str:
-    """Whether the held-out loss still falls, by at least half a percent since the evaluation before."""
+def trend_said(history: History, moving: bool = False) -> str:
+    """Whether the held-out loss still falls, by at least half a percent since the evaluation before.
+
+    Nothing where targets move (see `Facts`): they may be easier, or harder, than before.
+    """
     losses = [value for _, value in series(trained(history), EVALUATED)]
-    if len(losses) < 2:
+    if len(losses) < 2 or moving:
         return ""
     change = (losses[-1] - losses[-2]) / (abs(losses[-2]) or 1)
     return "still improving" if change < -0.005 else "getting worse" if change > 0.005 else "hardly changing"
