@@ -208,7 +208,7 @@ def usual(config: Config) -> list[tuple[str, float, float, float]]:
 
 def unusual(config: Config) -> list[tuple[str, float, float, float]]:
     """Those that lie outside."""
-    return [each for each in usual(config) if not each[2] <= each[1] <= each[3]]
+    return [each for each in usual(config) if each[1] < each[2] or each[1] > each[3]]  # what was never searched: NaN
 
 
 def existing(path: Path) -> Path:

@@ -84,7 +84,11 @@ def report(config: ReportConfig) -> Path:
     said = verdict_of(folder)
     if not said:
         missing["Verdict"] = "no evaluation has said how the run is (verdict.json): what is above is from its metrics"
-    warnings = [f"{each['check']} (since step {each['step']}): {each['message']}" for each in said.get("warnings", [])]
+    warnings = [
+        f"{each['check']} (since step {each['step']}): {each['message']}"
+        for each in said.get("warnings", [])
+        if each["check"] in said["off"]
+    ]
     shown = [section for section in sections if section.blocks]
     page = Page(
         str(folder), subtitle(folder, history), verdict_points(folder, history, shown), warnings, shown, missing
@@ -172,7 +176,8 @@ def next_steps(folder: Path, history: History, steps: int | None, done: int, tre
                 "the features know hardly more than untrained ones or colours: more images, more updates or another "
                 f"objective; they may fine-tune well all the same (mpp finetune --encoder {folder})"
             )
-        if depth < max(depths_of(judged[-1], group)):
+        last = depths_of(judged[-1], group)
+        if value >= last[max(last)] + 0.01:
             found.append(
                 f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)"
             )

@@ -75,7 +75,9 @@ class Probe:
         if self.compared is None:
             halves = [self.frozen_features(model, self.ranked, floor, part)[0] for part in (NORTH_WEST, SOUTH_EAST)]
             pairs = ((torch.from_numpy(part).to(device) for part in pair) for pair in zip(*halves, strict=True))
-            return scalars | by_depth("agreement", [agreement(*pair) for pair in pairs], depths)
+            chance = min(1.0, AGREEING / max(len(self.ranked.dataset) - 1, 1))
+            found = by_depth("agreement", [agreement(*pair) for pair in pairs], depths)
+            return scalars | found | ({"agreement/chance": chance} if found else {})
         if self.judged is not self.ranked:
             features, truth = self.frozen_features(model, self.judged, floor)
         compared, classes = self.frozen_features(model, self.compared, floor)

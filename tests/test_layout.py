@@ -14,10 +14,7 @@ import pytest
 import yaml
 from conftest import ROOT, TINY
 
-CODE, TESTS = (
-    11650,
-    11650,
-)  # lines of code that mpp/ with evaluation/, and tests/ may have: report 1,480; export, masks 1,190
+CODE, TESTS = 11800, 11800  # lines of code that mpp/ with evaluation/, and tests/ may have: pages 1,540, masks 1,250
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import encoded, picture
+from conftest import ROOT, encoded, picture
 from PIL import Image
 
 from evaluation import check, contrastive
@@ -220,7 +220,7 @@ def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain,
     monkeypatch.setattr("mpp.training.run.subprocess.run", fails)
     folder = pretrain("--run.report=true", without="--run.report")
     (words, env) = calls[0]
-    assert words[1:] == ("-m", "evaluation.report", "--encoder", str(folder)) and "RANK" not in env
+    assert words[1:] == (str(ROOT / "evaluation" / "report.py"), "--encoder", str(folder)) and "RANK" not in env
     said = capsys.readouterr()
     assert (
         f"warning: the report is not written (error: the disk is full); `mpp report --encoder {folder}` does"

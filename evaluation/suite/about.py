@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -11,7 +12,7 @@ from evaluation.suite.encoders import Unavailable
 from evaluation.suite.page import Block, Table, Text
 from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
-from mpp.runtime.parsing import as_words, differing
+from mpp.runtime.parsing import as_words, flatten
 
 LIBRARIES = ("mpp", "torch", "timm", "accelerate", "datasets", "numpy")
 Missing = dict[str, str]
@@ -37,7 +38,10 @@ def settings_rows(config: Any) -> list[Block]:
 
 def changed(config: Any) -> dict[str, Any]:
     """Setting -> value where it is not the default; where the run is written does not count."""
-    return {key: value for key, value in differing(config).items() if key not in ("run.dir", "run.check")}
+    usual = type(config)()
+    as_run, usual = (flatten(replace(each, optim=each.optim.settled(config.run.steps))) for each in (config, usual))
+    left_out = ("run.dir", "run.check", "run.precision")  # the machine chooses the last one, unless somebody does
+    return {key: value for key, value in as_run.items() if value != usual[key] and key not in left_out}
 
 
 def machine_blocks() -> list[Block]:

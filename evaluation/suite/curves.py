@@ -88,13 +88,13 @@ def by_depth(title: str, lines: History, group: str) -> Chart:
 
 
 def numbers_of(lines: Lines, across: str, percent: bool) -> Table:
-    """A table of a chart's numbers: some of the places where the line with fewest points has one, and the last."""
-    places = sorted(min((steps for steps, _ in lines.values()), key=len))
+    """A table of a chart's numbers: at some places, the last among them, what each line had last."""
+    places = sorted({step for steps, _ in lines.values() for step in steps})
     kept = [places[i] for i in np.unique(np.linspace(0, len(places) - 1, min(ROWS, len(places))).round().astype(int))]
-    of_name = {name: dict(zip(steps, values, strict=True)) for name, (steps, values) in lines.items()}
 
-    def said(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.1f} %" if percent else f"{value:.4g}"
+    def said(place: float, steps: Sequence[float], values: Sequence[float]) -> str:
+        before = [value for step, value in zip(steps, values, strict=True) if step <= place]
+        return "-" if not before else f"{100 * before[-1]:.1f} %" if percent else f"{before[-1]:.4g}"
 
-    rows = [[f"{place:g}", *(said(of.get(place)) for of in of_name.values())] for place in kept]
+    rows = [[f"{place:g}", *(said(place, *line) for line in lines.values())] for place in kept]
     return Table([across, *lines], rows)

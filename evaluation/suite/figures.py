@@ -339,7 +339,8 @@ def plot_series(
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     if len(lines) > 1:
-        axes.legend(fontsize=7.5, ncols=1 + (len(lines) > 4))
+        above = dict(loc="lower left", bbox_to_anchor=(0, 1)) if len(lines) > 4 else {}  # it would lie over lines
+        axes.legend(fontsize=7.5, ncols=1 + 2 * bool(above), **above)
     return figure
 
 

@@ -91,10 +91,11 @@ def plane(features: Tensor) -> NDArray[np.float64]:
 @torch.no_grad()
 def losses_of(task: Pretraining, accelerator: Accelerator, count: int) -> NDArray[np.float64]:
     """The loss of each of the first `count` held-out images, (count,), under its fixed corruption."""
-    found = []
-    for index in range(min(count, len(task.held_out))):
-        predictions, targets, *_ = task.predict(task.model, [index])
-        found.append(float(task.objective.loss(predictions, targets)))
+    found, count = [], min(count, len(task.held_out))
+    for first in range(0, count, BATCH):
+        predictions, targets, *_ = task.predict(task.model, range(first, min(first + BATCH, count)))
+        rows = zip(predictions.split(1), targets.split(1), strict=True)
+        found += [float(task.objective.loss(*row)) for row in rows]
     return np.array(found)
 
 

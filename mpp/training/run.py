@@ -30,6 +30,7 @@ from mpp.training.loop import Loop
 from mpp.training.run_folder import commit_begun_with, is_finished, open_run, saved_settings, write_config, write_record
 from mpp.training.task import ImageTask
 
+PATIENCE = 600  # seconds for the report: other processes wait, for 20 minutes
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
 
@@ -64,8 +65,14 @@ def write_report(folder: Path) -> None:
     """Have `mpp report` write the run's page, in a process of its own: whatever happens to it, the run is done."""
     launchers = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PMI_", "OMPI_", "MV2_", SHARDED)
     alone = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    words = (sys.executable, "-m", "evaluation.report", "--encoder", str(folder))
-    ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace")
+    script = (
+        Path(__file__).parents[2] / "evaluation" / "report.py"
+    )  # by path: `-m` might find another `evaluation` here
+    words = (sys.executable, str(script), "--encoder", str(folder))
+    try:
+        ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        ended = subprocess.CompletedProcess(words, 1, "", f"it took over {PATIENCE} s")
     said = (ended.stderr if ended.returncode else ended.stdout).strip().splitlines() or [f"exit {ended.returncode}"]
     if ended.returncode:
         again = f"`mpp report --encoder {shlex.quote(str(folder))}` does it"

@@ -9,6 +9,7 @@ SimMIM, MaskFeat), and runs made sick. tests/test_verdict.py has such runs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log, sqrt
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -113,9 +114,10 @@ def nothing_is_learned(history: History, facts: Facts) -> str | None:
     """After the warm-up, and as many updates again, the model is no better than one answer for all.
 
     Of objectives with colours: held-out accuracy is at most that of the most frequent colour, which a constant reaches.
-    No threshold is chosen. Of the others: the held-out loss is within 0.5 % of that of the first evaluation, or above
-    it. Healthy runs were 1.2 % or more below it from there on; a learning rate of 1e-9 0.01 %. As many updates again,
-    because a healthy run on pixels was below the constant after 75 updates, 60 of them warm-up.
+    No threshold is chosen. Of the others: the held-out loss is within 0.5 % of that of the first evaluation, and the
+    accuracy, if there is one, has not risen. (A loss that rises is `overfitting`.) Healthy runs were 1.2 % or more
+    below it from there on; a learning rate of 1e-9 0.01 %. As many updates again, because a healthy run on pixels was
+    below the constant after 75 updates, 60 of them warm-up.
     """
     rate = f"raise optim.lr ({facts.lr:g}), or lower it where the loss jumps, and look at the pictures in TensorBoard"
     lines = [line for line in trained(history) if EVALUATED in line]
@@ -126,7 +128,9 @@ def nothing_is_learned(history: History, facts: Facts) -> str | None:
         accuracy, constant = last["heldout/accuracy"], last["heldout/most_frequent"]
         seen = f"held-out accuracy {accuracy:.1%} is at the level of the most frequent colour ({constant:.1%})"
         return f"{seen} after the warm-up; {rate}" if accuracy <= constant else None
-    if not facts.moving and last is not first and last[EVALUATED] > first[EVALUATED] - STUCK * abs(first[EVALUATED]):
+    risen = last.get("heldout/accuracy", 0.0) > first.get("heldout/accuracy", 0.0)
+    still = abs(last[EVALUATED] - first[EVALUATED]) < STUCK * abs(first[EVALUATED])
+    if not facts.moving and last is not first and still and not risen:
         seen = f"the held-out loss is where it was at the first evaluation ({first[EVALUATED]:.4g}"
         return f"{seen}, now {last[EVALUATED]:.4g}); {rate}"
     return None
@@ -222,7 +226,7 @@ def a_long_warm_up(history: History, facts: Facts) -> str | None:
         return None
     return (
         f"the learning rate rises for {facts.warmup} of {facts.steps} updates, more than a fifth of the run; lower "
-        f"optim.warmup_steps (null: {min(100, facts.steps // 5)})"
+        f"optim.warmup_steps, or set it null, which is {min(100, facts.steps // 5)} here"
     )
 
 
@@ -250,8 +254,10 @@ def clipped_nearly_always(history: History, facts: Facts) -> str | None:
 def features_have_peaked(history: History, facts: Facts) -> str | None:
     """The probe falls for two evaluations while the prediction still improves.
 
-    It has to fall by more than one standard error of an accuracy on so many images, sqrt(p (1 - p) / n). One of the 18
-    runs peaked: grid_color on digits had 87.2 % after 200 of 400 updates and 81.8 % at its end, 2.8 standard errors.
+    It has to fall by more than chance does: of N probes that are equally good the best is sqrt(2 ln N) standard errors
+    above them, and the last may be one below. The error is that of an accuracy on so many images, sqrt(p (1 - p) / n).
+    One of the 18 runs peaked: grid_color on digits had 87.2 % after 200 of 400 updates and 81.8 % at its end, 2.8
+    errors with a bound of 2.7.
     """
     group, lines = probed(trained(history))
     if len(lines) < 3 or facts.moving:
@@ -260,8 +266,9 @@ def features_have_peaked(history: History, facts: Facts) -> str | None:
     peak = best.index(max(best))
     losses = [line[EVALUATED] for line in lines]
     falling = best[-3] > best[-2] > best[-1] and peak <= len(best) - 3
-    noise = (max(best) * (1 - max(best)) / max(facts.judged, 1)) ** 0.5
-    if not falling or max(best) - best[-1] <= noise or losses[-1] >= losses[peak]:
+    images = max(facts.judged, 1)
+    error = sqrt(max(max(best) * (1 - max(best)), 1 / images) / images)
+    if not falling or max(best) - best[-1] <= error * (1 + sqrt(2 * log(len(best)))) or losses[-1] >= losses[peak]:
         return None
     what = {"knn": "kNN accuracy", "agreement": "the neighbours' agreement"}[group]
     return (
@@ -427,7 +434,9 @@ def prediction_said(history: History) -> str:
     if COPYING[1] not in last:
         return accuracy
     copying = max(last[name] for name in COPYING)
-    points = 100 * (last["heldout/accuracy"] - copying)
+    points = round(100 * (last["heldout/accuracy"] - copying), 1)
+    if points == 0:
+        return f"{accuracy} on masked patches, as good as copying neighbours ({copying:.1%})"
     since = beaten_since(history)
     if since is None:
         return f"{accuracy} on masked patches, {-points:.1f} points worse than copying neighbours ({copying:.1%})"
@@ -450,6 +459,8 @@ def features_said(history: History) -> str:
         beside["before training"] = best_depth(lines[0], group)[1]
         if f"{group}/floor_pixels" in lines[0]:
             beside["colours alone"] = lines[0][f"{group}/floor_pixels"]
+    if f"{group}/chance" in lines[-1]:
+        beside["by chance"] = lines[-1][f"{group}/chance"]
     if beside:
         said += f" ({', '.join(f'{name} {number:.1%}' for name, number in beside.items())})"
     rank = max(depths_of(lines[-1], "features/rank").items(), default=None)

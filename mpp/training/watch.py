@@ -51,7 +51,9 @@ class Watch:
         new = [{"check": check, "step": step, "message": said} for check, said in found if check not in known]
         for each in new:
             tqdm.write(f"warning: {each['check']}: {each['message']}", file=sys.stderr)
-        lines = [f"- **{each['check']}** (step {each['step']}): {each['message']}" for each in before + new]
+        now = dict(found)
+        before = [each | {"message": now.get(each["check"], each["message"])} for each in before]
+        lines = [f"- **{name}**: {message}" for name, message in found]
         self.tracker.log_text(step, "verdict", "\n\n".join([line, *lines]))
         about = {"model": self.task.describe_model(), "images": self.task.describe_images()}
         said = about | {"step": step, "line": line, "warnings": before + new, "off": [each.check for each in found]}
@@ -65,7 +67,9 @@ class Watch:
         """What stays the same."""
         run, optim = self.run, self.optim
         own = dict(steps=run.steps, images=optim.global_batch_size, lr=optim.lr, clip=optim.clip)
-        own |= dict(warmup=optim.warmup(run.steps), gpu_tflops=reached(self.tracker.accelerator.device))
+        accelerator, dtype = self.tracker.accelerator, torch.bfloat16 if run.precision == "bf16" else torch.float32
+        own |= dict(warmup=optim.warmup(run.steps))
+        own |= dict(gpu_tflops=accelerator.num_processes * reached(accelerator.device, dtype))
         return Facts(**own, **self.task.facts())
 
 
@@ -77,11 +81,11 @@ def verdict_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def reached(device: torch.device) -> float:
-    """TFLOP/s of a large matrix product in bf16 on a GPU; 0 on a CPU."""
+def reached(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of a large matrix product on a GPU; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
-    matrix = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+    matrix = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
     for _ in range(2):  # the first one prepares
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
