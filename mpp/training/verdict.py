@@ -332,7 +332,8 @@ DOUBLE = 0.05
 def duplicates_across_the_cut(history: History, facts: Facts) -> str | None:
     """More than 5 % of the held-out images are nearly the same as a training image: held-out figures are too good.
 
-    See `twins` in mpp/data/survey.py. Measured: birds 0 %, CIFAR-10 0.05 %, digits 0.7 %, tiles of photographs 4.0 %.
+    See `twins` in mpp/data/survey.py. Measured: birds and CIFAR-10 0 %, digits at most 0.7 %, tiles of photographs at
+    most 4.0 %.
     """
     if facts.duplicates <= DOUBLE:
         return None
