@@ -14,17 +14,19 @@ from sklearn.neighbors import KNeighborsClassifier
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.suite.patches import (
+    OUTLINES,
     MaskedViews,
     PatchFeatures,
     class_shares,
     color_and_position,
     decode_mask,
+    drawn,
     load_masked,
 )
 from evaluation.suite.probing import judge
 from mpp.config import ImagesConfig
 from mpp.data.decoding import UnreadableImage
-from mpp.data.sources import ImageDataset
+from mpp.data.sources import ImageDataset, load_splits, undecoded
 from mpp.runtime.randomness import FIXED
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
@@ -204,6 +206,37 @@ def test_the_birds_outlines_are_of_their_images():
             assert mask.shape == (120, 120) and set(mask.unique().tolist()) == {0, 1}
             shares.append(mask.float().mean().item())
     assert np.mean(shares) == pytest.approx(0.196, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"eval_split": None, "eval_fraction": 0.3}, (28, 14)),
+        ({"split": "test", "eval_split": "train"}, (34, 42)),
+        ({"train_images": 5}, (5, 34)),
+    ],
+    ids=["a cut", "the other way round", "few"],
+)
+def test_the_birds_outlines_follow_the_settings(settings, counts):
+    data = MaskedDataConfig(**settings)
+    known, splits = json.loads(OUTLINES.read_text()), load_splits(data)
+    for (images, masks), count in zip(load_masked(data), counts, strict=True):
+        of_split = known[images.origin.split]
+        rows = undecoded(splits[images.origin.split].select(images.origin.indices), "image")
+        assert images.rows["image"] == rows["image"] and len(images) == count
+        assert [mask["bytes"] for mask in masks["mask"]] == [drawn(of_split[name]) for name in rows["id"]]
+
+
+def test_birds_without_outlines_are_refused():
+    with pytest.raises(ValueError, match="none of its photographs has an outline"):
+        load_masked(MaskedDataConfig(eval_split=None, eval_fraction=0.002))
+
+
+def test_one_image_leaves_none_to_choose_on():
+    features = PatchFeatures(*(part[:1] for part in some_features()))
+    with pytest.raises(ValueError, match=r"number of training images is 1; it must be at least 2 where a depth or a r"):
+        segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear"))
+    assert segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear", lr=0.1, seeds=0))
 
 
 def test_the_command_judges_an_encoder_and_what_it_has_to_beat(trained, tmp_path, capsys):
