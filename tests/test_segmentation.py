@@ -81,6 +81,7 @@ def test_figures_are_scikit_learns(ignored):
         rng.choice([0, 1, 2, 4, 5], (7, 9, 11)),
         rng.choice([0, 1, 2, 4], (7, 9, 11)),
     )  # nothing is of class 3
+    found[found == ignored] = 1  # no reading predicts it
     truth[0, :4] = 255 if ignored == 255 else 5
     counts = segmentation.confusion(torch.from_numpy(truth), torch.from_numpy(found), 6, ignored)
     scores = segmentation.scores_of(counts)
@@ -153,6 +154,19 @@ def test_a_linear_reading_learns_what_is_linear_and_its_rate_is_chosen_on_train(
     assert min(result["pixel_accuracy"] for result in results) > 0.75  # upsampled, edges of patches are blurred
     other = segmentation.evaluate(features._replace(test_masks=features.test_masks[::-1].copy()), config)
     assert other[0]["dev_accuracy"] == linear[0]["dev_accuracy"]  # test has no part in it
+
+
+@pytest.mark.parametrize("reading", ["linear", "knn"])
+def test_what_no_training_mask_shows_is_never_predicted(reading):
+    """Nor is what is ignored; a class of the test masks alone is all missed."""
+    features = some_features()
+    features.train_masks[features.train_masks == 1] = 3
+    features.test_masks[:, :4] = 5
+    config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0, data=MaskedDataConfig(ignore_index=0))
+    shown = {}
+    (result,) = segmentation.evaluate(features, config, shown)
+    assert set(shown[reading].unique().tolist()) == {2, 3}
+    assert result["iou"][0] is None and result["iou"][4] is None and result["iou"][5] == 0
 
 
 def test_depth_is_chosen_on_a_part_of_train():

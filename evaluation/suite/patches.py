@@ -236,11 +236,15 @@ def extract_patches(
 
 def classes_of(features: PatchFeatures, ignore_index: int | None) -> int:
     """C: one more than the largest number in the masks."""
-    masks = (features.train_masks, features.test_masks)
-    present = np.unique(np.concatenate([np.unique(block) for part in masks for block in np.array_split(part, 16)]))
-    counted = present[present != ignore_index]
+    counted = np.union1d(*(classes_in(masks, ignore_index) for masks in (features.train_masks, features.test_masks)))
     require(len(counted) > 1, "data.mask_column", f"of the classes {counted.tolist()}", "a column of several classes")
     return int(counted.max()) + 1
+
+
+def classes_in(masks: NDArray[np.int16], ignore_index: int | None) -> NDArray[np.int16]:
+    """The numbers of masks, without the ignored one, in order."""
+    present = np.unique(np.concatenate([np.unique(block) for block in np.array_split(masks, 16)]))
+    return present[present != ignore_index]
 
 
 def class_shares(
