@@ -15,9 +15,9 @@ import yaml
 from conftest import ROOT, TINY
 
 CODE, TESTS = (
-    11650,
-    11650,
-)  # lines of code that mpp/ with evaluation/, and tests/ may have: report 1,480; export, masks 1,190
+    11676,
+    11737,
+)  # lines of code that mpp/ with evaluation/, and tests/ may have: report 1,480; export, masks 1,303
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
 
