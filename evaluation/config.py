@@ -286,7 +286,8 @@ class ExportConfig(WhichEncoderConfig):
     """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
 
     out: str = operational("encoder.onnx")
-    """File that is written. FILE.json beside it has the same metadata, and what the check of the file found."""
+    """File that is written, over one that is there. FILE.json beside it has the same metadata, and what the check of
+    the file found."""
     format: Literal["onnx", "torch_export", "safetensors"] = "onnx"
     """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code;
     safetensors: the weights by timm's names, and how to build the model around them."""

@@ -111,13 +111,18 @@ def table_of(parts: Iterator[tuple[list[int], np.ndarray, list[str]]], dataset: 
 
 
 def is_of(file: Path, about: str) -> bool:
-    """Whether a table is there, and of this. Raises UserError where another is."""
-    if not file.exists():
+    """Whether a table is there, and of this."""
+    try:
+        return (pq.read_schema(file).metadata or {}).get(KEY) == about.encode()
+    except (OSError, pa.ArrowException):  # nothing, a folder, another kind of file
         return False
-    found = (pq.read_schema(file).metadata or {}).get(KEY, b"").decode()
-    allowed = "a new file: what is there is of other images, weights or settings"
-    require(found == about, "out", file, allowed)
-    return True
+
+
+def is_done(out: Path, about: str) -> bool:
+    """Whether the whole table is there. Raises UserError where something else is."""
+    done = is_of(out, about)
+    require(done or not out.exists(), "out", out, "a new file: what is there is of other images, weights or settings")
+    return done
 
 
 def embed(config: EmbedConfig) -> Path:
@@ -140,10 +145,10 @@ def embed(config: EmbedConfig) -> Path:
     about = json.dumps(identity(config, splits), sort_keys=True)
     out = Path(config.out)
     parts = out.parent / f".{out.name}.parts"
+    is_done(out, about)  # what is refused leaves no folder
     with hold(parts, "out"), deaths_explained():
-        if not is_of(out, about):
-            write_parts(parts, encoder, splits, config, accelerator, about)
-            join(parts, out)
+        if not is_done(out, about):
+            join(write_parts(parts, encoder, splits, config, accelerator, about), out)
     shutil.rmtree(parts, ignore_errors=True)
     errors = pq.read_table(out, columns=["error"])["error"]
     broken = len(errors) - errors.null_count
@@ -153,9 +158,13 @@ def embed(config: EmbedConfig) -> Path:
 
 def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
     """What a table is of: settings, weights and images."""
-    kept = ("encoder", "random", "seed", "img_size", "precision", "representation", "depth")
+    kept = ("random", "img_size", "precision", "representation", "depth")
     data = {name: getattr(config.data, name) for name in ("channels", "bands", "range", "nodata", "eval_crop")}
     weights = fingerprint(Path(config.checkpoint or config.encoder))
+    if config.random or not weights:
+        kept += ("encoder", "seed")
+    elif config.checkpoint:
+        kept += ("encoder",)  # a name of timm's, which says how the weights are used
     return (
         {name: getattr(config, name) for name in kept}
         | data
@@ -173,13 +182,15 @@ def write_parts(
     config: EmbedConfig,
     accelerator: Accelerator,
     about: str,
-) -> None:
-    """Write what is missing of the parts, each complete or absent."""
+) -> list[Path]:
+    """Write what is missing of the parts, each complete or absent; all parts. One of something else is written over."""
+    files = []
     with progress_bar(desc="features", unit="image", total=sum(map(len, splits))) as bar:
         for number, dataset in enumerate(splits):
             for first in range(0, len(dataset), ROWS):
                 chosen = range(first, min(first + ROWS, len(dataset)))
                 file = folder / f"{number:03d}-{first:012d}.parquet"
+                files.append(file)
                 if not is_of(file, about):
                     aside = file.with_suffix(".partial")
                     found = features_of(encoder, dataset, chosen, config, accelerator)
@@ -187,6 +198,7 @@ def write_parts(
                     aside.replace(file)
                 else:
                     bar.update(len(chosen))
+    return files
 
 
 def counted(batches: Iterator[tuple], bar: Any) -> Iterator[tuple]:
@@ -196,10 +208,9 @@ def counted(batches: Iterator[tuple], bar: Any) -> Iterator[tuple]:
         bar.update(len(batch[0]))
 
 
-def join(folder: Path, out: Path) -> None:
+def join(files: Sequence[Path], out: Path) -> None:
     """One file of all parts, one part in memory at a time."""
-    files = sorted(folder.glob("*.parquet"))
-    aside = folder / "whole.partial"
+    aside = files[0].with_name("whole.partial")
     with pq.ParquetWriter(aside, pq.read_schema(files[0])) as writer:
         for file in files:
             writer.write_table(pq.read_table(file))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from evaluation import fewshot
@@ -41,6 +41,7 @@ from mpp.errors import UserError, one_line
 from mpp.frozen_features import extract, pool
 from mpp.models.encoder import export_encoder, load_encoder, set_attention
 from mpp.runtime.launch import command, start
+from mpp.runtime.weights import fingerprint
 
 MOST = 1e-4  # difference from PyTorch's numbers that is rounding
 CONFIG, WEIGHTS = "config.json", "model.safetensors"  # of timm's layout
@@ -76,12 +77,15 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
     """
     height, width = encoder.img_size
     run = run_folder(config.encoder) or Path(config.encoder)
-    card = next((file for file in (run / "encoder/README.md", run / "README.md") if file.is_file()), None)
+    weights = Path(config.checkpoint).name if config.checkpoint else fingerprint(Path(config.encoder))
+    cards = () if config.random or config.checkpoint else (run / "encoder/README.md", run / "README.md")
+    card = next(filter(Path.is_file, cards), None)
     kind = "from 0 to 255" if config.normalize else "(pixels / 255 - mean) / std"
     out = {"tokens": "(batch, tokens, width)"}.get(config.representation, "(batch, width)")
     about = {
         "mpp": version("mpp"),
         "encoder": run.name,
+        "weights": f"random, seed {config.seed}" if config.random or not weights else weights,
         "architecture": encoder.model.pretrained_cfg.get("architecture"),
         "img_size": [height, width],
         "channels": encoder.channels,
@@ -93,7 +97,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
     if config.format != "safetensors":
         dtype = str(images.dtype).removeprefix("torch.")
         batch = "batch" if config.batch == "dynamic" else config.batch
-        about |= {"normalize": config.normalize, "representation": config.representation}
+        about |= {"normalize": config.normalize, "representation": config.representation, "quantize": config.quantize}
         about |= {"input": f"images ({batch}, {encoder.channels}, {height}, {width}) {dtype}, {kind}"}
         about |= {"output": f"features {out} float32"}
     if hasattr(encoder.model, "num_prefix_tokens"):
@@ -147,7 +151,7 @@ def write_safetensors(
         export_encoder(module.model, folder, tuple(about["img_size"]), *moments)
         about["timm"] = json.loads((folder / CONFIG).read_text())
         state = load_file(folder / WEIGHTS)
-    save_file(state, file, {KEY: json.dumps(about)})
+    file.write_bytes(save(state, {KEY: json.dumps(about)}))  # save_file's files are for their owner alone
 
 
 def read_safetensors(file: Path) -> Run:
@@ -362,8 +366,6 @@ def write_checked(config: ExportConfig, check: Check, reference: Exported, out: 
         found = check.difference(run, reference)
         what = f"a file whose numbers differ from PyTorch's by {found:.1e}"
         require(found <= MOST, "format", f"{config.format}, which makes {what}", f"another one: at most {MOST:g} is ok")
-        count = min(config.images, len(check.splits[1]))
-        print(f"largest difference from PyTorch: {found:.1e}, over {count} held-out images")
         report = {"about": about, "difference": found}
         if config.quantize:
             with quietly():
@@ -374,7 +376,10 @@ def write_checked(config: ExportConfig, check: Check, reference: Exported, out: 
             ways["onnxruntime int8"] = in_batches(read(small), config.batch), small.stat().st_size
             report["rows"] = report_of(check, ways, reference)
             print_report(report["rows"])
+            report["difference"] = report["rows"][-1]["difference"]
             small.replace(file)
+        count = min(config.images, len(check.splits[1]))
+        print(f"largest difference from PyTorch: {report['difference']:.1e}, over {count} held-out images")
         for each in aside.iterdir():
             each.replace(out.parent / each.name)
     finally:

@@ -29,6 +29,7 @@ from evaluation.suite.patches import (
     PatchFeatures,
     PatchFloor,
     class_shares,
+    classes_in,
     classes_of,
     describe_masks,
     extract_patches,
@@ -49,23 +50,31 @@ from mpp.runtime.randomness import FIXED
 
 WARMUP = 0.04  # share of the updates; DINOv2 has 1500 of 40,000
 AT_ONCE = 16  # images that are predicted together
+NEVER = -1e4  # a logit whose probability is 0; infinity times a weight of 0 would be no number when upsampled
 LOGITS = 2**24  # upsampled at a time: what bounds the memory
 Predict = Callable[[Tensor], Tensor]
 """Features of patches (B, h, w, D), on the device, to scores (B, C, h, w)."""
 
 
 class LinearReading(nn.Module):
-    """A batch norm and a linear layer on each patch: features (B, h, w, D) to logits (B, C, h, w)."""
+    """A batch norm and a linear layer on each patch: features (B, h, w, D) to logits (B, C, h, w).
 
-    def __init__(self, width: int, classes: int):
+    Args:
+        taught: the classes that there is something to learn of; another is never predicted.
+    """
+
+    def __init__(self, width: int, taught: Sequence[int]):
         super().__init__()
+        classes = max(taught, default=0) + 1
         self.norm, self.classify = nn.BatchNorm1d(width), nn.Linear(width, classes)
+        self.register_buffer("untaught", torch.tensor([number not in taught for number in range(classes)]))
         nn.init.normal_(self.classify.weight, std=0.01)
         nn.init.zeros_(self.classify.bias)
 
     def forward(self, features: Tensor) -> Tensor:
         shape = features.shape[:-1]
-        return self.classify(self.norm(features.flatten(0, -2))).unflatten(0, shape).movedim(-1, 1)
+        logits = self.classify(self.norm(features.flatten(0, -2))).masked_fill(self.untaught, NEVER)
+        return logits.unflatten(0, shape).movedim(-1, 1)
 
 
 def upsampled(scores: Tensor, size: Sequence[int]) -> Tensor:
@@ -80,12 +89,13 @@ def masked_loss(logits: Tensor, masks: Tensor, ignore_index: int | None) -> Tens
     return total / (masks != ignored).sum().clamp(min=1)
 
 
-def fit(features: PatchFeatures, config: SegmentationConfig, classes: int, lr: float, seed: int) -> LinearReading:
+def fit(features: PatchFeatures, config: SegmentationConfig, lr: float, seed: int) -> LinearReading:
     """A linear reading of the training patches."""
     own, generator = device(), torch.Generator().manual_seed(seed)
+    taught = classes_in(features.train_masks, config.data.ignore_index).tolist()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        reading = LinearReading(features.train.shape[-1], classes).to(own)
+        reading = LinearReading(features.train.shape[-1], taught).to(own)
     optimizer = torch.optim.AdamW(reading.parameters(), lr=lr, weight_decay=config.weight_decay)
     warmup = max(1, round(WARMUP * config.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -186,10 +196,10 @@ def evaluate(features: PatchFeatures, config: SegmentationConfig, shown: dict[st
         best, on_dev = config.lr[0], {}
         if len(config.lr) > 1:
             dev = features.dev()
-            on_dev = {lr: judged(fit(dev, config, classes, lr, config.seeds[0]), dev)["accuracy"] for lr in config.lr}
+            on_dev = {lr: judged(fit(dev, config, lr, config.seeds[0]), dev)["accuracy"] for lr in config.lr}
             best = max(on_dev, key=on_dev.get)
         for seed in config.seeds:
-            scores = judged(fit(features, config, classes, best, seed), name="linear")
+            scores = judged(fit(features, config, best, seed), name="linear")
             results.append({"case": "linear", "seed": seed, "lr": best, "dev_accuracy": on_dev.get(best)} | scores)
     if "knn" in config.readings:
         bank, labels = labelled_patches(features, config, classes)
@@ -226,14 +236,17 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
         features = features_by_depth(config, encoder, splits, accelerator)
         report = judge(config, features, lambda of_depth: evaluate(of_depth, config, shown), "case")
         lines = {config.encoder: results_at(report)}
+        least = [most_frequent(next(iter(features.values())), config) | {"case": "all"}]
+        del features  # the files of all depths, before the baselines write theirs
         for baseline, floor in baselines_of(config, encoder).items():
             of_floor = features_by_depth(config, floor, splits, accelerator)
             report.setdefault("baselines", {})[baseline] = judge(
                 config, of_floor, lambda of_depth: evaluate(of_depth, config), "case"
             )
             lines[baseline] = results_at(report["baselines"][baseline])
-        lines["the most frequent class"] = [most_frequent(next(iter(features.values())), config) | {"case": "all"}]
-    report["baselines"] = report.get("baselines", {}) | {"the most frequent class": lines["the most frequent class"]}
+            del of_floor
+    lines["the most frequent class"] = least
+    report["baselines"] = report.get("baselines", {}) | {"the most frequent class": least}
     path = report_path(config.out, config.encoder, f"segmentation{config.variant()}.json")
     write_report(path, report, "reading")
     print(table_of(lines, config.readings))

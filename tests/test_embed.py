@@ -9,6 +9,7 @@ from PIL import Image
 
 import mpp
 from evaluation import embed
+from mpp.errors import UserError
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 
@@ -70,6 +71,42 @@ def test_a_table_of_something_else_is_not_written_over(images, finished_run, tmp
         with pytest.raises(ValueError, match="it must be a new file: what is there is of other images, weights or set"):
             embed.main([*words, *others])
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["text", "folder"])
+def test_what_is_no_table_is_not_written_over(kind, images, finished_run, tmp_path):
+    file = tmp_path / "features.parquet"
+    file.mkdir() if kind == "folder" else file.write_text("text of some length")
+    with pytest.raises(UserError, match=r"out is .*features\.parquet; it must be a new file"):
+        embed.main([f"--encoder={finished_run}", f"--data.path={images}", f"--out={file}", *FAST])
+    assert file.is_dir() or file.read_text() == "text of some length"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_parts_of_something_else_are_written_over(images, finished_run, tmp_path, monkeypatch):
+    """Of a folder that has changed since, too: it has fewer images, and fewer parts."""
+    monkeypatch.setattr(embed, "ROWS", 4)
+    words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
+    with monkeypatch.context() as broken_off:
+        broken_off.setattr(embed, "join", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            embed.main(words)
+    for file in sorted(images.rglob("0*.png"))[:6]:
+        file.unlink()
+    embed.main(words)
+    embed.main([*words[:2], f"--out={tmp_path / 'new.parquet'}", *FAST])
+    rows = rows_of(tmp_path / "features.parquet")
+    assert len(rows) == pq.read_metadata(tmp_path / "features.parquet").num_rows == 7
+    assert rows == rows_of(tmp_path / "new.parquet")
+
+
+def test_weights_count_and_neither_their_folder_nor_a_seed_that_nothing_draws(images, trained, tmp_path):
+    words = [f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
+    embed.main([f"--encoder={trained}", *words])
+    moved = trained.rename(tmp_path / "moved")
+    embed.main([f"--encoder={moved}", "--seed=1", *words])
+    with pytest.raises(UserError, match="it must be a new file"):
+        embed.main([f"--encoder={moved}", "--random=true", *words])
 
 
 def test_images_of_one_type_and_broken_ones_make_a_batch():

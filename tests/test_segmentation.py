@@ -14,17 +14,19 @@ from sklearn.neighbors import KNeighborsClassifier
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.suite.patches import (
+    OUTLINES,
     MaskedViews,
     PatchFeatures,
     class_shares,
     color_and_position,
     decode_mask,
+    drawn,
     load_masked,
 )
 from evaluation.suite.probing import judge
 from mpp.config import ImagesConfig
 from mpp.data.decoding import UnreadableImage
-from mpp.data.sources import ImageDataset
+from mpp.data.sources import ImageDataset, load_splits, undecoded
 from mpp.runtime.randomness import FIXED
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
@@ -79,6 +81,7 @@ def test_figures_are_scikit_learns(ignored):
         rng.choice([0, 1, 2, 4, 5], (7, 9, 11)),
         rng.choice([0, 1, 2, 4], (7, 9, 11)),
     )  # nothing is of class 3
+    found[found == ignored] = 1  # no reading predicts it
     truth[0, :4] = 255 if ignored == 255 else 5
     counts = segmentation.confusion(torch.from_numpy(truth), torch.from_numpy(found), 6, ignored)
     scores = segmentation.scores_of(counts)
@@ -153,6 +156,19 @@ def test_a_linear_reading_learns_what_is_linear_and_its_rate_is_chosen_on_train(
     assert other[0]["dev_accuracy"] == linear[0]["dev_accuracy"]  # test has no part in it
 
 
+@pytest.mark.parametrize("reading", ["linear", "knn"])
+def test_what_no_training_mask_shows_is_never_predicted(reading):
+    """Nor is what is ignored; a class of the test masks alone is all missed."""
+    features = some_features()
+    features.train_masks[features.train_masks == 1] = 3
+    features.test_masks[:, :4] = 5
+    config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0, data=MaskedDataConfig(ignore_index=0))
+    shown = {}
+    (result,) = segmentation.evaluate(features, config, shown)
+    assert set(shown[reading].unique().tolist()) == {2, 3}
+    assert result["iou"][0] is None and result["iou"][4] is None and result["iou"][5] == 0
+
+
 def test_depth_is_chosen_on_a_part_of_train():
     good, bad = some_features(), some_features(1)
     noise = PatchFeatures(np.random.default_rng(2).normal(size=bad.train.shape).astype(np.float32), *bad[1:])
@@ -204,6 +220,37 @@ def test_the_birds_outlines_are_of_their_images():
             assert mask.shape == (120, 120) and set(mask.unique().tolist()) == {0, 1}
             shares.append(mask.float().mean().item())
     assert np.mean(shares) == pytest.approx(0.196, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"eval_split": None, "eval_fraction": 0.3}, (28, 14)),
+        ({"split": "test", "eval_split": "train"}, (34, 42)),
+        ({"train_images": 5}, (5, 34)),
+    ],
+    ids=["a cut", "the other way round", "few"],
+)
+def test_the_birds_outlines_follow_the_settings(settings, counts):
+    data = MaskedDataConfig(**settings)
+    known, splits = json.loads(OUTLINES.read_text()), load_splits(data)
+    for (images, masks), count in zip(load_masked(data), counts, strict=True):
+        of_split = known[images.origin.split]
+        rows = undecoded(splits[images.origin.split].select(images.origin.indices), "image")
+        assert images.rows["image"] == rows["image"] and len(images) == count
+        assert [mask["bytes"] for mask in masks["mask"]] == [drawn(of_split[name]) for name in rows["id"]]
+
+
+def test_birds_without_outlines_are_refused():
+    with pytest.raises(ValueError, match="none of its photographs has an outline"):
+        load_masked(MaskedDataConfig(eval_split=None, eval_fraction=0.002))
+
+
+def test_one_image_leaves_none_to_choose_on():
+    features = PatchFeatures(*(part[:1] for part in some_features()))
+    with pytest.raises(ValueError, match=r"number of training images is 1; it must be at least 2 where a depth or a r"):
+        segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear"))
+    assert segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear", lr=0.1, seeds=0))
 
 
 def test_the_command_judges_an_encoder_and_what_it_has_to_beat(trained, tmp_path, capsys):

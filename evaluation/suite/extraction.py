@@ -61,10 +61,20 @@ class Features(NamedTuple):
 
     def dev(self) -> "Features":
         """A tenth of train, drawn once, in the place of test: what choices are made on."""
-        order = permutation(Stream.CUT, DEV_SEED, 1, len(self.train))
-        cut = max(1, len(order) // 10)
-        parts = [np.sort(order[cut:]), np.sort(order[:cut])]
+        parts = dev_cut(len(self.train))
         return Features(*(select(array, part) for part in parts for array in (self.train, self.train_labels)))
+
+
+def dev_cut(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which of `count` training images are learned from and which, a tenth, choices are made on; drawn once.
+
+    Raises:
+        UserError: none would be left to learn from.
+    """
+    allowed = "at least 2 where a depth or a rate is chosen on a part of them, and 3 where both are"
+    require(count > 1, "the number of training images", count, allowed)
+    order, cut = permutation(Stream.CUT, DEV_SEED, 1, count), max(1, count // 10)
+    return np.sort(order[cut:]), np.sort(order[:cut])
 
 
 NAMES = ("train_features", "train_labels", "test_features", "test_labels")

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
 from evaluation.suite.encoders import FrozenEncoder, grid_of
-from evaluation.suite.extraction import DEV_SEED, readable, views_for
+from evaluation.suite.extraction import dev_cut, readable, views_for
+from evaluation.suite.run_images import positions
 from mpp.config import ImagesConfig, require
 from mpp.data.decoding import FORMATS, UnreadableImage, check_size
 from mpp.data.images import centre_crop
@@ -31,7 +32,6 @@ from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UserError
 from mpp.frozen_features import extract, tokens_at
 from mpp.runtime.arrays import select
-from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
 
 OUTLINES = BIRDS / "outlines.json"
@@ -76,9 +76,7 @@ class PatchFeatures(NamedTuple):
 
     def dev(self) -> "PatchFeatures":
         """A tenth of train's images, drawn once, in the place of test: what choices are made on."""
-        order = permutation(Stream.CUT, DEV_SEED, 1, len(self.train))
-        cut = max(1, len(order) // 10)
-        parts = [np.sort(order[cut:]), np.sort(order[:cut])]
+        parts = dev_cut(len(self.train))
         return PatchFeatures(*(select(array, part) for part in parts for array in (self.train, self.train_masks)))
 
 
@@ -171,15 +169,34 @@ def with_masks(dataset: ImageDataset, splits: dict[str, Any], data: MaskedDataCo
 
 def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:
     """The package's photographs that somebody has drawn the birds' outlines on: 1 is bird, 0 is what is around it."""
-    outlines = json.loads(OUTLINES.read_text())
-    pairs = []
-    for dataset, of_split in zip(load_image_datasets(data), (outlines["train"], outlines["test"]), strict=True):
-        ids = load_splits(data)[dataset.origin.split]["id"]
-        chosen = np.array([index for index, name in enumerate(ids) if name in of_split], np.int64)
-        cells = [{"bytes": drawn(of_split[ids[index]]), "path": None} for index in chosen]
-        masks = datasets.Dataset.from_dict({"mask": cells}, datasets.Features({"mask": datasets.Image(decode=False)}))
-        pairs.append((dataset.select(chosen), masks))
-    return pairs[0], pairs[1]
+    known = json.loads(OUTLINES.read_text())
+    outlines = known["train"] | known["test"]
+    splits = load_splits(data)
+    train, held_out = (outlined(dataset, splits, outlines) for dataset in load_image_datasets(data))
+    train = train.choose(data.train_images, data.eval_seed)
+    return with_outlines(train, splits, outlines), with_outlines(held_out, splits, outlines)
+
+
+def names_of(dataset: ImageDataset, splits: dict[str, Any]) -> list[str]:
+    """What the outlines call each of the images."""
+    ids = splits[dataset.origin.split]["id"]
+    return [ids[index] for index in positions(dataset)]
+
+
+def outlined(dataset: ImageDataset, splits: dict[str, Any], outlines: dict[str, Any]) -> ImageDataset:
+    """The images that have an outline. Raises UserError where none has."""
+    chosen = [index for index, name in enumerate(names_of(dataset, splits)) if name in outlines]
+    allowed = "others: none of its photographs has an outline"
+    require(chosen, "data", f"the birds' {dataset.split}, {len(dataset)} images", allowed)
+    return dataset.select(np.array(chosen, np.int64))
+
+
+def with_outlines(dataset: ImageDataset, splits: dict[str, Any], outlines: dict[str, Any]) -> Masked:
+    """The same images, and their outlines as masks."""
+    cells = [{"bytes": drawn(outlines[name]), "path": None} for name in names_of(dataset, splits)]
+    return dataset, datasets.Dataset.from_dict(
+        {"mask": cells}, datasets.Features({"mask": datasets.Image(decode=False)})
+    )
 
 
 def drawn(outline: dict[str, Any]) -> bytes:
@@ -219,11 +236,15 @@ def extract_patches(
 
 def classes_of(features: PatchFeatures, ignore_index: int | None) -> int:
     """C: one more than the largest number in the masks."""
-    masks = (features.train_masks, features.test_masks)
-    present = np.unique(np.concatenate([np.unique(block) for part in masks for block in np.array_split(part, 16)]))
-    counted = present[present != ignore_index]
+    counted = np.union1d(*(classes_in(masks, ignore_index) for masks in (features.train_masks, features.test_masks)))
     require(len(counted) > 1, "data.mask_column", f"of the classes {counted.tolist()}", "a column of several classes")
     return int(counted.max()) + 1
+
+
+def classes_in(masks: NDArray[np.int16], ignore_index: int | None) -> NDArray[np.int16]:
+    """The numbers of masks, without the ignored one, in order."""
+    present = np.unique(np.concatenate([np.unique(block) for block in np.array_split(masks, 16)]))
+    return present[present != ignore_index]
 
 
 def class_shares(
