@@ -33,12 +33,13 @@ from mpp.pretrain import Pretraining
 from mpp.reconstructions import as_rgb, as_seen
 from mpp.runtime.launch import command, start
 from mpp.runtime.parsing import parse
+from mpp.training.checks import UNREADABLE, Facts, findings
 from mpp.training.feed import Feed
 from mpp.training.loop import Update
 from mpp.training.parallel import prepare
 from mpp.training.run import settled, with_moments
 from mpp.training.run_folder import CHECK, check_owner
-from mpp.training.verdict import UNREADABLE, Facts, duration, findings
+from mpp.training.verdict import duration
 
 LOOK = 20.0  # seconds for the images
 TIMED, LONG = 8, 15.0  # updates that are timed, and seconds after which fewer have to do

@@ -36,19 +36,10 @@ from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import as_words, parse_saved
+from mpp.training.checks import History, best_depth, depths_of, probed, series
 from mpp.training.run_folder import CONFIG, REPORT, images_of, saved_settings
 from mpp.training.tracking import metrics_of
-from mpp.training.verdict import (
-    History,
-    best_depth,
-    depths_of,
-    duration,
-    features_said,
-    prediction_said,
-    probed,
-    series,
-    trend_said,
-)
+from mpp.training.verdict import duration, features_said, prediction_said, trend_said
 from mpp.training.watch import verdict_of
 
 NEIGHBOURS, QUERIES = 5, 6

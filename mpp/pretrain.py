@@ -35,13 +35,13 @@ from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained
+from mpp.training.checks import Facts, targets_collapse
 from mpp.training.flops import executed_flops
 from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.run_folder import REPORT, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker
-from mpp.training.verdict import Facts, targets_collapse
 from mpp.training.watch import verdict_of
 
 PANEL_IMAGES = 8

@@ -21,7 +21,8 @@ from mpp.data.survey import look
 from mpp.errors import ReadFailed
 from mpp.pretrain import main
 from mpp.probe import Probe, agreement
-from mpp.training.verdict import CHECKS, Facts, findings, is_best, verdict
+from mpp.training.checks import CHECKS, Facts, findings
+from mpp.training.verdict import is_best, verdict
 from mpp.training.watch import verdict_of
 
 FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, judged=400)

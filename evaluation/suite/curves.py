@@ -6,7 +6,7 @@ import numpy as np
 
 from evaluation.suite.figures import plot_series
 from evaluation.suite.page import Chart, Table, chart
-from mpp.training.verdict import EVALUATED, History, best_depth, depths_of, probed, series
+from mpp.training.checks import EVALUATED, History, best_depth, depths_of, probed, series
 
 POINTS = 200  # of a line, at most: more would not be seen
 ROWS = 12  # of a table

@@ -59,7 +59,7 @@ class Task(Protocol):
         """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
 
     def facts(self) -> dict[str, Any]:
-        """What the verdict is to know of the images: see `mpp.training.verdict.Facts`."""
+        """What the verdict is to know of the images: see `mpp.training.checks.Facts`."""
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         """Scalars on held-out images, all of them on the main process; may log pictures. `model` is in eval mode."""

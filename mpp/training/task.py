@@ -80,7 +80,7 @@ class ImageTask:
         return self.probe(model, floor=True) if self.probe else {}
 
     def facts(self) -> dict[str, Any]:
-        """What the verdict on a run is to know of its images (see `mpp.training.verdict.Facts`)."""
+        """What the verdict on a run is to know of its images (see `mpp.training.checks.Facts`)."""
         judged = self.probe.judged or self.probe.ranked if self.probe else None
         known = {"known": 0 if isinstance(self.train, Shards) else len(self.train)}
         known |= {"judged": len(judged.dataset) if judged else len(self.held_out)}

@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.disk import write_whole
+from mpp.training.checks import Facts, findings
 from mpp.training.tracking import Tracker, metrics_of
-from mpp.training.verdict import Facts, findings, is_best, verdict
+from mpp.training.verdict import is_best, verdict
 
 VERDICT = "verdict.json"
 SIDE = 4096  # of the matrices that say what a GPU reaches
