@@ -102,7 +102,7 @@ def table_of(parts: Iterator[tuple[list[int], np.ndarray, list[str]]], dataset: 
     errors = [error or None for of_batch in errors for error in of_batch]
     values = np.concatenate(features)
     broken = np.array([error is not None for error in errors])
-    kind = pa.list_(pa.float32(), values.shape[1])
+    kind = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing
     rows = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1], mask=pa.array(broken))
     names = [dataset.name(index) for of_batch in indices for index in of_batch]
     columns = {"file": names, "split": [dataset.split] * len(names), "features": rows.cast(kind)}

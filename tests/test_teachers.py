@@ -379,13 +379,14 @@ def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, fi
 
 def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):
     """Two processes with copies or shares, two passes an update, recomputed activations: the losses of one process."""
-    words = (*TINY, *EMA, "--run.eval_every=4")
+    adam = ("--optim.name=adam", "--optim.lr=3e-3")  # Muon's bf16 rounds what is added in another order
+    words = (*TINY, *EMA, *adam, "--run.eval_every=4")
     more = {"copies": "--data.batch_size=2", "shares": "--model.activation_checkpointing=true"}
     runs = [
         Command("pretrain", *words, option, f"--run.dir={tmp_path / name}", processes=2, sharded=name == "shares")
         for name, option in more.items()
     ]
-    pretrain(*EMA, "--run.eval_every=4", dir=tmp_path / "one")
+    pretrain(*EMA, *adam, "--run.eval_every=4", dir=tmp_path / "one")
     for run in runs:
         assert not any(run.wait()), run.said
     keys = ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")

@@ -180,7 +180,7 @@ def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:
 def names_of(dataset: ImageDataset, splits: dict[str, Any]) -> list[str]:
     """What the outlines call each of the images."""
     ids = splits[dataset.origin.split]["id"]
-    return [ids[index] for index in positions(dataset)]
+    return [ids[index] for index in positions(dataset).tolist()]
 
 
 def outlined(dataset: ImageDataset, splits: dict[str, Any], outlines: dict[str, Any]) -> ImageDataset:
