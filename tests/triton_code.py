@@ -34,9 +34,8 @@ from triton.runtime import driver
 
 from mpp.config import Config
 from mpp.corruption import Corruption, draw
-from mpp.models.encoder import build_encoder, cell_grid
-from mpp.models.networks import build_network
-from mpp.objectives import build_objective
+from mpp.models.encoder import cell_grid
+from mpp.models.networks import build_model
 from mpp.runtime.parsing import parse
 
 IMAGES = 8
@@ -88,10 +87,8 @@ def answer_for(capability: int) -> None:
 
 def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """An update's loss and gradients as one graph, and its inputs, fake tensors of the CPU."""
-    encoder = build_encoder(config.model)
-    grid, patch_size = cell_grid(encoder)
-    objective = build_objective(config.objective, patch_size)
-    model = build_network(config.network, encoder, objective.outputs, *config.model.normalization(3))
+    model, objective = build_model(config)
+    grid, patch_size = cell_grid(model.encoder)
     names = [name for name, _ in model.named_parameters()]
     fixed = [name for name, _ in model.named_buffers()]
     count, tensors = len(names), [each.detach() for each in (*model.parameters(), *model.buffers())]
@@ -100,15 +97,17 @@ def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
         with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
             parameters = [each.detach().requires_grad_() for each in parameters]
             state = dict(zip(names + fixed, [*parameters, *buffers], strict=True))
-            predictions = torch.func.functional_call(model, state, (images, Corruption(*corruption))).float()
+            found = torch.func.functional_call(model, state, (images, Corruption(*corruption)))
+            taught = isinstance(found, tuple)
+            predictions, targets = found[:2] if taught else (found, objective.targets(images, corruption[0]))
             with torch.autocast("cpu", enabled=False):
-                loss = objective.loss(predictions, objective.targets(images, corruption[0]))
+                loss = objective.loss(predictions.float(), targets)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return [loss.detach(), *(each for each in gradients if each is not None)]
 
     drawn = [draw(config.corruption, grid, 0, 0, number) for number in range(IMAGES)]
     drawn = [torch.stack(each) for each in zip(*drawn, strict=True)]
-    shown = torch.zeros(IMAGES, 3, *(side * patch_size for side in grid), dtype=torch.uint8)
+    shown = torch.zeros(IMAGES, config.data.channels, *(side * patch_size for side in grid), dtype=torch.uint8)
     torch.compile(model, backend="eager", fullgraph=True)(shown, Corruption(*drawn))  # raises where a graph breaks
     torch.compiler.reset()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
