@@ -20,6 +20,7 @@ SAME = (
     "accumulation",
     "Polyak",
     "layer decay",
+    "moving average",
     "every",
 )
 KINDS = {name: [*TINY, *options] for name, options in PRETRAIN.items() if not name.startswith(SAME)}
