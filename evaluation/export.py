@@ -320,7 +320,8 @@ def export(config: ExportConfig) -> dict[str, Any]:
     end = FORMATS[config.format][0]
     require(out.suffix == end and not out.is_dir(), "out", out, f"a file whose name ends in {end}")
     missing = [name for name in PACKAGES if config.format == "onnx" and find_spec(name) is None]
-    require(not missing, "format", f"onnx without {', '.join(missing)}", "installed first: pip install 'mpp[export]'")
+    install = f"installed first: pip install {' '.join(missing)}"
+    require(not missing, "format", f"onnx without {', '.join(missing)}", install)
     accelerator = start(RunConfig(precision="fp32", trackers=(), threads=config.threads))
     if accelerator.num_processes > 1:
         raise UserError("a file is written by one process: start it with python, without a launcher")

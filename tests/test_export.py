@@ -17,7 +17,7 @@ from mpp.frozen_features import features_at
 from mpp.models.encoder import export_encoder, set_attention
 from mpp.runtime.weights import fingerprint
 
-onnxruntime = pytest.importorskip("onnxruntime", reason="pip install 'mpp[export]'")
+onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[export]'")
 pytest.importorskip("onnxscript")
 ENDS = {"onnx": "onnx", "torch_export": "pt2", "safetensors": "safetensors"}
 FEW = ("--images=6", "--threads=1", "--data.workers=0")
