@@ -132,7 +132,7 @@ def broken(images):
 def test_packages_that_are_missing_are_named(finished_run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else object())
-    with pytest.raises(ValueError, match="onnx without onnxscript; it must be installed first: pip install onnxscript$"):
+    with pytest.raises(ValueError, match=r"without onnxscript; it must be installed first: pip install onnxscript$"):
         exported(finished_run, tmp_path, "onnx")
 
 
