@@ -119,6 +119,8 @@ class Job:
 
     case: Case
     folder: Path
+    teacher: "Job | None" = None
+    """A job of the encoder whose features this one's training predicts, where the comparison has that encoder."""
 
     @cached_property
     def training_digest(self) -> str | None:
@@ -126,7 +128,10 @@ class Job:
         entry = self.case.encoder
         if self.requested is None:
             return None
-        return digest_of({"command": entry.train, "settings": substance(self.requested), "compute": entry.compute})
+        settings = substance(self.requested)
+        if self.teacher is not None:
+            settings["objective.teacher"] = self.teacher.training_digest
+        return digest_of({"command": entry.train, "settings": settings, "compute": entry.compute})
 
     @cached_property
     def digest(self) -> str:
@@ -219,14 +224,18 @@ class Job:
     def prepare(self) -> None:
         """Train the encoder if the entry says how; a finished run is left as it is, a broken off one goes on.
 
+        Its teacher comes first.
+
         Raises:
+            Held: another process is at it, or at its teacher.
             Diverged: now or before.
         """
-        if self.training is None:
+        if self.teacher is not None:
+            self.teacher.prepare()
+        if self.requested is None:
             return
-        for folder in filter(None, (self.weights, teacher_of(self.requested))):
-            with hold(folder, "encoder"):
-                pass  # another process may be at it: to know that, nothing need be loaded
+        with hold(self.weights, "encoder"):
+            pass  # another process may be at it: to know that, nothing need be loaded
         self.check_beginning()
         folder, task = Path(self.training.run.dir), TRAININGS[self.case.encoder.train][1]
         if not is_finished(folder, self.training.run.steps):
@@ -313,6 +322,23 @@ def executed(run: Path) -> float:
     return own + (executed(teacher) if teacher else 0.0)
 
 
+def with_teachers(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs; where one of them trains the teacher of another, the other knows which.
+
+    Raises:
+        UserError: an encoder is its own teacher.
+    """
+    trained = {job.weights: job for job in jobs if job.requested is not None}
+
+    def with_teacher(job: Job, taught: tuple[Path, ...] = ()) -> Job:
+        if job.weights in taught:
+            raise UserError(f"{job.weights} would be taught by itself; objective.teacher must be another encoder")
+        teacher = trained.get(teacher_of(job.requested))
+        return replace(job, teacher=teacher and with_teacher(teacher, (*taught, job.weights)))
+
+    return [with_teacher(job) for job in jobs]
+
+
 def share_out(jobs: Sequence[Job]) -> list[str]:
     """Carry out all jobs; what failed, and why. Those that another process is at come last, or are waited for."""
     failures, announced = [], False
@@ -394,7 +420,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         raise UserError("a comparison is one process; start the command several times, and they share the work")
     folder, known = Path(config.dir), published(config.extends)
     questions, cases = plan(config)
-    jobs = [Job(case, folder) for case in cases]  # their settings are parsed below: a bad one is named at once
+    jobs = with_teachers([Job(case, folder) for case in cases])  # their settings are parsed: a bad one is named at once
     missing = [job for job in jobs if job.digest not in known]
     failures = [] if config.tabulate else share_out(missing)
     rows = [row for job in jobs for row in renamed(known.get(job.digest, []), job.case) or job.rows()]

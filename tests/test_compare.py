@@ -72,17 +72,44 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     config["encoders"][1]["train_options"] = tiny | taught
     config["encoders"][0]["seeds"] = [0]
     config["evaluations"], config["datasets"] = config["evaluations"][:1], config["datasets"][:1]
+    config["encoders"].reverse()
     small.write_text(yaml.safe_dump(config))
-    jobs = [
-        compare.Job(case, tmp_path / "out") for case in plan.plan(parse(CompareConfig, ["--config", str(small)]))[1]
-    ]
+    student, of_teacher = jobs_of(small, tmp_path / "out").values()
     with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
-        jobs[1].prepare()
+        student.prepare()
     compare.main(["--config", str(small)])
     own = {name: max(read_metrics(tmp_path / name, "compute/pflop").values()) for name in ("encoders/0", "taught")}
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     costs = {row["encoder"]: row["training_pflop"] for row in results}
     assert costs == {"pre-trained": own["encoders/0"], "taught": own["encoders/0"] + own["taught"]}
+    config["encoders"][1]["train_options"]["optim.lr"] = 0.02
+    small.write_text(yaml.safe_dump(config))
+    taught_otherwise, _ = jobs_of(small, tmp_path / "out").values()
+    assert taught_otherwise.digest != student.digest
+    config["encoders"][0]["train_options"]["objective.teacher"] = str(tmp_path / "taught")
+    small.write_text(yaml.safe_dump(config))
+    with pytest.raises(UserError, match=r"taught would be taught by itself; objective\.teacher must be another encoder"):
+        compare.main(["--config", str(small)])
+
+
+def test_a_teacher_is_trained_where_its_own_results_are_published(small, tmp_path):
+    """A student of it is new, and needs its weights."""
+    config = yaml.safe_load(small.read_text())
+    config["evaluations"], config["datasets"] = config["evaluations"][:1], config["datasets"][:1]
+    config["encoders"] = config["encoders"][:1]
+    config["encoders"][0]["seeds"] = [0]
+    small.write_text(yaml.safe_dump(config))
+    compare.main(["--config", str(small)])
+    shutil.rmtree(tmp_path / "encoders")
+    teacher = config["encoders"][0]
+    taught = {"objective.name": "features", "objective.teacher": teacher["encoder"]}
+    student = {"name": "taught", "encoder": str(tmp_path / "taught"), "train": "pretrain"}
+    config["encoders"].append(student | {"train_options": teacher["train_options"] | taught})
+    again = {"dir": str(tmp_path / "again"), "extends": str(tmp_path / "out" / "results.json")}
+    small.write_text(yaml.safe_dump(config | again))
+    compare.main(["--config", str(small)])
+    assert (tmp_path / "taught" / "encoder").is_dir()
+    assert not any((tmp_path / "again" / "reports").glob("pre-trained*"))
 
 
 def test_vtab_has_its_19_tasks_in_three_groups():
@@ -175,7 +202,8 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
 def jobs_of(file, folder):
     """The jobs of a comparison, by encoder, seed, evaluation and dataset."""
     cases = plan.plan(parse(CompareConfig, ["--config", str(file)])).cases
-    return {(c.encoder.name, c.seed, c.evaluation.name, c.dataset.name): compare.Job(c, folder) for c in cases}
+    jobs = compare.with_teachers([compare.Job(case, folder) for case in cases])
+    return {(j.case.encoder.name, j.case.seed, j.case.evaluation.name, j.case.dataset.name): j for j in jobs}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "evaluation" / "results").glob("*/results.json")), ids=str)
