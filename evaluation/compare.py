@@ -295,9 +295,10 @@ class Job:
         about |= {"group": dataset.group, "digest": self.digest} | ({} if pflop is None else {"training_pflop": pflop})
         if "diverged" in report:
             return [about | {"kind": "diverged"}]
-        by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
+        by_depth, ranks = (report["protocol"].get(name, {}) for name in ("dev_accuracy_by_depth", "rank_by_depth"))
         dev = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
-        return [about | row for row in (*rows_of(self.case, report), *dev)]
+        ranks = [{"kind": "rank", "seed": 0, "depth": int(depth), "rank": each} for depth, each in ranks.items()]
+        return [about | row for row in (*rows_of(self.case, report), *dev, *ranks)]
 
     def training_pflop(self) -> float | None:
         """PFLOP executed to train the encoder and its teacher; 0 of random weights; None: nothing says so."""

@@ -14,6 +14,7 @@ from evaluation import compare, masked
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
 from evaluation.suite import plan, probing
 from evaluation.suite.encoders import load_frozen
+from evaluation.suite.extraction import Features
 from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.suite.run_images import record_of
@@ -74,7 +75,7 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     config["evaluations"], config["datasets"] = config["evaluations"][:1], config["datasets"][:1]
     config["encoders"].reverse()
     small.write_text(yaml.safe_dump(config))
-    student, of_teacher = jobs_of(small, tmp_path / "out").values()
+    student, _ = jobs_of(small, tmp_path / "out").values()
     with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
         student.prepare()
     compare.main(["--config", str(small)])
@@ -88,7 +89,7 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     assert taught_otherwise.digest != student.digest
     config["encoders"][0]["train_options"]["objective.teacher"] = str(tmp_path / "taught")
     small.write_text(yaml.safe_dump(config))
-    with pytest.raises(UserError, match=r"taught would be taught by itself; objective\.teacher must be another encoder"):
+    with pytest.raises(UserError, match="taught would be taught by itself"):
         compare.main(["--config", str(small)])
 
 
@@ -295,7 +296,7 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     assert trained == [str(tmp_path / "encoders" / seed) for seed in "01"]
     assert first["summary"]["comparison"]["wild"] == {"few-shot 1": {"diverged": 2}, "kNN 20": {"diverged": 2}}
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
-    assert [line.split() for line in lines if "wild" in line] == [["|", "wild", "|", "diverged", "|", "diverged", "|"]]
+    assert [line.replace(" ", "") for line in lines if "wild" in line] == ["|wild|diverged|diverged|-|"]
     assert run() == first and len(trained) == 2
     assert "says so; delete it to try again" in capsys.readouterr().err
 
@@ -345,6 +346,24 @@ def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
     )
     assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "diverged": 1}
     assert "50.0 ± 0.0 (1 diverged)" in table_of(numbers)
+
+
+def test_the_rank_of_the_deepest_features_is_a_column():
+    """Of k directions that are equally strong it is k; no bar is drawn of it, which has another unit."""
+    labels = np.arange(6) % 2
+
+    def features(directions):
+        return Features(np.eye(6), labels, np.eye(6)[np.arange(60) % directions], np.arange(60) % 2)
+
+    ranks = probing.ranks_of({1: features(2), 2: features(4)})
+    assert ranks == pytest.approx({1: 2, 2: 4})
+    about = {"encoder": "a", "encoder_seed": 0, "dataset": "birds", "group": None, "evaluation": "kNN", "seed": 0}
+    rows = [about | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]
+    numbers = numbers_of([*rows, about | {"kind": "test", "case": "20", "accuracy": 0.5}])
+    assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1}
+    assert table_of(numbers).splitlines()[0].split("|")[-2].strip() == "rank"
+    assert table_of(numbers).splitlines()[-1].replace(" ", "") == "|a|50.0|4|"
+    assert len(plot_question(Question("bars"), rows, numbers).axes) == 1
 
 
 def test_a_failed_evaluation_leaves_the_others(floors, tmp_path):

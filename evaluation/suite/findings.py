@@ -23,10 +23,15 @@ Row = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
 
 test: an accuracy, of a case (such as 5 shots) and a seed; dev: an accuracy on the dev split at a depth, of a seed;
-diverged: no more.
+rank: the effective rank of test features at a depth; diverged: no more.
 """
 Numbers = dict[str, dict[str, dict[str, float]]]
-"""Encoder -> column -> mean, standard deviation, count; how many seeds diverged, where any did; PFLOP, where asked."""
+"""Encoder -> column -> mean, standard deviation, count; how many seeds diverged, where any did; PFLOP, where asked.
+
+Columns are accuracies, and the rank of the deepest features where a probe measured it.
+"""
+
+RANK = "rank"
 
 COMPUTE = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and their axis."""
@@ -73,7 +78,7 @@ def chosen(rows: list[Row], question: Question) -> list[Row]:
 
 
 def of_kind(rows: list[Row], kind: str) -> list[Row]:
-    """The accuracies on `test` images, those on the `dev` split by depth, or what `diverged`."""
+    """The accuracies on `test` images, those on the `dev` split by depth, the `rank` by depth, or what `diverged`."""
     return [row for row in rows if row["kind"] == kind]
 
 
@@ -89,11 +94,11 @@ def unique(rows: list[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
-def spread(rows: list[Row]) -> dict[str, float]:
+def spread(rows: list[Row], key: str = "accuracy") -> dict[str, float]:
     """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets only the mean is taken."""
     of_seeds: dict[tuple, list[float]] = {}
     for row in rows:
-        of_seeds.setdefault((row["encoder_seed"], row["seed"]), []).append(row["accuracy"])
+        of_seeds.setdefault((row["encoder_seed"], row["seed"]), []).append(row[key])
     values = [np.mean(each) for each in of_seeds.values()]
     return {"mean": float(np.mean(values)), "std": float(np.std(values)), "count": len(values)}
 
@@ -130,6 +135,11 @@ def numbers_of(rows: list[Row], pflop: Callable[[Row], float | None] = lambda ro
             taken = [found for found in map(pflop, own) if found is not None]
             if taken:
                 cells[name]["pflop"] = float(np.mean(taken))
+    ranked = of_kind(rows, "rank")
+    for encoder in unique(ranked, "encoder") if len(unique(ranked, "dataset")) == 1 else ():
+        own = [row for row in ranked if row["encoder"] == encoder]
+        deepest = max(unique(own, "depth"))
+        numbers[encoder][RANK] = spread([row for row in own if row["depth"] == deepest], "rank")
     return numbers
 
 
@@ -156,10 +166,10 @@ def table_of(numbers: Numbers) -> str:
 
 def cells_of(numbers: Numbers) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of a table; beside accuracies, the compute that they took, where that is known."""
-    columns = list(dict.fromkeys(column for of in numbers.values() for column in of))
+    columns = list(dict.fromkeys(column for of in numbers.values() for column in sorted(of, key=RANK.__eq__)))
     shown: dict[str, Callable[[dict[str, dict[str, float]]], str]] = {}  # heading -> what stands below it
     for column in columns:
-        shown[column] = lambda of, column=column: cell(of.get(column))
+        shown[column] = lambda of, column=column: (rank_cell if column == RANK else cell)(of.get(column))
         if any("pflop" in of.get(column, {}) for of in numbers.values()):
             shown[f"{column}, PFLOP"] = lambda of, column=column: compute_cell(of.get(column))
     body = [[name, *(text(of) for text in shown.values())] for name, of in numbers.items()]
@@ -174,6 +184,13 @@ def cell(numbers: dict[str, float] | None) -> str:
         return "diverged"
     text = percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
     return f"{text} ({numbers['diverged']} diverged)" if "diverged" in numbers else text
+
+
+def rank_cell(numbers: dict[str, float] | None) -> str:
+    """An effective rank as the table has it."""
+    if numbers is None:
+        return "-"
+    return f"{numbers['mean']:.0f}" + (f" ± {numbers['std']:.0f}" if numbers["count"] > 1 else "")
 
 
 def compute_cell(numbers: dict[str, float] | None) -> str:
@@ -206,7 +223,8 @@ def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figu
             drawn = [row | {"case": line} for line, encoders in named for row in drawn if row["encoder"] in encoders]
         curves = curves_of(drawn, "case", partial(place, question))
         return plot_lines(curves, COMPUTE.get(question.x, question.x)) if drawn else None
-    return plot_bars(numbers) if numbers else None
+    accuracies = {name: {key: value for key, value in of.items() if key != RANK} for name, of in numbers.items()}
+    return plot_bars(accuracies) if numbers else None
 
 
 def write_findings(

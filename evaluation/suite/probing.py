@@ -12,6 +12,8 @@ from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, 
 from evaluation.suite.extraction import Features, extract_features, load_features
 from evaluation.suite.reports import report_path, summarize, write_report
 from mpp.config import RunConfig
+from mpp.probe import RANKED, effective_ranks
+from mpp.runtime.hardware import device
 from mpp.runtime.launch import start
 from mpp.runtime.weights import fingerprint
 
@@ -36,10 +38,18 @@ def probe(
     report: dict[str, Any] = {}
     if accelerator.is_main_process:
         report = judge(config, by_depth, evaluate, key)
+        report["protocol"]["rank_by_depth"] = ranks_of(by_depth)
         name = command if config.features else command + config.variant()
         path = report_path(config.out, config.encoder, f"{name}.json", config.features)
         write_report(path, report, key)
     return report  # the others are done: they do not wait for a probe that may take hours
+
+
+def ranks_of(by_depth: dict[int, Features]) -> dict[int, float]:
+    """The effective rank of test features by depth, of at most as many images as `features/rank` while training."""
+    count = len(next(iter(by_depth.values())).test)
+    spaced = np.linspace(0, count - 1, min(count, RANKED)).astype(int)  # files may be in the order of their classes
+    return dict(zip(by_depth, effective_ranks([of.test[spaced] for of in by_depth.values()], device()), strict=True))
 
 
 def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> dict[int, Features]:
