@@ -1,0 +1,63 @@
+"""Settings of the evaluation's commands: typed, frozen, validated, and without torch, so that they are read at once."""
+
+from evaluation.config.comparing import CompareConfig, GpuReportConfig, ThroughputConfig
+from evaluation.config.encoders import (
+    EVERY,
+    EmbedConfig,
+    EncoderConfig,
+    ExportConfig,
+    FeaturesConfig,
+    MaskedDataConfig,
+    ProbeDataConfig,
+    ReportConfig,
+    VisualizeConfig,
+)
+from evaluation.config.probes import (
+    OF_AN_ENCODER,
+    FewshotConfig,
+    FrozenProbeConfig,
+    KnnConfig,
+    LinearConfig,
+    MaskedConfig,
+    SegmentationConfig,
+)
+from evaluation.config.training import (
+    ContrastiveConfig,
+    DistillConfig,
+    FinetuneConfig,
+    HeadKind,
+    OneRunConfig,
+    Pooling,
+    SupervisedConfig,
+    ViewsConfig,
+)
+
+__all__ = [
+    "EVERY",
+    "OF_AN_ENCODER",
+    "CompareConfig",
+    "ContrastiveConfig",
+    "DistillConfig",
+    "EmbedConfig",
+    "EncoderConfig",
+    "ExportConfig",
+    "FeaturesConfig",
+    "FewshotConfig",
+    "FinetuneConfig",
+    "FrozenProbeConfig",
+    "GpuReportConfig",
+    "HeadKind",
+    "KnnConfig",
+    "LinearConfig",
+    "MaskedConfig",
+    "MaskedDataConfig",
+    "OneRunConfig",
+    "Pooling",
+    "ProbeDataConfig",
+    "ReportConfig",
+    "SegmentationConfig",
+    "SupervisedConfig",
+    "ThroughputConfig",
+    "ViewsConfig",
+    "VisualizeConfig",
+]

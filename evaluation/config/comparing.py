@@ -1,0 +1,74 @@
+"""Settings of commands that compare: encoders with each other, mpp with other code."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpp.config import needs, require
+
+
+@dataclass(frozen=True)
+class ThroughputConfig:
+    """Throughput of training, against other code and the machine's limits."""
+
+    model: str = needs("vit_tiny_patch16_224", sizes=False)
+    """A timm VisionTransformer, at its own image size."""
+    batch_size: int = 16
+    """Images a step."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type. auto: bf16 where the hardware computes in it."""
+    compile: bool = False
+    """Compile all models that are trained with torch.compile."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: a GPU where there is one."""
+    rounds: int = 15
+    """Rounds that count, after three that do not."""
+    jpeg_side: int = needs(256, sizes=False)
+    """Shorter side of the files that are loaded from; mpp.prepare makes them 256."""
+    workers: int = needs(2, sizes=False)
+    """Loader processes of the end-to-end update."""
+    memory: bool = needs(True, sizes=False)
+    """Measure memory too: each peer in a process of its own."""
+    sizes: tuple[str, ...] = ()
+    """In place of all else: these models' update, at half the batch and at the whole one."""
+    out: str | None = None
+    """JSON file of all figures. null: none."""
+
+    def __post_init__(self):
+        for name in ("batch_size", "rounds", "jpeg_side"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True)
+class GpuReportConfig:
+    """What mpp does on this machine's GPU, in one text file."""
+
+    out: str = "gpu_report.txt"
+    """The file."""
+    batch_size: int = 64
+    """Images a step, of throughput and memory."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu rehearses the report."""
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison of encoders."""
+
+    dir: str = "runs/compare"
+    """Folder of results.json, table.md, the plots, and each evaluation's report."""
+    encoders: tuple[dict[str, Any], ...] = ()
+    """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed."""
+    evaluations: tuple[dict[str, Any], ...] = ()
+    """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune or masked."""
+    datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
+    """{name, options, group}: options have data.path and the like."""
+    questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
+    """{name, title, encoders, evaluations, plot, x, lines}: a table and a plot each. Only what is asked for is done."""
+    extends: str | None = None
+    """The results.json of another comparison: results with the same digest are taken from there, and not done again."""
+    tabulate: bool = False
+    """Only write what is there already: a look at a comparison that is under way."""
+
+    def __post_init__(self):
+        for key in ("encoders", "evaluations", "datasets", "questions"):
+            require(len(getattr(self, key)) > 0, key, "empty", "a list in a --config file; see configs/compare")

@@ -1,0 +1,208 @@
+"""Settings of commands that look at a frozen encoder: which, by which images, and what is made of it."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from mpp.config import Representation, SourceConfig, as_lists, group, needs, operational, require, sides
+from mpp.runtime.weights import BEST
+
+Picture = Literal[
+    "predictions",
+    "filters",
+    "positions",
+    "attention_distance",
+    "attention_rollout",
+    "pca",
+    "similarity",
+    "neighbours",
+    "rank",
+    "accuracy_by_depth",
+]
+EVERY: tuple[Picture, ...] = get_args(Picture)
+OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label_column", "train_images", "eval_seed")
+
+
+@dataclass(frozen=True)
+class ProbeDataConfig(SourceConfig):
+    """The labelled images: the training split is learned from, the held-out split is tested on."""
+
+    eval_crop: float | None = None
+    """Share of the shorter side that the centre crop keeps; 1 suits small images. null: the encoder's own."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.eval_crop is None or 0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "in (0, 1], or null"
+        )
+
+
+@dataclass(frozen=True)
+class MaskedDataConfig(ProbeDataConfig):
+    """Images with masks: the training split is learned from, the held-out split is tested on."""
+
+    mask_column: str = needs("mask", path=True)
+    """Column of the masks: images of one number a pixel, its class; of a palette's colours the numbers count. The
+    package's birds have outlines."""
+    ignore_index: int | None = 255
+    """The number of pixels that do not count. null: all count."""
+
+
+@dataclass(frozen=True)
+class WhichEncoderConfig:
+    """A frozen encoder: which, and the images that it is shown."""
+
+    encoder: str = "runs/birds"
+    """Run folder, encoder folder, timm model name (random, or with --checkpoint), floor:pixels or floor:colors."""
+    checkpoint: str | None = None
+    """Local .safetensors file with the weights of a timm model name."""
+    random: bool = False
+    """Take the architecture with random weights: the floor that pre-training has to beat."""
+    seed: int = 0
+    """Seed of random weights."""
+    img_size: int | tuple[int, int] | None = None
+    """Another input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
+    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
+
+    def variant(self) -> str:
+        """What is not as usual, for the names of files: one report does not take another's place."""
+        parts = ["best"] if Path(self.encoder).name == BEST else []
+        parts += [f"random_{self.seed}"] if self.random else []
+        parts += [Path(self.checkpoint).stem] if self.checkpoint else []
+        parts += [f"{'x'.join(map(str, dict.fromkeys(sides(self.img_size))))}px"] if self.img_size else []
+        parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
+        return "".join(f"_{part}" for part in parts)
+
+
+@dataclass(frozen=True)
+class EncoderConfig(WhichEncoderConfig):
+    """A frozen encoder that computes features."""
+
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
+
+
+@dataclass(frozen=True)
+class FeaturesConfig(EncoderConfig):
+    """Frozen features: of which encoder, on which images."""
+
+    representation: Representation = "mean"
+    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    depth: int | Literal["last", "all", "dev"] = "last"
+    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    out: str | None = operational(None)
+    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+
+    def variant(self) -> str:
+        return super().variant() + (f"_{self.representation}" if self.representation != "mean" else "")
+
+
+@dataclass(frozen=True)
+class EmbedConfig(EncoderConfig):
+    """The features of all images of a data set, as a table."""
+
+    representation: Representation = "mean"
+    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    depth: int | Literal["last"] = "last"
+    """After how many blocks. last: the encoder's output."""
+    out: str = operational("features.parquet")
+    """File that is written: a row for each image of all splits."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+    data: ProbeDataConfig = group(
+        ProbeDataConfig, **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
+    )
+
+    def __post_init__(self):
+        require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
+
+
+@dataclass(frozen=True)
+class ExportConfig(WhichEncoderConfig):
+    """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
+
+    out: str = operational("encoder.onnx")
+    """File that is written, over one that is there. FILE.json beside it has the same metadata, and what the check of
+    the file found."""
+    format: Literal["onnx", "torch_export", "safetensors"] = "onnx"
+    """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code;
+    safetensors: the weights by timm's names, and how to build the model around them."""
+    representation: Literal["mean", "class", "tokens"] = needs("mean", format=("onnx", "torch_export"))
+    """What comes out: the `mean` of the patches, the `class` token, or all `tokens`, [class] and registers first."""
+    normalize: bool = needs(True, format=("onnx", "torch_export"))
+    """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
+    normalised already."""
+    batch: int | Literal["dynamic"] = needs("dynamic", format=("onnx", "torch_export"))
+    """Images at a time: so many, or any number."""
+    quantize: Literal["int8"] | None = needs(None, format="onnx")
+    """int8: weights of matrix products become 8 bits, and activations where they are used (onnxruntime's dynamic
+    quantisation). Accuracy, size and speed are printed beside those of PyTorch."""
+    images: int = 2048
+    """At most so many held-out images are looked at by the check, and as many training images by its few-shot probe."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        require(self.batch == "dynamic" or self.batch >= 1, "batch", self.batch, "dynamic, or at least 1")
+        require(self.images >= 1, "images", self.images, "at least 1")
+
+
+@dataclass(frozen=True)
+class VisualizeConfig(EncoderConfig):
+    """Pictures of what an encoder has learned."""
+
+    out: str | None = None
+    """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
+    pictures: Picture | tuple[Picture, ...] = EVERY
+    """Which pictures."""
+    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca", "similarity", "neighbours"))
+    """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    patches: int | tuple[int, ...] | None = needs(None, pictures=("similarity", "neighbours"))
+    """Patches that similarity starts from, counted row by row from 0; the first one is that of neighbours. null: some
+    that are spread over the image, and the middle one."""
+    attention_images: int = needs(128, pictures="attention_distance")
+    """Held-out images that attention distance is averaged over."""
+    residual: bool = needs(False, pictures="attention_rollout")
+    """Average each layer of the rollout with the identity, for the residual connection."""
+    rollout_from: Literal["auto", "class", "patches"] = needs("auto", pictures="attention_rollout")
+    """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
+    bands: int | tuple[int, ...] | None = None
+    """Which channels pictures show as red, green and blue, or the one that is grey, counted from 1: [3, 2, 1]. null:
+    RGB and grey as they are; of several others each, side by side, or their mean where something is laid over them."""
+    representation: Representation = needs("mean", pictures=("rank", "accuracy_by_depth"))
+    """What rank and accuracy_by_depth are of."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        as_lists(self, "pictures")
+        if self.bands is not None:
+            as_lists(self, "bands")
+            fits = len(self.bands) in (1, 3) and min(self.bands) >= 1
+            require(fits, "bands", list(self.bands), "one or three numbers from 1")
+        if self.patches is not None:
+            as_lists(self, "patches")
+            fits = len(self.patches) > 0 and min(self.patches) >= 0
+            require(fits, "patches", list(self.patches), "a list of numbers from 0")
+        require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(EVERY)}")
+        for name in ("images", "attention_images"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True)
+class ReportConfig(EncoderConfig):
+    """A page on a run: its verdict, curves and pictures."""
+
+    out: str | None = operational(None)
+    """File that is written. null: report.html in the run folder."""
+    images: int = 4
+    """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    compared: int = 1024
+    """At most so many held-out images are neighbours of each other, and on the map."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
+
+    def __post_init__(self):
+        require(self.images >= 1, "images", self.images, "at least 1")
+        require(self.compared >= 2, "compared", self.compared, "at least 2")

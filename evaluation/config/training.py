@@ -1,0 +1,213 @@
+"""Settings of commands that train: supervised, fine-tuning, contrastive."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mpp.config import (
+    AugmentConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ProbeConfig,
+    RunConfig,
+    as_lists,
+    group,
+    needs,
+    operational,
+    require,
+)
+from mpp.runtime.weights import fingerprint
+
+Pooling = Literal["auto", "class", "mean"]
+HeadKind = Literal["mlp_tanh", "linear"]
+OF_PRETRAINING = "`mpp check` is of masked patch prediction"
+WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The classifier on top of the encoder, in supervised training."""
+
+    kind: HeadKind = "mlp_tanh"
+    """mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
+    pooling: Pooling = "auto"
+    """What it is on: `class` token or `mean` over patches or places, equal once each has its own learning rate (paper,
+    appendix D.3); auto: [class] where there is one."""
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Learning from a teacher too, through a distillation token with a head of its own (DeiT)."""
+
+    teacher: str | None = operational(None)  # it may move: teacher_sha256 says which it is
+    """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
+    null: no teacher, and no such token."""
+    kind: Literal["hard", "soft"] = needs("hard", teacher=True)
+    """What is learned of the teacher. hard: the class that it finds likeliest; soft: its probabilities."""
+    temperature: float = needs(3.0, teacher=True, kind="soft")
+    """What the logits of both are divided by, of soft (DeiT: 3)."""
+    weight: float | None = needs(None, teacher=True)
+    """Share of the loss that is the teacher's; the rest is the labels'. null: DeiT's, 0.5 of hard and 0.1 of soft."""
+    teacher_sha256: str | None = needs(None, teacher=True)
+    """Of the teacher's weights: a run is not resumed with others. null: looked up when the run begins."""
+
+    def __post_init__(self):
+        require(0 < self.temperature < math.inf, "distill.temperature", self.temperature, "above 0")
+        weight = self.weight
+        require(weight is None or 0 <= weight <= 1, "distill.weight", weight, "from 0 to 1, or null")
+        if self.teacher is not None and self.teacher_sha256 is None:
+            folder, said = Path(self.teacher), " ".join(self.teacher.split())  # in one line
+            require(folder.is_dir(), "distill.teacher", said, "a folder: of a finished run, or of timm's")
+            object.__setattr__(self, "teacher_sha256", fingerprint(folder))
+
+    @property
+    def share(self) -> float:
+        """The teacher's share of the loss."""
+        return WEIGHTS[self.kind] if self.weight is None else self.weight
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """Supervised pre-training from scratch."""
+
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"), check=OF_PRETRAINING)
+    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
+
+    def __post_init__(self):
+        self.optim.check_warmup(self.run.steps)
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """Fine-tune an encoder on labelled images."""
+
+    encoder: str = "runs/birds"
+    """Run folder, encoder folder, or timm model name (randomly initialised, or with --checkpoint)."""
+    checkpoint: str | None = None
+    """Local .safetensors file with the weights of a timm model name."""
+    init: Literal["encoder", "random"] = "encoder"
+    """random: the same architecture and recipe from random weights."""
+    img_size: int | tuple[int, int] | None = None
+    """Side of the images, or height and width; position embeddings are interpolated in 2-D (paper: 384). null: the
+    encoder's own."""
+    pooling: Pooling = "auto"
+    """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
+    drop_path: float | None = None
+    """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
+    activation_checkpointing: bool = operational(False)
+    """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
+    lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
+    """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
+    dev_fraction: float = 0.1
+    """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
+    dev_steps: int | None = None
+    """Updates of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
+    test: bool = True
+    """Train on all of train at the best rate and test. False: stop after the comparison."""
+    out: str | None = operational(None)
+    """JSON file of the result. null: finetune.json in run.dir."""
+    run: RunConfig = group(
+        lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
+        eval_every="each run of fine-tuning is evaluated once, at its end",
+        keep_best="each run of fine-tuning is evaluated once, at its end",
+        check=OF_PRETRAINING,
+    )
+    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: OptimConfig = group(
+        lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
+        lr="the rates of fine-tuning are lrs (--lrs 0.01)",
+    )
+
+    def __post_init__(self):
+        as_lists(self, "lrs")
+        require(len(self.lrs) > 0 and min(self.lrs) > 0, "lrs", list(self.lrs), "a list of positive numbers")
+        drop_path = self.drop_path
+        require(drop_path is None or 0 <= drop_path < 1, "drop_path", drop_path, "at least 0 and below 1, or null")
+        require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
+        self.optim.check_warmup(self.run.steps)
+        if self.dev_steps is not None:
+            require(self.dev_steps >= 1, "dev_steps", self.dev_steps, "at least 1, or null")
+            self.optim.check_warmup(self.dev_steps, "dev_steps")
+
+
+@dataclass(frozen=True)
+class OneRunConfig(FinetuneConfig):
+    """One of the runs that fine-tuning consists of: `optim.lr` is its rate."""
+
+    on_dev: bool = False
+    """Train without the dev split and evaluate on it, in place of all of train and the held-out split."""
+    encoder_sha256: str = ""
+    """Of the weights that it starts from: a run is not resumed, or taken for done, from others."""
+
+
+@dataclass(frozen=True)
+class ViewsConfig:
+    """What becomes of a view beyond its crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
+
+    jitter: float = 1.0
+    """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
+    jitter_probability: float = needs(0.8, jitter=True)
+    """Share of the views whose colours are jittered."""
+    grey: float = 0.2
+    """Share of the views that become grey."""
+    blur: float = 0.5
+    """Share of the views that are blurred, by a Gaussian of 0.1 to 2 pixels in a window of a tenth of the side."""
+
+    def __post_init__(self):
+        require(0 <= self.jitter <= 2.5, "views.jitter", self.jitter, "from 0 to 2.5")
+        for name in ("jitter_probability", "grey", "blur"):
+            require(0 <= getattr(self, name) <= 1, f"views.{name}", getattr(self, name), "in [0, 1]")
+
+
+@dataclass(frozen=True)
+class ProjectionConfig:
+    """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
+
+    pooling: Literal["class", "mean"] = "mean"
+    """What it is on: the `class` token, or the `mean` over patches or places."""
+    hidden: int | None = None
+    """Width of the hidden layer. null: the encoder's."""
+    outputs: int = 128
+    """Numbers that it gives a view."""
+
+    def __post_init__(self):
+        require(self.hidden is None or self.hidden >= 1, "head.hidden", self.hidden, "at least 1, or null")
+        require(self.outputs >= 1, "head.outputs", self.outputs, "at least 1")
+
+
+@dataclass(frozen=True)
+class ContrastConfig:
+    """The loss: NT-Xent. The negatives are all other views of a forward pass, whose size then matters."""
+
+    temperature: float = 0.1
+    """What similarities are divided by (SimCLR: 0.1; 0.5 on CIFAR-10)."""
+
+    def __post_init__(self):
+        require(self.temperature > 0, "contrast.temperature", self.temperature, "above 0")
+
+
+@dataclass(frozen=True)
+class ContrastiveConfig:
+    """Contrastive pre-training (SimCLR). The paper's LARS is not there: `optim.name` is muon, adam or sgd."""
+
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200), check=OF_PRETRAINING)
+    data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    views: ViewsConfig = field(default_factory=ViewsConfig)
+    head: ProjectionConfig = field(default_factory=ProjectionConfig)
+    contrast: ContrastConfig = field(default_factory=ContrastConfig)
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
+    )
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+    def __post_init__(self):
+        self.optim.check_warmup(self.run.steps)
