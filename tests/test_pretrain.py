@@ -115,6 +115,7 @@ HARD = (
     "--data.batch_size=4",
     "--run.steps=6",
     "--run.checkpoint_every=2",
+    "--probe.every=6",
 )
 
 
@@ -141,10 +142,15 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatc
     assert weights(resumed) == weights(whole)
     for key in ("loss", "accuracy", "optim/lr", "heldout/loss"):
         assert read_metrics(resumed, key) == read_metrics(whole, key)
-    steps = [json.loads(line)["step"] for line in (resumed / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
-    shown = EventAccumulator(str(resumed), size_guidance={"scalars": 0}).Reload().Scalars("train/loss")
-    assert [event.step for event in shown] == list(range(1, 7))
+    steps, of_whole = (
+        [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (resumed, whole)
+    )
+    assert steps == of_whole
+    shown = EventAccumulator(str(resumed), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == list(range(1, 7))
+    untrained = "features/rank/depth_01"
+    assert [event.step for event in shown.Scalars(untrained)] == list(read_metrics(whole, untrained))
 
 
 def test_a_hybrids_patches_are_those_of_its_grid(pretrain, capsys):

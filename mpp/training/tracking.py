@@ -47,6 +47,7 @@ class Tracker:
         self.accelerator, self.folder = accelerator, folder
         self.metrics, self.unreadable = folder / "metrics.jsonl", folder / "unreadable.txt"
         self.named = set(self.unreadable.read_text().splitlines()) if self.unreadable.exists() else set()
+        step = step or -1  # without a checkpoint the untrained model is logged again
         if accelerator.is_main_process:
             keep_until(self.metrics, step)
         for tracker in accelerator.log_with:
@@ -62,7 +63,7 @@ class Tracker:
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard" and accelerator.is_main_process:
                 tracker.writer.add_custom_scalars(CHARTS)
-                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", step)
+                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(step, 0))
             elif tracker.name != "tensorboard":
                 tracker.store_init_configuration({key: scalar(value) for key, value in flatten(config).items()})
 
