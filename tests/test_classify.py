@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import mpp
 from evaluation import finetune, supervised
-from evaluation.suite.classify import Classification
+from evaluation.suite.classify import Classification, largest_class
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.labelled import load_labelled
 from evaluation.suite.networks import HeadedEncoder, build_backbone
@@ -55,8 +55,14 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     }
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert 0 <= read_metrics(folder, "heldout/accuracy")[4] <= 1
+    assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     assert "held-out accuracy (%)" in capsys.readouterr().out
+
+
+def test_the_largest_class_is_what_a_constant_gets_right():
+    assert largest_class(np.array([2, 0, 2, 1])) == 0.5
+    assert largest_class(np.array([[2, 0], [0, -1], [1, -1]])) == pytest.approx(2 / 3)  # any of a row is right
 
 
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")

@@ -238,6 +238,7 @@ def test_held_out_images_are_told_from_as_many_others_as_in_training(together, g
     shuffled = projected[permutation(Stream.CUT, 0, 2, 7)].numpy()
     parts = [by_definition(part, 0.1) for part in np.split(shuffled, np.cumsum(groups)[:-1])]
     losses, right = (np.concatenate(part).mean() for part in zip(*parts, strict=True))
+    assert found.pop("heldout/chance") == pytest.approx(sum(n / (2 * n - 1) for n in groups) / 7)
     assert found == {"heldout/loss": pytest.approx(losses), "heldout/accuracy": pytest.approx(right)}
 
 

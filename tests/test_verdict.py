@@ -189,6 +189,14 @@ def test_without_labels_the_line_has_rank_and_agreement():
     ) in verdict([first, last], FACTS)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("largest_class", "(the largest class has 28.0%)"), ("chance", "(by chance 28.0%)")]
+)
+def test_the_line_of_another_training_has_what_is_reached_without(name, said):
+    line = {"step": 9, "heldout/loss": 1.0, "heldout/accuracy": 0.5, f"heldout/{name}": 0.28}
+    assert verdict([line], FACTS).startswith(f"held-out accuracy 50.0% {said}")
+
+
 def test_the_best_is_by_the_probe_or_by_the_accuracy():
     rising, falling = [evaluation(100, knn=0.3), evaluation(200, knn=0.4)], [evaluation(300, accuracy=0.9, knn=0.35)]
     assert is_best(rising[:1]) and is_best(rising) and not is_best(rising + falling)

@@ -106,7 +106,13 @@ class Classification(ImageTask):
         return {
             "heldout/loss": float(sums["loss"] / sums["images"]),
             "heldout/accuracy": self.describe(sums)["accuracy"],
+            "heldout/largest_class": largest_class(np.asarray(self.judged.dataset.labels)),
         }
+
+
+def largest_class(labels: np.ndarray) -> float:
+    """The accuracy of who always says the class that most images have: labels (N,), or (N, L) of which any is right."""
+    return float(np.unique(labels[labels >= 0], return_counts=True)[1].max() / len(labels))
 
 
 def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:

@@ -17,6 +17,9 @@ from mpp.training.checks import (
     trained,
 )
 
+BESIDE = {"heldout/largest_class": "the largest class has", "heldout/chance": "by chance"}
+"""What the accuracy of supervised and of contrastive training is beside."""
+
 
 def is_best(history: History) -> bool:
     """Whether the features were never better than at the last evaluation: by the probe; by the held-out accuracy, or
@@ -58,7 +61,8 @@ def prediction_said(history: History) -> str:
         return f"held-out loss {last[EVALUATED]:.4g}"
     accuracy = f"held-out accuracy {last['heldout/accuracy']:.1%}"
     if COPYING[1] not in last:
-        return accuracy
+        beside = [f"{said} {last[name]:.1%}" for name, said in BESIDE.items() if name in last]
+        return f"{accuracy} ({', '.join(beside)})" if beside else accuracy
     copying = max(last[name] for name in COPYING)
     points = round(100 * (last["heldout/accuracy"] - copying), 1)
     if points == 0:
