@@ -26,7 +26,7 @@ from timm import is_model
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, segmentation, supervised
 from evaluation.config import CompareConfig, MaskedDataConfig
 from evaluation.suite.findings import Row, write_findings
-from evaluation.suite.plan import Case, Options, plan
+from evaluation.suite.plan import Case, Options, Plan, plan
 from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
 from evaluation.suite.run_images import images_at, run_folder
@@ -323,13 +323,14 @@ def executed(run: Path) -> float:
     return own + (executed(teacher) if teacher else 0.0)
 
 
-def with_teachers(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs; where one of them trains the teacher of another, the other knows which.
+def jobs_of(asked: Plan, folder: Path) -> list[Job]:
+    """The jobs of all cases; where an encoder of the comparison teaches that of a job, the job knows which.
 
     Raises:
         UserError: an encoder is its own teacher.
     """
-    trained = {job.weights: job for job in jobs if job.requested is not None}
+    jobs, unasked = ([Job(case, folder) for case in cases] for cases in (asked.cases, asked.unasked))
+    trained = {job.weights: job for job in (*unasked, *jobs) if job.requested is not None}
 
     def with_teacher(job: Job, taught: tuple[Path, ...] = ()) -> Job:
         if job.weights in taught:
@@ -420,14 +421,14 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise UserError("a comparison is one process; start the command several times, and they share the work")
     folder, known = Path(config.dir), published(config.extends)
-    questions, cases = plan(config)
-    jobs = with_teachers([Job(case, folder) for case in cases])  # their settings are parsed: a bad one is named at once
+    asked_for = plan(config)
+    jobs = jobs_of(asked_for, folder)  # their settings are parsed below: a bad one is named at once
     missing = [job for job in jobs if job.digest not in known]
     failures = [] if config.tabulate else share_out(missing)
     rows = [row for job in jobs for row in renamed(known.get(job.digest, []), job.case) or job.rows()]
     asked = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        found = write_findings(folder, questions, rows, asked, runs_of(cases))
+        found = write_findings(folder, asked_for.questions, rows, asked, runs_of(asked_for.cases))
     if failures:
         raise UserError(f"{len(failures)} of {len(jobs)} evaluations failed, such as {failures[0]}")
     return found

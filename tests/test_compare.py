@@ -93,7 +93,8 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
         compare.main(["--config", str(small)])
 
 
-def test_a_teacher_is_trained_where_its_own_results_are_published(small, tmp_path):
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_teacher_is_trained_where_its_own_results_are_published_or_not_asked_for(small, tmp_path, asked):
     """A student of it is new, and needs its weights."""
     config = yaml.safe_load(small.read_text())
     config["evaluations"], config["datasets"] = config["evaluations"][:1], config["datasets"][:1]
@@ -107,6 +108,7 @@ def test_a_teacher_is_trained_where_its_own_results_are_published(small, tmp_pat
     student = {"name": "taught", "encoder": str(tmp_path / "taught"), "train": "pretrain"}
     config["encoders"].append(student | {"train_options": teacher["train_options"] | taught})
     again = {"dir": str(tmp_path / "again"), "extends": str(tmp_path / "out" / "results.json")}
+    again |= {} if asked else {"questions": [{"name": "students", "encoders": ["taught"]}]}
     small.write_text(yaml.safe_dump(config | again))
     compare.main(["--config", str(small)])
     assert (tmp_path / "taught" / "encoder").is_dir()
@@ -202,8 +204,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
 
 def jobs_of(file, folder):
     """The jobs of a comparison, by encoder, seed, evaluation and dataset."""
-    cases = plan.plan(parse(CompareConfig, ["--config", str(file)])).cases
-    jobs = compare.with_teachers([compare.Job(case, folder) for case in cases])
+    jobs = compare.jobs_of(plan.plan(parse(CompareConfig, ["--config", str(file)])), folder)
     return {(j.case.encoder.name, j.case.seed, j.case.evaluation.name, j.case.dataset.name): j for j in jobs}
 
 

@@ -85,6 +85,8 @@ class Plan(NamedTuple):
 
     questions: list[Question]
     cases: list[Case]
+    unasked: list[Case]
+    """A case of each encoder that no question is about, which may be a teacher: it is not judged."""
 
 
 def entries(kind: type, values: Sequence[dict[str, Any]], key: str, **defaults: Any) -> list:
@@ -126,7 +128,10 @@ def plan(config: CompareConfig) -> Plan:
                 case = Case(entry, entry.seeds[number], evaluation, dataset)
                 same = cases.setdefault(case.slug, case)
                 require(same == case, "names", f"alike as files' names ({case.slug})", "more different")
-    return Plan(questions, list(cases.values()))
+    asked_for = {case.encoder.name for case in cases.values()}
+    spare = [entry for name, entry in encoders.items() if name not in asked_for]
+    judged_by = next(iter(evaluations.values())), datasets[0]
+    return Plan(questions, list(cases.values()), [Case(e, seed, *judged_by) for e in spare for seed in e.seeds])
 
 
 def check_encoder(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> None:
