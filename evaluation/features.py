@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features as the command line, or `arguments`, say, and write them."""
     config = parse_with_images(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
-    accelerator = start(RunConfig(precision=config.precision, trackers=()))
+    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     by_depth = extract_features(config, accelerator)
     if accelerator.is_main_process:
         for depth, features in by_depth.items():

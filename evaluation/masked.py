@@ -17,12 +17,7 @@ from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.training.tracking import last_evaluation
 
-LINES = {
-    "model": "accuracy",
-    "two nearest": "two_nearest",
-    "nearest": "nearest",
-    "most frequent": "most_frequent",
-}
+LINES = {"model": "accuracy", "two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
 """What the table calls a line, and what the run's metrics do."""
 
 

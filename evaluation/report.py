@@ -15,13 +15,7 @@ import numpy as np
 from PIL import Image
 
 from evaluation import visualize
-from evaluation.config import (
-    ContrastiveConfig,
-    OneRunConfig,
-    ReportConfig,
-    SupervisedConfig,
-    VisualizeConfig,
-)
+from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig, VisualizeConfig
 from evaluation.suite.about import Missing, available, changed, machine_blocks, settings_rows
 from evaluation.suite.curves import curves_of_run, features_of_run
 from evaluation.suite.encoders import Unavailable

@@ -63,6 +63,8 @@ class WhichEncoderConfig:
     """Seed of random weights."""
     img_size: int | tuple[int, int] | None = None
     """Another input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
+    threads: int = operational(0)
+    """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
     def variant(self) -> str:
@@ -108,8 +110,6 @@ class EmbedConfig(EncoderConfig):
     """After how many blocks. last: the encoder's output."""
     out: str = operational("features.parquet")
     """File that is written: a row for each image of all splits."""
-    threads: int = operational(0)
-    """CPU threads. 0: all cores."""
     data: ProbeDataConfig = group(
         ProbeDataConfig, **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
     )
@@ -140,8 +140,6 @@ class ExportConfig(WhichEncoderConfig):
     quantisation). Accuracy, size and speed are printed beside those of PyTorch."""
     images: int = 2048
     """At most so many held-out images are looked at by the check, and as many training images by its few-shot probe."""
-    threads: int = operational(0)
-    """CPU threads. 0: all cores."""
 
     def __post_init__(self):
         require(self.batch == "dynamic" or self.batch >= 1, "batch", self.batch, "dynamic, or at least 1")
@@ -172,8 +170,6 @@ class VisualizeConfig(EncoderConfig):
     RGB and grey as they are; of several others each, side by side, or their mean where something is laid over them."""
     representation: Representation = needs("mean", pictures=("rank", "accuracy_by_depth"))
     """What rank and accuracy_by_depth are of."""
-    threads: int = operational(0)
-    """CPU threads. 0: all cores."""
 
     def __post_init__(self):
         as_lists(self, "pictures")
@@ -200,8 +196,6 @@ class ReportConfig(EncoderConfig):
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
     compared: int = 1024
     """At most so many held-out images are neighbours of each other, and on the map."""
-    threads: int = operational(0)
-    """CPU threads. 0: all cores."""
 
     def __post_init__(self):
         require(self.images >= 1, "images", self.images, "at least 1")

@@ -7,7 +7,7 @@ from evaluation.config.encoders import EncoderConfig, FeaturesConfig, MaskedData
 from mpp.config import as_lists, group, needs, operational, require
 
 Reading = Literal["linear", "knn"]
-OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name != "out"]
+OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name not in ("out", "threads")]
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,6 @@ class FrozenProbeConfig(FeaturesConfig):
 
     features: str | None = None
     """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
-    threads: int = operational(0)
-    """CPU threads of the encoder. 0: all cores."""
 
     def __post_init__(self):
         if self.features:
@@ -58,12 +56,8 @@ class KnnConfig(FrozenProbeConfig):
     def __post_init__(self):
         super().__post_init__()
         as_lists(self, "neighbours")
-        require(
-            len(self.neighbours) > 0 and min(self.neighbours) >= 1,
-            "neighbours",
-            list(self.neighbours),
-            "numbers from 1",
-        )
+        fits = len(self.neighbours) > 0 and min(self.neighbours) >= 1
+        require(fits, "neighbours", list(self.neighbours), "numbers from 1")
         require(self.temperature > 0, "temperature", self.temperature, "above 0")
 
 
@@ -128,12 +122,8 @@ class SegmentationConfig(EncoderConfig):
     """Held-out images in the picture. 0: no picture."""
     out: str | None = operational(None)
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
-    threads: int = operational(0)
-    """CPU threads. 0: all cores."""
     data: MaskedDataConfig = group(
-        MaskedDataConfig,
-        label_column="masks are the labels",
-        eval_label_column="masks are the labels",
+        MaskedDataConfig, label_column="masks are the labels", eval_label_column="masks are the labels"
     )
 
     def __post_init__(self):

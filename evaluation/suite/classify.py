@@ -49,10 +49,7 @@ class Classification(ImageTask):
         self.mix = build_mix(augment, self.classes)
         if self.mix:
             require(
-                layout.smallest > 1,
-                "data.batch_size",
-                layout.smallest,
-                "above 1 with augment.mixup or augment.cutmix",
+                layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with augment.mixup or augment.cutmix"
             )
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:

@@ -13,32 +13,6 @@ from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import ModelConfig, Representation, check_grid, sides
 from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 
-__all__ = [
-    "AugmentConfig",
-    "Config",
-    "CorruptionConfig",
-    "DataConfig",
-    "ImagesConfig",
-    "ModelConfig",
-    "NetworkConfig",
-    "ObjectiveConfig",
-    "OptimConfig",
-    "PrepareConfig",
-    "ProbeConfig",
-    "Representation",
-    "RunConfig",
-    "SourceConfig",
-    "as_lists",
-    "check_grid",
-    "default_of",
-    "group",
-    "needs",
-    "operational",
-    "refuse_idle",
-    "require",
-    "sides",
-]
-
 
 @dataclass(frozen=True)
 class Config:
