@@ -125,9 +125,7 @@ class Contrastive(ImageTask):
         groups = projected[order].tensor_split(max(1, len(projected) // self.together))
         judged = [nt_xent(group, group, 0, self.config.contrast.temperature) for group in groups]
         losses, right = (torch.cat(parts).double().mean() for parts in zip(*judged, strict=True))
-        chance = sum(len(group) / (2 * len(group) - 1) for group in groups) / len(
-            projected
-        )  # one of the others is right
+        chance = sum(len(group) / (2 * len(group) - 1) for group in groups) / len(projected)
         return {"heldout/loss": float(losses), "heldout/accuracy": float(right), "heldout/chance": chance}
 
     def log_panel(self, step: int, tracker: Tracker) -> None:
