@@ -5,7 +5,8 @@
 
 Learning rates are compared on a dev split held out of train; the best one is then used on all of train, and the
 held-out split is looked at once, at the end. Each of these is a run of its own below `run.dir`, and resumes like any
-other.
+other. Where `--data.train_images` leaves training images out, 5,000 of these at most judge the last run too: its dev
+accuracy, by which to choose between fine-tunings.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, PartialState
+from torch import nn
 
 from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.suite.classify import Classification
@@ -30,7 +32,10 @@ from mpp.models.encoder import checkpoint_activations
 from mpp.runtime.launch import command
 from mpp.runtime.weights import fingerprint
 from mpp.training.run import train
-from mpp.training.tracking import last_evaluation, last_scalars
+from mpp.training.tracking import Tracker, last_evaluation, last_scalars
+
+SPARE = 5000
+"""Training images, at most, that a run judges by beside the held-out ones: of those that it leaves out."""
 
 
 class Finetuning(Classification):
@@ -40,7 +45,7 @@ class Finetuning(Classification):
 
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
         weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
-        train, test = load_labelled(config.data, accelerator, weights)
+        train, test, spare = load_labelled(config.data, accelerator, weights, SPARE)
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
@@ -55,6 +60,11 @@ class Finetuning(Classification):
             checkpoint_activations(encoder, "activation_checkpointing")
         head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
         self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
+        self.spare = self.evaluation.add(self.views(spare)) if len(spare) and not config.on_dev else None
+
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        dev = {} if self.spare is None else {"dev/accuracy": self.judge(model, self.spare, tracker)["accuracy"]}
+        return super().evaluate(model, step, tracker) | dev
 
 
 def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[str, float]:
@@ -68,7 +78,9 @@ def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[
     folder = train(OneRunConfig(**values), Finetuning)
     PartialState().wait_for_everyone()
     executed = last_scalars(folder, "compute/pflop")["compute/pflop"]
-    return {"accuracy": last_evaluation(folder)["heldout/accuracy"], "pflop": executed}
+    found = last_evaluation(folder)
+    dev = {"dev_accuracy": found["dev/accuracy"]} if "dev/accuracy" in found else {}
+    return {"accuracy": found["heldout/accuracy"], "pflop": executed} | dev
 
 
 def accuracy_on_dev(config: FinetuneConfig, lr: float) -> float:
@@ -100,7 +112,8 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
     }
     if PartialState().is_main_process:
         rows = [[f"{lr:g}", f"{100 * value:.1f}", "-"] for lr, value in on_dev.items()]
-        rows += [[f"{best:g}", "-", f"{100 * result['accuracy']:.1f}"]] if config.test else []
+        spare = f"{100 * result['dev_accuracy']:.1f}" if "dev_accuracy" in result else "-"
+        rows += [[f"{best:g}", spare, f"{100 * result['accuracy']:.1f}"]] if config.test else []
         print(table(["learning rate", "dev accuracy (%)", "test accuracy (%)"], rows))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
         write_json(path, report)

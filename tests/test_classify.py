@@ -148,6 +148,20 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
     assert "is finished" in capsys.readouterr().out
 
 
+def test_training_images_that_are_left_out_judge_too(tmp_path, encoder, monkeypatch):
+    judged, judge = [], Classification.judge
+    monkeypatch.setattr(
+        Classification, "judge", lambda task, *a: judged.append((task, a[1].dataset)) or judge(task, *a)
+    )
+    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=0.1", "--data.train_images=40"])
+    (task, left), (_, test) = judged
+    names = [{part.name(i) for i in range(len(part))} for part in (task.train, left, test)]
+    assert len(names[0]) == 40 and not names[0] & names[1] and not (names[0] | names[1]) & names[2]
+    assert len(names[0] | names[1]) == len(load_labelled(DataConfig(), task.accelerator)[0])
+    found = json.loads((tmp_path / "finetune.json").read_text())["results"][0]
+    assert found["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[4] != found["accuracy"]
+
+
 def test_finetunings_rates_are_lrs(tmp_path, encoder):
     with pytest.raises(ValueError, match=r"optim\.lr is 0\.5; .* left out: the rates of fine-tuning are lrs"):
         finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--optim.lr=0.5"])

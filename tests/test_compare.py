@@ -350,8 +350,8 @@ def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
     assert "50.0 ± 0.0 (1 diverged)" in table_of(numbers)
 
 
-def test_the_rank_of_the_deepest_features_is_a_column():
-    """Of k directions that are equally strong it is k; no bar is drawn of it, which has another unit."""
+def test_rank_and_dev_accuracy_are_columns_but_no_bars():
+    """The rank of the deepest features: of k directions that are equally strong it is k."""
     labels = np.arange(6) % 2
 
     def features(directions):
@@ -361,10 +361,11 @@ def test_the_rank_of_the_deepest_features_is_a_column():
     assert ranks == pytest.approx({1: 2, 2: 4})
     about = {"encoder": "a", "encoder_seed": 0, "dataset": "birds", "group": None, "evaluation": "kNN", "seed": 0}
     rows = [about | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]
-    numbers = numbers_of([*rows, about | {"kind": "test", "case": "20", "accuracy": 0.5}])
+    rows += [about | {"kind": "dev", "accuracy": 0.25}, about | {"kind": "test", "case": "20", "accuracy": 0.5}]
+    numbers = numbers_of(rows)
     assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1}
-    assert table_of(numbers).splitlines()[0].split("|")[-2].strip() == "rank"
-    assert table_of(numbers).splitlines()[-1].replace(" ", "") == "|a|50.0|4|"
+    assert [heading.strip() for heading in table_of(numbers).splitlines()[0].split("|")[-3:-1]] == ["kNN, dev", "rank"]
+    assert table_of(numbers).splitlines()[-1].replace(" ", "") == "|a|50.0|25.0|4|"
     assert len(plot_question(Question("bars"), rows, numbers).axes) == 1
 
 

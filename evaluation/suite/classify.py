@@ -93,18 +93,19 @@ class Classification(ImageTask):
         return self.evaluation.add(self.views(self.held_out))
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+    def judge(self, model: nn.Module, images: ViewDataset, tracker: Tracker) -> dict[str, float]:
+        """Loss and accuracy on images."""
         sums: Sums = {}
-        for batch in self.evaluation.batches(self.judged):
+        for batch in self.evaluation.batches(images):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             sums = add(sums, measured | {"loss": loss.double() * len(batch.images)})
         sums = total(sums)
-        return {
-            "heldout/loss": float(sums["loss"] / sums["images"]),
-            "heldout/accuracy": self.describe(sums)["accuracy"],
-            "heldout/largest_class": largest_class(np.asarray(self.judged.dataset.labels)),
-        }
+        return {"loss": float(sums["loss"] / sums["images"]), **self.describe(sums)}
+
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        found = {f"heldout/{name}": value for name, value in self.judge(model, self.judged, tracker).items()}
+        return found | {"heldout/largest_class": largest_class(np.asarray(self.judged.dataset.labels))}
 
 
 def largest_class(labels: np.ndarray) -> float:

@@ -22,16 +22,17 @@ from mpp.training.run_folder import REPORT
 Row = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
 
-test: an accuracy, of a case (such as 5 shots) and a seed; dev: an accuracy on the dev split at a depth, of a seed;
+test: an accuracy, of a case (such as 5 shots) and a seed; dev: an accuracy on the dev split, of a probe at a depth;
 rank: the effective rank of test features at a depth; diverged: no more.
 """
 Numbers = dict[str, dict[str, dict[str, float]]]
 """Encoder -> column -> mean, standard deviation, count; how many seeds diverged, where any did; PFLOP, where asked.
 
-Columns are accuracies, and the rank of the deepest features where a probe measured it.
+Columns are accuracies; of a single data set also that of fine-tuning on training images that it left out, and the rank
+of the deepest features where a probe measured it.
 """
 
-RANK = "rank"
+RANK, DEV = "rank", ", dev"  # a column, and the end of one's name
 
 COMPUTE = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and their axis."""
@@ -135,8 +136,14 @@ def numbers_of(rows: list[Row], pflop: Callable[[Row], float | None] = lambda ro
             taken = [found for found in map(pflop, own) if found is not None]
             if taken:
                 cells[name]["pflop"] = float(np.mean(taken))
+    if len(unique(rows, "dataset")) > 1:
+        return numbers
+    tuned = [row for row in of_kind(rows, "dev") if "depth" not in row]
+    for encoder, evaluation in dict.fromkeys((row["encoder"], row["evaluation"]) for row in tuned):
+        own = [row for row in tuned if (row["encoder"], row["evaluation"]) == (encoder, evaluation)]
+        numbers[encoder][f"{evaluation}{DEV}"] = spread(own)
     ranked = of_kind(rows, "rank")
-    for encoder in unique(ranked, "encoder") if len(unique(ranked, "dataset")) == 1 else ():
+    for encoder in unique(ranked, "encoder"):
         own = [row for row in ranked if row["encoder"] == encoder]
         deepest = max(unique(own, "depth"))
         numbers[encoder][RANK] = spread([row for row in own if row["depth"] == deepest], "rank")
@@ -214,7 +221,8 @@ def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
 def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figure | None:
     """The question's plot; None: there is nothing to draw yet."""
     if question.plot == "depth":
-        curves = curves_of(of_kind(rows, "dev"), "encoder", lambda row: row["depth"])
+        probed = [row for row in of_kind(rows, "dev") if "depth" in row]
+        curves = curves_of(probed, "encoder", lambda row: row["depth"])
         return plot_depths(curves) if curves else None
     if question.plot == "lines":
         drawn = [row for row in of_kind(rows, "test") if place(question, row) is not None]
@@ -223,8 +231,8 @@ def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figu
             drawn = [row | {"case": line} for line, encoders in named for row in drawn if row["encoder"] in encoders]
         curves = curves_of(drawn, "case", partial(place, question))
         return plot_lines(curves, COMPUTE.get(question.x, question.x)) if drawn else None
-    accuracies = {name: {key: value for key, value in of.items() if key != RANK} for name, of in numbers.items()}
-    return plot_bars(accuracies) if numbers else None
+    on_test = {name: {key: of[key] for key in of if not key.endswith((RANK, DEV))} for name, of in numbers.items()}
+    return plot_bars(on_test) if numbers else None
 
 
 def write_findings(

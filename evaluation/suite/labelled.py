@@ -8,11 +8,14 @@ from mpp.data.sources import ImageDataset, describe, load_image_datasets
 from mpp.errors import UserError
 
 
-def load_labelled(data: SourceConfig, accelerator: Accelerator, encoder: str = "") -> list[ImageDataset]:
+def load_labelled(
+    data: SourceConfig, accelerator: Accelerator, encoder: str = "", spare: int = 0
+) -> list[ImageDataset]:
     """The labelled images of the training and the held-out split; says which these are.
 
     Args:
         encoder: the one that is evaluated on them; empty: none that has learned anything.
+        spare: of the training images that `data.train_images` leaves out, as many at most are a third split.
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
@@ -24,8 +27,8 @@ def load_labelled(data: SourceConfig, accelerator: Accelerator, encoder: str = "
         raise UserError("the images have no labels; name their column by data.label_column")
     if splits[0].labels.ndim > 1:
         raise UserError("training images have several labels each; only held-out ones may")
-    train, held_out = splits
-    train = train.choose(data.train_images, data.eval_seed)
+    whole, held_out = splits
+    train = whole.choose(data.train_images, data.eval_seed)
     check_unseen(encoder, data, train, held_out)
     accelerator.print(f"{describe(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by")
-    return [train, held_out]
+    return [train, held_out, *([whole.choose(spare, data.eval_seed, after=len(train))] if spare else [])]

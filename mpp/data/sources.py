@@ -123,11 +123,15 @@ class ImageDataset:
         rows, origin = self.rows.select(indices), self.origin.select(indices)
         return replace(self, rows=rows, labels=labels, origin=origin, decoded=None)
 
-    def choose(self, limit: int | None, seed: int) -> "ImageDataset":
-        """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer."""
-        if limit is None or limit >= len(self):
+    def choose(self, limit: int | None, seed: int, after: int = 0) -> "ImageDataset":
+        """A seeded choice of `limit` images, in the order they had (files come sorted by class); all, where fewer.
+
+        Args:
+            after: so many others are chosen already, by the same seed.
+        """
+        if limit is None or (limit >= len(self) and not after):
             return self
-        return self.select(np.sort(permutation(Stream.CUT, seed, 1, len(self))[:limit]))
+        return self.select(np.sort(permutation(Stream.CUT, seed, 1, len(self))[after : after + limit]))
 
     def labelled(self) -> "ImageDataset | None":
         """The images that have a label; None where there are none."""
