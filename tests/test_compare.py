@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
@@ -23,6 +24,9 @@ from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse
 
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
+RESULTS = ROOT / "evaluation" / "results"
+PAGES = {"when_it_pays": ["cifar10"], "rivals": ["rivals_cifar10", "rates_cifar10"]}
+ACCURACY = re.compile(r"(?<![\d.,])\d\d\.\d(?!\d)(?: ± \d+\.\d)?")
 FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
 
 
@@ -209,7 +213,39 @@ def jobs_of(file, folder):
     return {(j.case.encoder.name, j.case.seed, j.case.evaluation.name, j.case.dataset.name): j for j in jobs}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "evaluation" / "results").glob("*/results.json")), ids=str)
+def accuracies(comparison):
+    """Encoder -> its mean accuracies (%) as a page writes them, 75.4 ± 0.6, from results.json."""
+    found = {}
+    for row in json.loads((RESULTS / comparison / "results.json").read_text())["results"]:
+        if row["kind"] == "test" or (row["kind"] == "dev" and "depth" not in row):
+            about = row["evaluation"], row["kind"], row.get("case")
+            found.setdefault(row["encoder"], {}).setdefault(about, []).append(row["accuracy"])
+    return {
+        encoder: {
+            f"{100 * np.mean(each):.1f}" + f" ± {100 * np.std(each):.1f}" * (len(each) > 1) for each in of.values()
+        }
+        for encoder, of in found.items()
+    }
+
+
+@pytest.mark.parametrize(("page", "comparisons"), PAGES.items(), ids=PAGES)
+def test_a_page_says_what_was_measured(page, comparisons):
+    """A row of its tables is of one encoder; or, where columns are learning rates, a cell is of one with that rate."""
+    known = {(name, encoder): each for name in comparisons for encoder, each in accuracies(name).items()}
+    methods = {(name, encoder.rsplit(", ", 1)[0]) for name, encoder in known}
+    tables = re.findall(r"^\|(.*)\|\n\|-.*\n((?:\|.*\n)+)", (RESULTS / f"{page}.md").read_text(), re.MULTILINE)
+    assert tables
+    for heads, row in ((heads.split("|")[1:], row) for heads, rows in tables for row in rows.splitlines()):
+        cells = [set(ACCURACY.findall(cell)) for cell in row.replace("**", "").strip("|").split("|")[1:]]
+        by_rate = [(head.split()[0], cell) for head, cell in zip(heads, cells, strict=True) if cell]
+        one = any(set().union(*cells) <= measured for measured in known.values())
+        of_method = (
+            (known.get((name, f"{m}, {rate}"), set()) >= cell for rate, cell in by_rate) for name, m in methods
+        )
+        assert one or any(map(all, of_method)), row
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)
 def test_published_results_are_found_by_their_digests(path, tmp_path):
     """So `extends` computes none of them again."""
     jobs = jobs_of(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml", tmp_path)
