@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,12 @@ def command_line(options: Options, seed: int) -> list[str]:
     return [f"--config={file}" for file in ([files] if isinstance(files, str) else files)] + [
         f"--{key}={as_words(value)}" for key, value in filled.items()
     ]
+
+
+@cache
+def parsed(kind: type, arguments: tuple[str, ...]) -> Any:
+    """The config of a training. Each of an encoder's cases asks for it, and parsing takes a while."""
+    return parse(kind, arguments)
 
 
 def flops_of(command: str, config: Any) -> int:
@@ -186,7 +192,7 @@ class Job:
         if entry.train is None:
             return None
         options = {"run.seed": self.case.seed} | entry.train_options | {"run.dir": entry.encoder}
-        return parse(TRAININGS[entry.train][0], command_line(options, self.case.seed))
+        return parsed(TRAININGS[entry.train][0], tuple(command_line(options, self.case.seed)))
 
     @cached_property
     def training(self) -> Any:
