@@ -12,6 +12,7 @@ accuracy, by which to choose between fine-tunings.
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from evaluation.suite.networks import HeadedEncoder, zero_head
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import parse_with_images
 from mpp.config import require
-from mpp.data.views import BatchLayout
+from mpp.data.views import BatchLayout, ViewDataset
 from mpp.errors import Diverged, UserError
 from mpp.models.encoder import checkpoint_activations
 from mpp.runtime.launch import command
@@ -60,11 +61,17 @@ class Finetuning(Classification):
             checkpoint_activations(encoder, "activation_checkpointing")
         head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
         self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
-        self.spare = self.evaluation.add(self.views(spare)) if len(spare) and not config.on_dev else None
+        self.left_out = spare if len(spare) and not config.on_dev else None
+
+    @cached_property
+    def spare(self) -> ViewDataset | None:
+        """The training images that are left out, as they are evaluated on."""
+        return self.left_out and self.evaluation.add(self.views(self.left_out))
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        dev = {} if self.spare is None else {"dev/accuracy": self.judge(model, self.spare, tracker)["accuracy"]}
-        return super().evaluate(model, step, tracker) | dev
+        _, spare = self.judged, self.spare  # loader processes know the sets that are there at the first batch
+        found = super().evaluate(model, step, tracker)
+        return found | ({"dev/accuracy": self.judge(model, spare, tracker)["accuracy"]} if spare else {})
 
 
 def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[str, float]:

@@ -153,8 +153,9 @@ def test_training_images_that_are_left_out_judge_too(tmp_path, encoder, monkeypa
     monkeypatch.setattr(
         Classification, "judge", lambda task, *a: judged.append((task, a[1].dataset)) or judge(task, *a)
     )
-    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=0.1", "--data.train_images=40"])
-    (task, left), (_, test) = judged
+    options = ["--lrs=0.1", "--data.train_images=40", "--data.workers=1"]
+    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", *options])
+    (task, test), (_, left) = judged
     names = [{part.name(i) for i in range(len(part))} for part in (task.train, left, test)]
     assert len(names[0]) == 40 and not names[0] & names[1] and not (names[0] | names[1]) & names[2]
     assert len(names[0] | names[1]) == len(load_labelled(DataConfig(), task.accelerator)[0])
