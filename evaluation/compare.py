@@ -304,8 +304,8 @@ class Job:
         by_depth, ranks = (report["protocol"].get(name, {}) for name in ("dev_accuracy_by_depth", "rank_by_depth"))
         dev = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
         ranks = [{"kind": "rank", "seed": 0, "depth": int(depth), "rank": each} for depth, each in ranks.items()]
-        tuned = [result["dev_accuracy"] for result in report["results"] if "dev_accuracy" in result]
-        dev += [{"kind": "dev", "seed": 0, "accuracy": each} for each in tuned]
+        tuned = report["results"] if evaluation.command == "finetune" else []
+        dev += [{"kind": "dev", "seed": 0, "accuracy": of["dev_accuracy"]} for of in tuned if "dev_accuracy" in of]
         return [about | row for row in (*rows_of(self.case, report), *dev, *ranks)]
 
     def training_pflop(self) -> float | None:
