@@ -330,7 +330,7 @@ def test_labels_and_contrast_are_learned_of_four_bands(four, tmp_path):
     words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--probe.every=0"]
     words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", *four]
     supervised.main([*(word for word in words if "probe" not in word), f"--run.dir={tmp_path / 'labels'}"])
-    plain = ["--views.jitter=0", "--views.grey=0"]
+    plain = ["--views.jitter=0", "--views.grey=0", "--run.report=false"]
     contrastive.main([*words, *plain, f"--run.dir={tmp_path / 'views'}", "--head.outputs=8", "--head.hidden=16"])
     with pytest.raises(UserError, match=r"views\.jitter is 1\.0; it must be 0 with 4 channels: .*crops, flips"):
         contrastive.main([*words, f"--run.dir={tmp_path / 'refused'}"])

@@ -17,7 +17,7 @@ import dataclasses, sys
 import timm, mpp
 assert timm.is_model("mpp_vit") and "accelerate" not in sys.modules
 config = mpp.Config()
-run = dataclasses.replace(config.run, dir=sys.argv[1], steps=2, precision="fp32", threads=1)
+run = dataclasses.replace(config.run, dir=sys.argv[1], steps=2, precision="fp32", threads=1, report=False)
 model = dataclasses.replace(config.model, width=16, depth=1, heads=2, img_size=32)
 data = dataclasses.replace(config.data, workers=0, eval_images=8)
 config = dataclasses.replace(config, run=run, model=model, data=data)
