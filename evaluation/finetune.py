@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator, PartialState
 from torch import nn
 
@@ -46,7 +47,7 @@ class Finetuning(Classification):
 
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
         weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
-        train, test, spare = load_labelled(config.data, accelerator, weights, SPARE)
+        train, test, spare = load_labelled(config.data, accelerator, weights, min(SPARE, config.data.eval_images))
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
@@ -61,6 +62,9 @@ class Finetuning(Classification):
             checkpoint_activations(encoder, "activation_checkpointing")
         head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
         self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
+        spare = spare.select(
+            np.flatnonzero(spare.labels < self.classes)
+        )  # of a class that nothing else has: not judged
         self.left_out = spare if len(spare) and not config.on_dev else None
 
     @cached_property
@@ -118,10 +122,10 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
         "protocol": dataclasses.asdict(config),
     }
     if PartialState().is_main_process:
-        rows = [[f"{lr:g}", f"{100 * value:.1f}", "-"] for lr, value in on_dev.items()]
-        spare = f"{100 * result['dev_accuracy']:.1f}" if "dev_accuracy" in result else "-"
-        rows += [[f"{best:g}", spare, f"{100 * result['accuracy']:.1f}"]] if config.test else []
-        print(table(["learning rate", "dev accuracy (%)", "test accuracy (%)"], rows))
+        rows = [[f"{lr:g}", f"{100 * value:.1f}", "-", "-"] for lr, value in on_dev.items()]
+        last = [f"{100 * result[key]:.1f}" if key in result else "-" for key in ("dev_accuracy", "accuracy")]
+        rows += [[f"{best:g}", "-", *last]] if config.test else []
+        print(table(["learning rate", *(f"{of} accuracy (%)" for of in ("dev", "left-out", "test"))], rows))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
         write_json(path, report)
         print(f"wrote {path}")

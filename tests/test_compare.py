@@ -26,6 +26,7 @@ from mpp.runtime.parsing import parse
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 RESULTS = ROOT / "evaluation" / "results"
 PAGES = {"when_it_pays": ["cifar10"], "rivals": ["rivals_cifar10", "rates_cifar10"]}
+SYNONYMS = {"trivial": "floor", "masked": "pre", "the": "supervised"}
 ACCURACY = re.compile(r"(?<![\d.,])\d\d\.\d(?!\d)(?: ± \d+\.\d)?")
 FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}
 
@@ -146,7 +147,14 @@ def small(tmp_path):
         "data.eval_images": 8,
     }
     trained = {"encoder": str(tmp_path / "encoders/{seed}"), "seeds": [0, 1]}
-    finetuned = {"run.steps": 2, "lrs": 0.1, "data.workers": 0, "run.threads": 1, "optim.global_batch_size": 8}
+    finetuned = {
+        "data.train_images": 16,
+        "run.steps": 2,
+        "lrs": 0.1,
+        "data.workers": 0,
+        "run.threads": 1,
+        "optim.global_batch_size": 8,
+    }
     config = {
         "dir": str(tmp_path / "out"),
         "encoders": [
@@ -171,6 +179,7 @@ def small(tmp_path):
 def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, capsys, monkeypatch):
     compare.main(["--config", str(small)])
     report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {row["kind"] for row in report["results"] if row["evaluation"] == "fine-tuned"} == {"test", "dev"}
     summary = report["summary"]["comparison"]
     assert list(summary) == ["pre-trained", "random", "floor"]
     shots = [f"{place} few-shot {shots}" for place in ("one", "two", "mean all") for shots in (1, 5)]
@@ -214,35 +223,45 @@ def jobs_of(file, folder):
 
 
 def accuracies(comparison):
-    """Encoder -> its mean accuracies (%) as a page writes them, 75.4 ± 0.6, from results.json."""
+    """Encoder -> evaluation and case -> its mean accuracy (%) as a page writes it, 75.4 ± 0.6, from results.json."""
     found = {}
     for row in json.loads((RESULTS / comparison / "results.json").read_text())["results"]:
-        if row["kind"] == "test" or (row["kind"] == "dev" and "depth" not in row):
-            about = row["evaluation"], row["kind"], row.get("case")
-            found.setdefault(row["encoder"], {}).setdefault(about, []).append(row["accuracy"])
-    return {
-        encoder: {
-            f"{100 * np.mean(each):.1f}" + f" ± {100 * np.std(each):.1f}" * (len(each) > 1) for each in of.values()
-        }
-        for encoder, of in found.items()
-    }
+        if row["kind"] == "test":
+            of = found.setdefault(row["encoder"], {})
+            of.setdefault((row["evaluation"], row["case"]), []).append(row["accuracy"])
+    written = lambda each: f"{100 * np.mean(each):.1f}" + f" ± {100 * np.std(each):.1f}" * (len(each) > 1)  # noqa: E731
+    return {encoder: {about: written(each) for about, each in of.items()} for encoder, of in found.items()}
+
+
+def is_about(row, encoder):
+    """Whether a row's first cell begins as the encoder's name, and has its steps and its share of the learning rate."""
+    first, *named = (re.search(r"\w+", text)[0] for text in (row, encoder))
+    steps, shares = r"\b\d?,?\d{3}\b(?= |,)", ("half", "quarter")
+    alike = SYNONYMS.get(first, first) == named[0] and set(re.findall(steps, encoder)) <= set(re.findall(steps, row))
+    return alike and all((share in row) == (share in encoder) for share in shares)
 
 
 @pytest.mark.parametrize(("page", "comparisons"), PAGES.items(), ids=PAGES)
 def test_a_page_says_what_was_measured(page, comparisons):
-    """A row of its tables is of one encoder; or, where columns are learning rates, a cell is of one with that rate."""
+    """A row of its tables has an encoder's accuracies, in order; or, below learning rates, a method's."""
     known = {(name, encoder): each for name in comparisons for encoder, each in accuracies(name).items()}
-    methods = {(name, encoder.rsplit(", ", 1)[0]) for name, encoder in known}
-    tables = re.findall(r"^\|(.*)\|\n\|-.*\n((?:\|.*\n)+)", (RESULTS / f"{page}.md").read_text(), re.MULTILINE)
-    assert tables
+    text = (RESULTS / f"{page}.md").read_text().replace("**", "")
+    tables = re.findall(r"^\|(.*)\|\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert len(tables) == text.count("\n|-") > 0
     for heads, row in ((heads.split("|")[1:], row) for heads, rows in tables for row in rows.splitlines()):
-        cells = [set(ACCURACY.findall(cell)) for cell in row.replace("**", "").strip("|").split("|")[1:]]
-        by_rate = [(head.split()[0], cell) for head, cell in zip(heads, cells, strict=True) if cell]
-        one = any(set().union(*cells) <= measured for measured in known.values())
-        of_method = (
-            (known.get((name, f"{m}, {rate}"), set()) >= cell for rate, cell in by_rate) for name, m in methods
-        )
-        assert one or any(map(all, of_method)), row
+        cells = [ACCURACY.findall(cell) for cell in row.strip("|").split("|")[1:]]
+        shown = [accuracy for cell in cells for accuracy in cell]
+        measured = [list(of.values()) for (_, encoder), of in known.items() if is_about(row, encoder)]
+        in_order = (iter(of) for of in measured)
+        if not shown or any(all(accuracy in of for accuracy in shown) for of in in_order):
+            continue
+        at = [(head.split()[0], cell) for head, cell in zip(heads, cells, strict=True) if cell]
+        methods = {(name, encoder.rsplit(", ", 1)[0]) for name, encoder in known if is_about(row, encoder)}
+        columns = [[known.get((name, f"{method}, {rate}"), {}) for rate, _ in at] for name, method in methods]
+        asked = {about for of in known.values() for about in of}
+        assert any(
+            all(of.get(a) in cell for of, (_, cell) in zip(c, at, strict=True)) for c in columns for a in asked
+        ), row
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)

@@ -32,7 +32,7 @@ Columns are accuracies; of a single data set also that of fine-tuning on trainin
 of the deepest features where a probe measured it.
 """
 
-RANK, DEV = "rank", ", dev"  # a column, and the end of one's name
+RANK = "rank"
 
 COMPUTE = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and their axis."""
@@ -140,8 +140,10 @@ def numbers_of(rows: list[Row], pflop: Callable[[Row], float | None] = lambda ro
         return numbers
     tuned = [row for row in of_kind(rows, "dev") if "depth" not in row]
     for encoder, evaluation in dict.fromkeys((row["encoder"], row["evaluation"]) for row in tuned):
-        own = [row for row in tuned if (row["encoder"], row["evaluation"]) == (encoder, evaluation)]
-        numbers[encoder][f"{evaluation}{DEV}"] = spread(own)
+        of_it = [row for row in (*tuned, *measured) if (row["encoder"], row["evaluation"]) == (encoder, evaluation)]
+        seeds = [set(unique(of_kind(of_it, kind), "encoder_seed")) for kind in ("dev", "test")]
+        if seeds[0] == seeds[1]:  # a mean over fewer would pass for one over all
+            numbers[encoder][f"{evaluation}, dev"] = spread(of_kind(of_it, "dev"))
     ranked = of_kind(rows, "rank")
     for encoder in unique(ranked, "encoder"):
         own = [row for row in ranked if row["encoder"] == encoder]
@@ -231,8 +233,9 @@ def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figu
             drawn = [row | {"case": line} for line, encoders in named for row in drawn if row["encoder"] in encoders]
         curves = curves_of(drawn, "case", partial(place, question))
         return plot_lines(curves, COMPUTE.get(question.x, question.x)) if drawn else None
-    on_test = {name: {key: of[key] for key in of if not key.endswith((RANK, DEV))} for name, of in numbers.items()}
-    return plot_bars(on_test) if numbers else None
+    tested = columns_of([*of_kind(rows, "test"), *without_a_result(rows)])
+    bars = {name: {key: of[key] for key in tested if key in of} for name, of in numbers.items()}
+    return plot_bars(bars) if bars else None
 
 
 def write_findings(
