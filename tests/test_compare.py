@@ -230,8 +230,12 @@ def accuracies(comparison):
         if row["kind"] == "test":
             of = found.setdefault(row["encoder"], {})
             of.setdefault((row["evaluation"], row["case"]), []).append(row["accuracy"])
-    written = lambda each: f"{100 * np.mean(each):.1f}" + f" ± {100 * np.std(each):.1f}" * (len(each) > 1)  # noqa: E731
     return {encoder: {about: written(each) for about, each in of.items()} for encoder, of in found.items()}
+
+
+def written(accuracies):
+    """Their mean (%), and their spread where there are several."""
+    return f"{100 * np.mean(accuracies):.1f}" + f" ± {100 * np.std(accuracies):.1f}" * (len(accuracies) > 1)
 
 
 def is_about(row, encoder):
