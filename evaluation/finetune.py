@@ -62,9 +62,7 @@ class Finetuning(Classification):
             checkpoint_activations(encoder, "activation_checkpointing")
         head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
         self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
-        spare = spare.select(
-            np.flatnonzero(spare.labels < self.classes)
-        )  # of a class that nothing else has: not judged
+        spare = spare.select(np.flatnonzero(spare.labels < self.classes))  # others' classes are not in the head
         self.left_out = spare if len(spare) and not config.on_dev else None
 
     @cached_property
