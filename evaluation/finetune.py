@@ -123,7 +123,8 @@ def run(config: FinetuneConfig) -> dict[str, Any]:
         rows = [[f"{lr:g}", f"{100 * value:.1f}", "-", "-"] for lr, value in on_dev.items()]
         last = [f"{100 * result[key]:.1f}" if key in result else "-" for key in ("dev_accuracy", "accuracy")]
         rows += [[f"{best:g}", "-", *last]] if config.test else []
-        print(table(["learning rate", *(f"{of} accuracy (%)" for of in ("dev", "left-out", "test"))], rows))
+        headings = ["learning rate", "dev accuracy (%)", "dev accuracy, left-out images (%)", "test accuracy (%)"]
+        print(table(headings, rows))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
         write_json(path, report)
         print(f"wrote {path}")
