@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT, encoded, picture, read_metrics
 from server import Command
 
-from evaluation import compare, masked
+from evaluation import compare, jobs, masked
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
 from evaluation.suite import plan, probing
 from evaluation.suite.encoders import load_frozen
@@ -67,7 +67,7 @@ def test_every_case_of_a_comparison_file_parses(path):
         if pairs <= known:
             continue
         known |= pairs
-        job = compare.Job(case, ROOT)
+        job = jobs.Job(case, ROOT)
         assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
 
 
@@ -204,7 +204,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     text = (tmp_path / "out" / "table.md").read_text()
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
-    for commands in (compare.EVALUATIONS, compare.TRAININGS):
+    for commands in (jobs.EVALUATIONS, jobs.TRAININGS):
         for name, (kind, _) in list(commands.items()):
             monkeypatch.setitem(commands, name, (kind, lambda config: pytest.fail("done twice")))
     compare.main(["--config", str(small)])
@@ -219,8 +219,8 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
 
 def jobs_of(file, folder):
     """The jobs of a comparison, by encoder, seed, evaluation and dataset."""
-    jobs = compare.jobs_of(plan.plan(parse(CompareConfig, ["--config", str(file)])), folder)
-    return {(j.case.encoder.name, j.case.seed, j.case.evaluation.name, j.case.dataset.name): j for j in jobs}
+    found = jobs.jobs_of(plan.plan(parse(CompareConfig, ["--config", str(file)])), folder)
+    return {(j.case.encoder.name, j.case.seed, j.case.evaluation.name, j.case.dataset.name): j for j in found}
 
 
 def accuracies(comparison):
@@ -294,9 +294,9 @@ def test_another_comparison_goes_on_from_published_results(small, tmp_path, monk
     config["encoders"] = config["encoders"][-1:]
     other = config | {"dir": str(tmp_path / "other"), "extends": str(tmp_path / "out" / "results.json")}
     small.write_text(yaml.safe_dump(other))
-    done, (kind, run) = [], compare.EVALUATIONS["fewshot"]
+    done, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
     noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
-    monkeypatch.setitem(compare.EVALUATIONS, "fewshot", noted)
+    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", noted)
     compare.main(["--config", str(small)])
     second = json.loads((tmp_path / "other" / "results.json").read_text())
     assert done == [(2,)] * 2
@@ -328,11 +328,11 @@ def floors(small, tmp_path):
 def test_a_report_that_was_cut_off_is_none(floors, monkeypatch, tmp_path):
     whole = floors(shots=[5])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(compare, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(jobs, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         floors(shots=[1])  # killed between its report and the mark of which images and weights it is
-    done, (kind, run) = [], compare.EVALUATIONS["fewshot"]
+    done, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
     noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
-    monkeypatch.setitem(compare.EVALUATIONS, "fewshot", noted)
+    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", noted)
     assert [row["case"] for row in floors(shots=[1])] == ["1"] * 3 and done == [(1,)]
     assert floors(shots=[5]) == whole and done == [(1,)]
 
@@ -346,8 +346,8 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     (fewshot, finetuned), knn = config["evaluations"], {"name": "kNN", "command": "knn"}
     fewshot["options"]["shots"], knn["options"] = 1, FAST | {"neighbours": 20}
     config["evaluations"] = [fewshot, knn]
-    trained, train = [], compare.train
-    monkeypatch.setattr(compare, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
+    trained, train = [], jobs.train
+    monkeypatch.setattr(jobs, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
 
     def run():
         small.write_text(yaml.safe_dump(config))
@@ -369,7 +369,7 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     second = run()["summary"]["comparison"]["wild"]
     assert trained[2:] == [str(tmp_path / "encoders" / "1")] * 2  # the second time it is finished
     assert second["kNN 20"]["mean"] > 0 and second["fine-tuned"] == {"diverged": 1}
-    monkeypatch.setitem(compare.EVALUATIONS, "finetune", (FinetuneConfig, lambda config: pytest.fail("again")))
+    monkeypatch.setitem(jobs.EVALUATIONS, "finetune", (FinetuneConfig, lambda config: pytest.fail("again")))
     assert run()["summary"]["comparison"]["wild"] == second
 
 
@@ -377,10 +377,10 @@ def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small
     def diverge(*_):
         raise Diverged("the loss is nan")
 
-    monkeypatch.setattr(compare, "train", diverge)
+    monkeypatch.setattr(jobs, "train", diverge)
     cases = plan.plan(parse(CompareConfig, ["--config", str(small)])).cases
-    jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in reversed(cases)}
-    trained, random = jobs["pre-trained"], jobs["random"]
+    found = {case.encoder.name: jobs.Job(case, tmp_path) for case in reversed(cases)}
+    trained, random = found["pre-trained"], found["random"]
     with pytest.raises(Diverged, match="the loss is nan"):
         trained.prepare()
     with pytest.raises(UserError, match=r"encoders/0 has no encoder to take the architecture of: .*nan"):
@@ -445,7 +445,7 @@ def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, mo
     def fail(config):
         raise sort("CUDA error: of some sort")
 
-    monkeypatch.setitem(compare.EVALUATIONS, "knn", (compare.EVALUATIONS["knn"][0], fail))
+    monkeypatch.setitem(jobs.EVALUATIONS, "knn", (jobs.EVALUATIONS["knn"][0], fail))
     config = yaml.safe_load((tmp_path / "compare.yaml").read_text())
     failing = {"name": "kNN", "command": "knn", "options": FAST}
     config = {key: config[key][-1:] for key in ("encoders", "datasets")} | {"dir": config["dir"]}
@@ -470,7 +470,7 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     trained = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
     judged = [{"name": "kNN", "command": "knn"}, {"name": "masked patches", "command": "masked"}]
     (case,) = plan.plan(CompareConfig(encoders=[trained], evaluations=judged)).cases
-    job = compare.Job(case, tmp_path)
+    job = jobs.Job(case, tmp_path)
     assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
     job.prepare()
     assert load_frozen(str(tmp_path / "0")).img_size == (16, 16)
@@ -618,9 +618,9 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     """Other images are judged anew; an encoder that was trained on others is not passed off as theirs."""
     config = yaml.safe_load(small.read_text())
     config |= {"encoders": config["encoders"][-1:], "evaluations": config["evaluations"][:1]}
-    judged, (kind, run) = [], compare.EVALUATIONS["fewshot"]
+    judged, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
     again = (kind, lambda settings: (judged.append(settings.data.path), run(settings))[1])
-    monkeypatch.setitem(compare.EVALUATIONS, "fewshot", again)
+    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", again)
 
     def judge():
         record_of.cache_clear()  # as in a new process
@@ -661,12 +661,12 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
     ]
     small.write_text(yaml.safe_dump(config))
     asked = plan.plan(parse(CompareConfig, ["--config", str(small)]))
-    jobs = {case.encoder.name: compare.Job(case, tmp_path) for case in asked.cases}
-    for job in jobs.values():
-        an_update = compare.flops_of("pretrain", job.training)
+    found = {case.encoder.name: jobs.Job(case, tmp_path) for case in asked.cases}
+    for job in found.values():
+        an_update = jobs.flops_of("pretrain", job.training)
         assert job.training.run.steps == round(1e9 / an_update)
         assert job.requested.run.steps == 2
-    assert jobs["narrow"].training.run.steps > 2 * jobs["wide"].training.run.steps
+    assert found["narrow"].training.run.steps > 2 * found["wide"].training.run.steps
 
 
 def test_lines_go_through_encoders_against_all_compute(tmp_path):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import newton_schulz, read_metrics
 
-from evaluation.compare import with_compute
+from evaluation.jobs import with_compute
 from mpp.config import Config, ModelConfig, OptimConfig
 from mpp.corruption import Corruption
 from mpp.models.encoder import build_encoder, set_attention
