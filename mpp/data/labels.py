@@ -4,6 +4,9 @@ They stay arrow's and numpy's all the way: 14 million Python lists would take gi
 `class_encode_column` makes text of integers, numbers each split by itself, and knows no lists.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -27,7 +30,33 @@ def find_label_column(column: str | None, features: datasets.Features, source: s
     return next((name for name in (column, "label") if name in features), None)
 
 
-def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> pa.ChunkedArray | None:
+@dataclass(frozen=True)
+class Labels:
+    """The labels of some images, as their column has them."""
+
+    column: str
+    values: pa.ChunkedArray
+    names: list[str] | None
+    """Of the classes, by number, where the data set says them."""
+
+    def spelled(self) -> pa.ChunkedArray:
+        """The labels as text.
+
+        Raises:
+            UserError: they are numbers without names.
+        """
+        each = one_by_one(self.values)
+        if is_text(each.type) or each.null_count == len(each):
+            return each
+        if self.names is None and pc.max(each).as_py() >= 0:
+            said = f"has numbers, such as {pc.max(each)}, and the other split has names or another order of names"
+            raise UserError(f"the labels' column {self.column} {said}; both must have names, or both numbers")
+        none = pa.scalar(None, pa.int64())
+        known = pc.if_else(pc.less(each, 0), none, each.cast(pa.int64())).combine_chunks()
+        return pa.chunked_array([pa.array(self.names or [], pa.string()).take(known)])
+
+
+def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> Labels | None:
     """The labels of each image: none, one, or (where the column holds lists) several. They stay where the rows are.
 
     Args:
@@ -40,7 +69,10 @@ def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> pa.C
         return None
     labels = rows.select_columns([name]).with_format("arrow")[:].column(0)
     if holds_classes(labels) and (column is not None or not holds_identifiers(labels)):
-        return labels
+        feature = rows.features[name]
+        while hasattr(feature, "feature"):  # a list of what it holds
+            feature = feature.feature
+        return Labels(name, labels, getattr(feature, "names", None))
     if column is None:
         return None  # something else is called `label`, and nobody asked for it
     raise UserError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
@@ -77,17 +109,22 @@ def holds_identifiers(labels: pa.ChunkedArray) -> bool:
     return pa.types.is_integer(each.type) and (pc.max(each).as_py() or 0) >= MOST_CLASSES
 
 
-def number_labels(parts: list[pa.ChunkedArray | None]) -> list[NDArray[np.int64] | None]:
-    """Labels as class numbers: integers as they are, text numbered in its order over all parts.
+def number_labels(parts: Sequence[Labels | None]) -> list[NDArray[np.int64] | None]:
+    """Labels as class numbers: integers as they are, names in the order of the alphabet over all parts.
+
+    Integers stand for names where another part has names, or numbers them in another way.
 
     Returns:
         For each part (n,), or (n, L) where some image has several; padded with -1.
     """
-    each = [None if part is None else one_by_one(part) for part in parts]
-    texts = [labels for labels in each if labels is not None and is_text(labels.type)]
+    known = [part for part in parts if part is not None]
+    each = {id(part): one_by_one(part.values) for part in known}
+    named = {tuple(part.names) for part in known if part.names is not None}
+    if len(named) > 1 or any(is_text(one.type) and one.null_count < len(one) for one in each.values()):
+        each = {id(part): part.spelled() for part in known}
+    texts = [labels for labels in each.values() if is_text(labels.type)]
     names = sorted(set().union(*(pc.unique(labels).drop_null().to_pylist() for labels in texts)))
-    pairs = zip(parts, each, strict=True)
-    return [None if part is None else pad(part, as_numbers(labels, names)) for part, labels in pairs]
+    return [None if part is None else pad(part.values, as_numbers(each[id(part)], names)) for part in parts]
 
 
 def as_numbers(labels: pa.ChunkedArray, names: list[str]) -> NDArray[np.int64]:
