@@ -99,8 +99,16 @@ def substance(config: Any) -> dict[str, Any]:
 
     Who changes a default has to write the earlier one into the configs of published comparisons.
     """
-    kept = {key for key, field, _ in settings(config) if key not in PATHS and not field.metadata.get("operational")}
-    return {key: plain(value) for key, value in differing(config).items() if key in kept}
+    idle = {key for key, field, _ in settings(config) if field.metadata.get("operational")}
+    idle -= {"data.batch_size"} if mixes_a_pass(config) else set()
+    return {key: plain(value) for key, value in differing(config).items() if key not in idle | {*PATHS}}
+
+
+def mixes_a_pass(config: Any) -> bool:
+    """Whether it matters how many images share a forward pass: they are mixed, told apart, or lend patches."""
+    augment, corruption = getattr(config, "augment", None), getattr(config, "corruption", None)
+    mixed = augment and augment.mixup + augment.cutmix > 0
+    return mixed or hasattr(config, "contrast") or getattr(corruption, "source", None) == "batch"
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ class Job:
         entry, seed, evaluation, _ = self.case
         encoder = self.training_digest or fingerprint(self.weights) or entry.encoder
         at = self.weights.name if "checkpoint" in entry.options else None
+        at = f"{entry.encoder} {at}" if at and is_model(entry.encoder) else at  # timm's name says how images are scaled
         settings = substance(self.evaluation)
         return digest_of(
             {"command": evaluation.command, "settings": settings, "encoder": encoder, "at": at}
@@ -296,7 +305,7 @@ class Job:
         return [about | row for row in (*rows_of(self.case, report), *dev, *ranks)]
 
     def training_pflop(self) -> float | None:
-        """PFLOP executed to train the encoder and its teacher; 0 of random weights; None: nothing says so."""
+        """PFLOP executed to train the encoder and what it stands on; 0 of random weights; None: nothing says so."""
         if self.case.encoder.random:
             return 0.0
         with suppress(UserError):  # no run: a folder from elsewhere, or timm's name
@@ -312,10 +321,11 @@ def teacher_of(config: Any) -> Path | None:
 
 
 def executed(run: Path) -> float:
-    """PFLOP that a run executed, and those by which its teacher was trained; UserError where nothing says so."""
+    """PFLOP that a run, its teacher and the run that it began from executed; UserError where nothing says so."""
     own, saved = last_scalars(run, "compute/pflop")["compute/pflop"], saved_settings(run)
     teacher = teacher_of(parse_saved(Config, run / "config.yaml")) if "objective" in saved else None
-    return own + (executed(teacher) if teacher else 0.0)
+    others = (saved.get("distill") or {}).get("teacher"), (saved.get("model") or {}).get("init_from")
+    return own + sum(executed(run_folder(str(each)) or Path(each)) for each in (teacher, *others) if each)
 
 
 def rows_of(case: Case, report: dict[str, Any]) -> list[Row]:

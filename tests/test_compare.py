@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, encoded, picture, read_metrics
+from safetensors.torch import save_file
 from server import Command
 
 from evaluation import compare, jobs, masked
@@ -19,6 +20,7 @@ from evaluation.suite.extraction import Features
 from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.suite.run_images import record_of
+from mpp.config import Config
 from mpp.errors import Diverged, UserError
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse
@@ -474,6 +476,40 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
     job.prepare()
     assert load_frozen(str(tmp_path / "0")).img_size == (16, 16)
+
+
+def test_what_a_result_depends_on_is_in_its_digest(tmp_path):
+    """timm's name beside a file of weights; how many images share a pass, where they are mixed or told apart."""
+    digests, judged = set(), [{"name": "kNN", "command": "knn"}]
+    for name in ("vit_tiny_patch16_224", "deit_tiny_patch16_224"):
+        file = tmp_path / "weights.safetensors"
+        save_file({}, file)
+        entry = {"name": name, "encoder": name, "options": {"checkpoint": str(file)}}
+        (case,) = plan.plan(CompareConfig(encoders=[entry], evaluations=judged)).cases
+        job = jobs.Job(case, tmp_path)
+        digests.add(job.digest)
+        assert job.training_pflop() is None  # nothing says so
+    assert len(digests) == 2
+    for kind, words, counts in (
+        (ContrastiveConfig, [], True),
+        (Config, [], False),
+        (Config, ["--corruption.source=batch"], True),
+        (FinetuneConfig, ["--augment.mixup=0.1"], True),
+    ):
+        configs = (parse(kind, [*words, *more]) for more in ([], ["--data.batch_size=8"]))
+        assert len({json.dumps(jobs.substance(each)) for each in configs}) == 1 + counts
+
+
+def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
+    for name, settings in (
+        ("first", {"model": {"init_from": None}}),
+        ("longer", {"model": {"init_from": str(tmp_path / "first" / "encoder")}}),
+        ("student", {"distill": {"teacher": str(tmp_path / "longer")}}),
+    ):
+        (tmp_path / name / "encoder").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5}\n')
+    assert [jobs.executed(tmp_path / name) for name in ("first", "longer", "student")] == [1.5, 3.0, 4.5]
 
 
 def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():

@@ -160,11 +160,10 @@ def last_scalars(folder: Path, name: str) -> dict[str, float]:
     Raises:
         UserError: no run there, or none that logs it.
     """
-    try:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return next(line for line in reversed(lines) if name in line)
-    except (FileNotFoundError, StopIteration):
-        raise UserError(f"{folder} is no run with {name} in its metrics.jsonl") from None
+    found = next((line for line in reversed(metrics_of(folder)) if name in line), None)
+    if found is None:
+        raise UserError(f"{folder} is no run with {name} in its metrics.jsonl")
+    return found
 
 
 def scalar(value: Any) -> Any:
