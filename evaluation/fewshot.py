@@ -28,7 +28,7 @@ BLOCK = 4096  # test images scored at a time: what bounds the memory
 
 
 def orders(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:
-    """For each class that occurs, in order of its number, its images in the seed's random order."""
+    """For each class up to the largest that occurs, in order of its number, its images in the seed's random order."""
     rng = np.random.default_rng(seed)
     by_class = np.argsort(labels, kind="stable")  # within a class ascending, as numpy.where gives them
     ends = np.cumsum(np.bincount(labels))

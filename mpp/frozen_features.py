@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from mpp.config import ImagesConfig, Representation, require
 from mpp.data.decoding import as_asked, from_pil
@@ -106,7 +107,8 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
         images: (B, C, H, W), normalised.
         depths: from 1; the last one is the encoder's output, after its final norm.
     Returns:
-        (B, prefix + N, D) for each depth, or a feature map (B, D, H, W).
+        (B, prefix + N, D) for each depth, or a feature map (B, D, H, W). Where [class] comes in after the blocks (CaiT,
+        XCiT), there are zeros in its place at earlier depths.
     """
     blocks = stages(encoder)
     last, seen = len(blocks), {}
@@ -120,7 +122,9 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
     finally:
         for hook in hooks:
             hook.remove()
-    return [seen[depth] for depth in depths]
+    prefix, found = getattr(encoder, "num_prefix_tokens", 0), [seen[depth] for depth in depths]
+    late = [each.ndim == 3 and each.shape[1] + prefix == seen[last].shape[1] and prefix > 0 for each in found]
+    return [pad(each, (0, 0, prefix, 0)) if missing else each for each, missing in zip(found, late, strict=True)]
 
 
 def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:

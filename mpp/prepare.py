@@ -79,7 +79,8 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     if config.format == "npy":
         np.save(buffer, np.ascontiguousarray(values.transpose(1, 2, 0)))
     else:
-        Image.fromarray(values.transpose(1, 2, 0).squeeze()).save(buffer, "JPEG", quality=config.quality)
+        shown = values.transpose(1, 2, 0) if len(values) > 1 else values[0]
+        Image.fromarray(shown).save(buffer, "JPEG", quality=config.quality)
     return buffer.getvalue()
 
 

@@ -12,7 +12,7 @@ from mpp.config import ModelConfig, OptimConfig
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.training import optim
-from mpp.training.optim import build_optimizer, learning_rate
+from mpp.training.optim import PolyakAverage, build_optimizer, learning_rate
 
 QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt
     (4.0848, -6.8946, 2.9270),
@@ -159,6 +159,16 @@ def test_matrices_of_a_shape_together_are_those_one_by_one(together, native, mon
     assert by_shape.call_count == 3
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
+
+
+def test_hooks_run_once_a_step_after_timms_own_muon_was_built():
+    """torch wraps the step of each class of which one is built, and calls the hooks there."""
+    timm.optim.Muon([torch.zeros(2, 2, requires_grad=True)])
+    model = predictor(width=16, heads=2)
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=1e-3))
+    average = PolyakAverage(optimizer, 0.9)
+    optimizer.step()
+    assert average.updates == 1
 
 
 def test_muons_adam_part_has_a_rate_of_its_own():

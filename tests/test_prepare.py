@@ -18,11 +18,11 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp import prepare
-from mpp.config import DataConfig, ImagesConfig, SourceConfig
+from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.decoding import decode
 from mpp.data.shards import load_streamed
 from mpp.data.sources import BIRDS, load_image_datasets
-from mpp.prepare import NOTES, main
+from mpp.prepare import NOTES, main, prepare_image
 from mpp.runtime.lock import hold
 
 
@@ -75,6 +75,15 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
         "train/cat/empty.png: no image file of a known sort",
         "train/dog/text.jpg: no image file of a known sort",
     ]
+
+
+def test_a_line_of_pixels_stays_one(tmp_path):
+    for size in ((1, 300), (300, 1)):
+        file = io.BytesIO()
+        Image.new("RGB", size, (200, 30, 30)).save(file, "PNG")
+        config = PrepareConfig(data=ImagesConfig(bands=(1, 2, 3)), out="out", short_side=8)
+        with Image.open(io.BytesIO(prepare_image(file.getvalue(), config))) as found:
+            assert found.mode == "RGB" and found.size == size
 
 
 def test_plain_pixels_lose_nothing(folder, tmp_path):

@@ -16,6 +16,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fewshot import features
+from timm.models.cait import Cait
+from timm.models.xcit import Xcit
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +31,7 @@ from mpp.config import Config, DataConfig, ImagesConfig
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
+from mpp.frozen_features import features_at
 from mpp.models.encoder import export_encoder
 from mpp.pretrain import Pretraining
 from mpp.probe import Probe, effective_ranks, knn_predict, nearest
@@ -167,12 +170,26 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
         fewshot.main([*common, "--depth=4"])
 
 
+@pytest.mark.parametrize("kind", [Cait, Xcit])
+def test_patches_are_pooled_where_the_class_token_comes_late(kind):
+    options = {"cls_attn_layers": 1} if kind is Xcit else {"depth_token_only": 1}
+    encoder = kind(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0, **options).eval()
+    images, seen = torch.randn(2, 3, 32, 32), []
+    hook = encoder.blocks[0].register_forward_hook(lambda module, given, out: seen.append(out))
+    with torch.no_grad():
+        early, late = features_at(encoder, images, [1, 2], "mean")
+        hook.remove()
+        torch.testing.assert_close(early, seen[0].mean(1))
+        torch.testing.assert_close(late, encoder.forward_features(images)[:, 1:].mean(1))
+
+
 def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     folder = shutil.copytree(vit[1], tmp_path / "run" / "encoder").parent
-    for more in ([], ["--random=true"], ["--representation=class"], ["--random=true", "--seed=3", "--img_size=16"]):
+    both = ["--representation=class", "--depth=1"]
+    for more in ([], ["--random=true"], both[:1], both, ["--random=true", "--seed=3", "--img_size=16"]):
         fewshot.main([f"--encoder={folder}", "--shots=1", "--seeds=0", *more, *FAST])
     reports = {path.name for path in (folder / "evaluation").glob("*.json")}
-    names = ("fewshot", "fewshot_random_0", "fewshot_class", "fewshot_random_3_16px")
+    names = ("fewshot", "fewshot_random_0", "fewshot_class", "fewshot_class_depth_1", "fewshot_random_3_16px")
     assert reports == {f"{name}.json" for name in names}
     assert "the package's birds: 430 labelled images to learn from, 286 to judge by" in capsys.readouterr().out
     classes = tmp_path / "my classes"

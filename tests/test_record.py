@@ -9,6 +9,7 @@ import torch
 from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
+from evaluation.config import FinetuneConfig, KnnConfig
 from evaluation.suite.run_images import check_unseen, parse_with_images
 from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record
@@ -18,6 +19,15 @@ from mpp.models.encoder import build_encoder, export_encoder
 
 CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
+
+
+def test_images_that_are_not_flipped_are_not_in_fine_tuning(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {channels: 1, flip: false}")
+    (tmp_path / "encoder").mkdir()
+    words = [f"--encoder={tmp_path}", "--data.path=elsewhere"]
+    assert not parse_with_images(FinetuneConfig, words, "finetune").data.flip
+    assert parse_with_images(FinetuneConfig, [*words, "--data.flip=true"], "finetune").data.flip
+    assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
 
 
 def both(folder, **settings) -> dict:

@@ -68,7 +68,7 @@ class WhichEncoderConfig:
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
     def variant(self) -> str:
-        """What is not as usual, for the names of files: one report does not take another's place."""
+        """Which encoder, images and features, where not as usual, for the names of files: each has its own report."""
         parts = ["best"] if Path(self.encoder).name == BEST else []
         parts += [f"random_{self.seed}"] if self.random else []
         parts += [Path(self.checkpoint).stem] if self.checkpoint else []
@@ -97,7 +97,9 @@ class FeaturesConfig(EncoderConfig):
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
 
     def variant(self) -> str:
-        return super().variant() + (f"_{self.representation}" if self.representation != "mean" else "")
+        parts = [self.representation] if self.representation != "mean" else []
+        parts += [f"depth_{self.depth}"] if self.depth != "last" else []
+        return super().variant() + "".join(f"_{part}" for part in parts)
 
 
 @dataclass(frozen=True)

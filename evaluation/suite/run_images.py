@@ -31,7 +31,7 @@ WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tun
 def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
-    Others are read as the run's were: with its channels and range.
+    Others are read as the run's were: with its channels and range, and not flipped where those were not.
 
     Args:
         config_class: has `encoder` and `data`.
@@ -45,6 +45,8 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
         refuse_idle(config)
         return config
     images = [(name, value) for name, value in images_of_run(run) if not named or name in HOW_READ]
+    unflipped = hasattr(config.data, "flip") and saved_settings(run)["data"].get("flip") is False
+    images += [("flip", False)] if unflipped else []
     inherited = [f"--data.{name}={as_words(value)}" for name, value in images]
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))

@@ -1,5 +1,6 @@
 """Parameter groups, optimiser, learning-rate schedule, Polyak averaging."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from mpp.runtime.hardware import bf16_is_native
 
 TOGETHER = 2**24  # numbers of the matrices that Muon iterates together: what bounds the memory
 NATIVE = {True: torch.bfloat16, False: torch.float32}  # what Muon iterates in
+TIMMS_STEP = inspect.unwrap(timm.optim.Muon.step)  # torch wraps it where one is built, and would call hooks again
 UNDECAYED = ("token", "pos_embed", "position_bias")  # [class], [mask], registers, position embeddings and biases
 
 
@@ -54,7 +56,7 @@ class Muon(timm.optim.Muon):
         """timm's step; with `found_inf`, one at rate 0 and without gradients."""
         reads_nothing = self.defaults["capturable"]  # on a GPU, which the host does not wait for
         if self.found_inf is None or not (reads_nothing or self.found_inf):
-            return super().step(closure)
+            return TIMMS_STEP(self, closure)
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] = group["lr"] * (1 - self.found_inf)
@@ -62,7 +64,7 @@ class Muon(timm.optim.Muon):
                 if parameter.grad is not None:
                     own_part(parameter.grad).masked_fill_(self.found_inf.bool(), 0)  # 0 times NaN is NaN
         try:
-            return super().step(closure)
+            return TIMMS_STEP(self, closure)
         finally:
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
