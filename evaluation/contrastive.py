@@ -9,6 +9,7 @@ every probe takes it; the projection head is left out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from shlex import quote
 from typing import Any
 
 import torch
@@ -160,9 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if PartialState().is_main_process:
         accuracy = last_evaluation(folder)["heldout/accuracy"]
         print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
-        print(f"next: tensorboard --logdir {folder.parent}")
+        print(f"next: tensorboard --logdir {quote(str(folder.parent))}")
         representation = "" if config.head.pooling == "mean" else " --representation class"
-        print(f"next: mpp fewshot --encoder {folder}{representation}")
+        print(f"next: mpp fewshot --encoder {quote(str(folder))}{representation}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from evaluation.config import FeaturesConfig
 from evaluation.suite.extraction import extract_features, save_features
 from evaluation.suite.reports import report_path
-from evaluation.suite.run_images import parse_with_images
+from evaluation.suite.run_images import parse_with_images, variant
 from mpp.config import RunConfig, require
 from mpp.runtime.launch import command, start
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     by_depth = extract_features(config, accelerator)
     if accelerator.is_main_process:
         for depth, features in by_depth.items():
-            path = report_path(config.out, config.encoder, f"features{config.variant()}.npz")
+            path = report_path(config.out, config.encoder, f"features{variant(config)}.npz")
             path = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path
             save_features(path, features)
             print(f"wrote {path}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")

@@ -25,7 +25,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     """Read and report; the report."""
     last = last_evaluation(Path(config.encoder))
     if "heldout/nearest" not in last:
-        lacks = "it has no heldout/nearest (nor has one that predicts no colours)"
+        lacks = "it has no heldout/nearest, which runs that predict colours have"
         raise UserError(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
     named = {line: f"heldout/{name}" for line, name in LINES.items()}
     results = [{"case": line, "accuracy": last[name]} for line, name in named.items() if name in last]

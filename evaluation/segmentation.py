@@ -38,7 +38,7 @@ from evaluation.suite.patches import (
 )
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, table, write_report
-from evaluation.suite.run_images import check_unseen, parse_with_images
+from evaluation.suite.run_images import check_unseen, parse_with_images, variant
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
@@ -247,7 +247,7 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
             del of_floor
     lines["the most frequent class"] = least
     report["baselines"] = report.get("baselines", {}) | {"the most frequent class": least}
-    path = report_path(config.out, config.encoder, f"segmentation{config.variant()}.json")
+    path = report_path(config.out, config.encoder, f"segmentation{variant(config)}.json")
     write_report(path, report, "reading")
     print(table_of(lines, config.readings))
     print(table_of_classes(lines[config.encoder]))

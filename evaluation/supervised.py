@@ -9,6 +9,7 @@ and its encoder/ are as pre-training's, so that every probe takes it.
 """
 
 from collections.abc import Sequence
+from shlex import quote
 
 from accelerate import Accelerator, PartialState
 from torch import Tensor
@@ -101,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})
         print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
         print(f"wrote {folder / 'supervised.json'}")
-        print(f"next: accelerate launch evaluation/finetune.py --encoder {folder} --run.dir {folder}_finetuned")
+        again, place = quote(str(folder)), quote(f"{folder}_finetuned")
+        print(f"next: accelerate launch evaluation/finetune.py --encoder {again} --run.dir {place}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
-from evaluation.suite.run_images import parse_with_images
+from evaluation.suite.run_images import parse_with_images, variant
 from evaluation.suite.run_images import positions as places_of
 from evaluation.suite.similar import look_through, patch_similarity, spread_patches
 from mpp.config import RunConfig, require
@@ -263,6 +263,8 @@ def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     """The few-shot curve."""
     if subject.held_out.labelled() is None:
         raise Unavailable("the images have no labels")
+    if len(np.unique(load_image_datasets(subject.config.data)[0].labelled().labels)) < 2:
+        raise Unavailable("all training images are of one class")
     shared = {field.name: getattr(subject.config, field.name) for field in dataclasses.fields(EncoderConfig)}
     config = fewshot.FewshotConfig(**shared, representation=subject.config.representation, depth="all")
     by_depth = extract_features(config, subject.accelerator)
@@ -319,7 +321,7 @@ def visualize(config: VisualizeConfig) -> list[str]:
     Raises:
         UserError: no such encoder or images, or nothing to draw.
     """
-    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{config.variant()}")
+    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{variant(config)}")
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     subject = subject_of(config)
     drawn, missing = [], {}

@@ -8,6 +8,7 @@ Settings are read before torch is loaded, so that help and a misspelt setting do
 import difflib
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
 from mpp.errors import UserError
 from mpp.runtime.parsing import read, show_help
@@ -54,6 +55,8 @@ def main() -> None:
         lines += [f"  {each:12} {does}" for each, does in COMMANDS.items()]
         lines += ["", "`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ..."]
         show_help("\n".join(lines))
+    if name == "--version":
+        show_help(f"mpp {version('mpp')}")
     try:
         if name not in COMMANDS:
             near = difflib.get_close_matches(name, COMMANDS, n=1)

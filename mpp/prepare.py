@@ -159,7 +159,8 @@ def open_folder(config: PrepareConfig, counts: Counter[str]) -> None:
     """Check that the folder is new, or of the same settings and as many images of each split; note both."""
     saved, counted = (Path(config.out) / NOTES / name for name in ("config.yaml", "images.json"))
     if counted.is_file() and json.loads(counted.read_text()) != counts:
-        raise UserError(f"out is {config.out}, prepared of other images ({counted.read_text()}, now {counts})")
+        both = f"{counted.read_text()}, now {json.dumps(counts)}"
+        raise UserError(f"out is {config.out}, prepared of other images ({both})")
     if saved.is_file():
         different = changed_keys(config, saved)
         if different:

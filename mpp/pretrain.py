@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any
 
@@ -271,8 +272,8 @@ def say_what_came_out(folder: Path) -> None:
     if line:
         print(f"verdict: {line}")
     page = folder / REPORT
-    print(f"next: {f'open {page}, or ' if page.is_file() else ''}tensorboard --logdir {folder.parent}")
-    print(f"next: mpp fewshot --encoder {folder}")
+    print(f"next: {f'open {page}, or ' if page.is_file() else ''}tensorboard --logdir {quote(str(folder.parent))}")
+    print(f"next: mpp fewshot --encoder {quote(str(folder))}")
 
 
 if __name__ == "__main__":

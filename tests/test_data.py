@@ -125,6 +125,13 @@ def test_a_seeded_choice_of_training_images(image_folder):
     assert train.choose(None, 0) is train
 
 
+def test_a_share_to_hold_out_is_refused_where_a_split_is_held_out():
+    with pytest.raises(ValueError, match=r"data\.eval_fraction is 0\.5; it must be left out, because test is held out"):
+        load_image_datasets(DataConfig(eval_fraction=0.5))
+    _, held_out = load_image_datasets(DataConfig(eval_fraction=0.5, eval_split=None))
+    assert len(held_out) == 316  # of 633
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -10,7 +10,7 @@ from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.config import FinetuneConfig, KnnConfig
-from evaluation.suite.run_images import check_unseen, parse_with_images
+from evaluation.suite.run_images import check_unseen, parse_with_images, variant
 from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record
 from mpp.data.sources import load_image_datasets, load_splits
@@ -22,12 +22,14 @@ FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--s
 
 
 def test_images_that_are_not_flipped_are_not_in_fine_tuning(tmp_path):
-    (tmp_path / "config.yaml").write_text("data: {channels: 1, flip: false}")
+    (tmp_path / "config.yaml").write_text("data: {path: here, channels: 1, flip: false}")
     (tmp_path / "encoder").mkdir()
     words = [f"--encoder={tmp_path}", "--data.path=elsewhere"]
     assert not parse_with_images(FinetuneConfig, words, "finetune").data.flip
     assert parse_with_images(FinetuneConfig, [*words, "--data.flip=true"], "finetune").data.flip
     assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
+    named = [variant(parse_with_images(KnnConfig, given, "knn")) for given in (words, words[:1])]
+    assert named == ["_elsewhere", ""]  # the run's own images are as usual
 
 
 def both(folder, **settings) -> dict:

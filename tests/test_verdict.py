@@ -104,7 +104,7 @@ WELL = {
     "an idle GPU": (history(evaluation(400), **{"speed/executed_tflops": 40.0}), replace(FACTS, gpu_tflops=400)),
     "unreadable images": (history(evaluation(400), unreadable=6), FACTS),
     "duplicates across the cut": (healthy(), replace(FACTS, duplicates=0.05)),
-    "one class dominates": (healthy(), replace(FACTS, largest_class=1.0, classes=1)),
+    "one class dominates": (healthy(), replace(FACTS, largest_class=0.7, classes=2)),
     "constant images dominate": (healthy(), replace(FACTS, constant=0.25)),
 }
 

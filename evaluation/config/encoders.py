@@ -1,12 +1,9 @@
 """Settings of commands that look at a frozen encoder: which, by which images, and what is made of it."""
 
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, get_args
 
-from mpp.config import Representation, SourceConfig, as_lists, group, needs, operational, require, sides
-from mpp.runtime.weights import BEST
+from mpp.config import Representation, SourceConfig, as_lists, group, needs, operational, require
 
 Picture = Literal[
     "predictions",
@@ -67,15 +64,6 @@ class WhichEncoderConfig:
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
-    def variant(self) -> str:
-        """Which encoder, images and features, where not as usual, for the names of files: each has its own report."""
-        parts = ["best"] if Path(self.encoder).name == BEST else []
-        parts += [f"random_{self.seed}"] if self.random else []
-        parts += [Path(self.checkpoint).stem] if self.checkpoint else []
-        parts += [f"{'x'.join(map(str, dict.fromkeys(sides(self.img_size))))}px"] if self.img_size else []
-        parts += [re.sub(r"[^\w.-]+", "_", Path(self.data.path).name)] if self.data.path else []
-        return "".join(f"_{part}" for part in parts)
-
 
 @dataclass(frozen=True)
 class EncoderConfig(WhichEncoderConfig):
@@ -95,11 +83,6 @@ class FeaturesConfig(EncoderConfig):
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
     out: str | None = operational(None)
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
-
-    def variant(self) -> str:
-        parts = [self.representation] if self.representation != "mean" else []
-        parts += [f"depth_{self.depth}"] if self.depth != "last" else []
-        return super().variant() + "".join(f"_{part}" for part in parts)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ def load_labelled(
     with accelerator.main_process_first():
         splits = [part.labelled() for part in load_image_datasets(data)]
     if None in splits:
-        raise UserError("the images have no labels; name their column by data.label_column")
+        ways = "name their column by data.label_column, or have a folder for each of several classes"
+        raise UserError(f"the images have no labels; {ways}")
     if splits[0].labels.ndim > 1:
         raise UserError("training images have several labels each; only held-out ones may")
     whole, held_out = splits

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
 from evaluation.suite.extraction import Features, extract_features, load_features
 from evaluation.suite.reports import report_path, summarize, write_report
+from evaluation.suite.run_images import variant
 from mpp.config import RunConfig
 from mpp.probe import RANKED, effective_ranks
 from mpp.runtime.hardware import device
@@ -39,7 +40,7 @@ def probe(
     if accelerator.is_main_process:
         report = judge(config, by_depth, evaluate, key)
         report["protocol"]["rank_by_depth"] = ranks_of(by_depth)
-        name = command if config.features else command + config.variant()
+        name = command if config.features else command + variant(config)
         path = report_path(config.out, config.encoder, f"{name}.json", config.features)
         write_report(path, report, key)
     return report  # the others are done: they do not wait for a probe that may take hours

@@ -6,6 +6,7 @@ is against.
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -14,12 +15,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpp.config import SourceConfig, refuse_idle
+from evaluation.config import EncoderConfig
+from mpp.config import SourceConfig, refuse_idle, sides
 from mpp.data.record import record
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.parsing import as_words, read
-from mpp.runtime.weights import run_of
+from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
@@ -70,6 +72,21 @@ def images_of_run(run: Path) -> list[tuple[str, Any]]:
     saved = saved_settings(run)["data"]
     saved["revision"] = commit_begun_with(run) or saved.get("revision")
     return [(name, saved[name]) for name in OF_THE_IMAGES if name in saved]
+
+
+def variant(config: EncoderConfig) -> str:
+    """Which encoder, images and features, where not as usual, for the names of files: each has its own report."""
+    run = run_folder(config.encoder)
+    path, own = config.data.path, run and dict(images_of_run(run)).get("path")
+    representation, depth = getattr(config, "representation", "mean"), getattr(config, "depth", "last")
+    parts = ["best"] if Path(config.encoder).name == BEST else []
+    parts += [f"random_{config.seed}"] if config.random else []
+    parts += [Path(config.checkpoint).stem] if config.checkpoint else []
+    parts += [f"{'x'.join(map(str, dict.fromkeys(sides(config.img_size))))}px"] if config.img_size else []
+    parts += [re.sub(r"[^\w.-]+", "_", Path(path).name)] if path and path != own else []
+    parts += [representation] if representation != "mean" else []
+    parts += [f"depth_{depth}"] if depth != "last" else []
+    return "".join(f"_{part}" for part in parts)
 
 
 def learned_labels(encoder: str) -> SourceConfig | None:

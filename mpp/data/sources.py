@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pyarrow import ArrowException
 from torch import Tensor
 
-from mpp.config import ImagesConfig, SourceConfig
+from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data import decoding
 from mpp.data.hub import check_commit
 from mpp.data.labels import number_labels, read_labels
@@ -258,8 +258,8 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
         return load() if path.is_dir() else from_the_hub(load, config)
     except LOADING_ERRORS as error:
-        reason = one_line(error)
-        raise UserError(f"data.path is {config.path}, which cannot be loaded: {reason}") from error
+        here = "" if path.exists() or "://" in config.path else f" (and {Path.cwd()} has no such folder or file)"
+        raise UserError(f"data.path is {config.path}, which cannot be loaded: {one_line(error)}{here}") from error
 
 
 def holds_arrays(folder: Path) -> bool:
@@ -327,7 +327,11 @@ def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
     if config.split not in names:
         raise UserError(f"data.split is {config.split}; {there}")
     if config.eval_split == "auto":
-        return next((name for name in ("validation", "test") if name in names and name != config.split), None)
+        found = next((name for name in ("validation", "test") if name in names and name != config.split), None)
+        usual = found is None or config.eval_fraction == SourceConfig.eval_fraction
+        allowed = f"left out, because {found} is held out, or data.eval_split null"
+        require(usual, "data.eval_fraction", config.eval_fraction, allowed)
+        return found
     if config.eval_split == config.split:
         raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
     if config.eval_split is not None and config.eval_split not in names:

@@ -97,7 +97,8 @@ class ViewDataset(Dataset):
                 seed = self.data.cut_seed if epoch == FIXED else self.seed
                 others = random_words(Stream.REPLACEMENT, seed, epoch, index, len(failures))
                 candidate = self.dataset.other(int(others[-1]))
-        raise Undecodable(f"{len(failures)} images in a row cannot be decoded, such as {failures[0]}", failures[0])
+        said = f"{len(failures)} images in a row cannot be decoded, such as {failures[0]}"
+        raise Undecodable(f"{said} (a small split has them more than once)", failures[0])
 
 
 def collate(samples: list[Batch]) -> Batch:
