@@ -39,6 +39,7 @@ from mpp.training.watch import verdict_of
 NEIGHBOURS, QUERIES = 5, 6
 EXTREMES = 4  # images that are predicted best, and worst
 JUDGED = 256  # held-out images of which these are
+DRAWN_TITLE = "What it predicts and how it looks"
 DRAWN = {
     "predictions": "Held-out images: original, corrupted, predicted and true, and how sure each prediction is",
     "pca": "The first three principal components of the patches' features as red, green and blue, by depth",
@@ -204,18 +205,22 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
         subject = visualize.subject_of(drawing)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
-        return []
+        kept = drawn_blocks(None, folder, {})
+        return [Section("pictures", DRAWN_TITLE, kept)] if kept else []
     with deaths_explained():
         made = [
-            ("pictures", "What it predicts and how it looks", lambda: drawn_blocks(subject, folder, missing)),
+            ("pictures", DRAWN_TITLE, lambda: drawn_blocks(subject, folder, missing)),
             ("neighbours", "Nearest neighbours", lambda: neighbour_blocks(config, subject, history)),
             ("extremes", "Predicted best and worst", lambda: extreme_blocks(config, subject, folder)),
         ]
         return [Section(name, title, available(title, make, missing)) for name, title, make in made]
 
 
-def drawn_blocks(subject: visualize.Subject, folder: Path, missing: Missing) -> list:
-    """Pictures of `mpp visualize`: those that are there and newer than the encoder; the others are drawn."""
+def drawn_blocks(subject: visualize.Subject | None, folder: Path, missing: Missing) -> list:
+    """Pictures of `mpp visualize`: those that are there and newer than the encoder; the others are drawn.
+
+    Without the images, which are the subject's, none is drawn.
+    """
     made, blocks = (folder / "encoder" / "config.json").stat().st_mtime, []
     place = folder / "evaluation" / "pictures"
     for name, alt in DRAWN.items():
@@ -223,6 +228,8 @@ def drawn_blocks(subject: visualize.Subject, folder: Path, missing: Missing) -> 
         if file.is_file() and file.stat().st_mtime >= made:
             with Image.open(file) as image:
                 blocks.append(picture(image, alt, f"{alt}."))
+            continue
+        if subject is None:
             continue
         try:
             figure, numbers = visualize.PICTURES[name](subject)
