@@ -263,8 +263,9 @@ def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     """The few-shot curve."""
     if subject.held_out.labelled() is None:
         raise Unavailable("the images have no labels")
-    if len(np.unique(load_image_datasets(subject.config.data)[0].labelled().labels)) < 2:
-        raise Unavailable("all training images are of one class")
+    known = load_image_datasets(subject.config.data)[0].labelled()
+    if known is None or len(np.unique(known.labels)) < 2:
+        raise Unavailable("all training images are of one class, or have no labels")
     shared = {field.name: getattr(subject.config, field.name) for field in dataclasses.fields(EncoderConfig)}
     config = fewshot.FewshotConfig(**shared, representation=subject.config.representation, depth="all")
     by_depth = extract_features(config, subject.accelerator)
