@@ -24,20 +24,22 @@ SAME = (
     "every",
 )
 KINDS = {name: [*TINY, *options] for name, options in PRETRAIN.items() if not name.startswith(SAME)}
+CARDS = {80: ["objective mean_color", "MAE"], 90: KINDS}  # A100: the same code, so two kinds do; H100
 pytestmark = [
     pytest.mark.rehearsal,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch has no Triton"),
 ]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CARDS)
 def test_kernels_for_a_gpu_compile(capability, tally):
-    """Forward and backward, on an A100 and an H100, by the assembler that Triton brings."""
-    ended = run_command(sys.executable, "tests/triton_code.py", str(capability), json.dumps([*KINDS.values()]))
+    """Forward and backward, by the assembler that Triton brings."""
+    asked = [KINDS[name] for name in CARDS[capability]]
+    ended = run_command(sys.executable, "tests/triton_code.py", str(capability), json.dumps(asked))
     assert ended.returncode == 0, ended.stderr[-3000:]
     *kinds, total = map(json.loads, ended.stdout.splitlines())
-    assert len(kinds) == len(KINDS) and not [kind for kind in kinds if kind["failed"]], ended.stdout
-    assert all(kind["kernels"] > 10 for kind in kinds) and total["compiled"] > 50
+    assert len(kinds) == len(asked) and not [kind for kind in kinds if kind["failed"]], ended.stdout
+    assert all(kind["kernels"] > 10 for kind in kinds) and total["compiled"] > 20
     tally(
         f"Triton kernels of {len(kinds)} kinds of models, forward and backward, for sm_{capability}", total["compiled"]
     )

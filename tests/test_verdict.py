@@ -371,9 +371,9 @@ def write_set(folder: Path, name: str, labelled: bool = True) -> str:
 def sets(tmp_path_factory):
     """Set -> its settings."""
     folder = tmp_path_factory.mktemp("sets")
-    digits = ("--data.channels=1", "--model.img_size=32", "--model.patch_size=4", "--data.eval_fraction=0.2")
+    digits = ("--data.channels=1", "--model.img_size=32", "--model.patch_size=8", "--data.eval_fraction=0.2")
     return {
-        "birds": ("--model.img_size=32", "--model.patch_size=4"),
+        "birds": ("--model.img_size=32", "--model.patch_size=8"),
         "digits": (write_set(folder, "digits"), *digits),
         "plain digits": (write_set(folder, "plain_digits", labelled=False), *digits),
         "tiles": (write_set(folder, "tiles"), "--data.eval_fraction=0.2", "--model.patch_size=16"),
@@ -426,7 +426,7 @@ HEALTHY_RUNS = {
     "Adam": ("digits", (*ADAM, "--run.steps=600")),
     "wide and flat, linear decay": ("digits", ("--model.width=96", "--model.depth=2", "--optim.schedule=linear")),
     "without labels": ("plain digits", ()),
-    "SimCLR": ("digits", GREY),
+    "SimCLR": ("digits", (*GREY, "--model.patch_size=4")),  # with fewer patches it would wait for its crops
     "MAE of photographs": ("tiles", ("--config=rivals/mae",)),
     "MaskFeat of photographs": ("tiles", ("--config=rivals/maskfeat",)),
     "MaskFeat of birds": ("birds", ("--config=rivals/maskfeat",)),
