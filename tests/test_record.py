@@ -10,6 +10,7 @@ from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.config import FinetuneConfig, KnnConfig
+from evaluation.suite.reports import report_path
 from evaluation.suite.run_images import check_unseen, parse_with_images, variant
 from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record
@@ -21,15 +22,35 @@ CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
 
 
-def test_images_that_are_not_flipped_are_not_in_fine_tuning(tmp_path):
-    (tmp_path / "config.yaml").write_text("data: {path: here, channels: 1, flip: false}")
+def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {path: here, channels: 1, flip: false, eval_crop: 1.0}")
+    (tmp_path / "own.yaml").write_text("data: {eval_crop: 0.5}")
     (tmp_path / "encoder").mkdir()
     words = [f"--encoder={tmp_path}", "--data.path=elsewhere"]
-    assert not parse_with_images(FinetuneConfig, words, "finetune").data.flip
-    assert parse_with_images(FinetuneConfig, [*words, "--data.flip=true"], "finetune").data.flip
+    for more, shown in (
+        ((), (False, 1.0)),
+        (("--data.flip=true", "--data.eval_crop=0.875"), (True, 0.875)),
+        ((f"--config={tmp_path / 'own.yaml'}",), (False, 0.5)),
+    ):
+        data = parse_with_images(FinetuneConfig, [*words, *more], "finetune").data
+        assert (data.flip, data.eval_crop) == shown
     assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
     named = [variant(parse_with_images(KnnConfig, given, "knn")) for given in (words, words[:1])]
     assert named == ["_elsewhere", ""]  # the run's own images are as usual
+
+
+def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
+    with pytest.raises(UserError, match=r"run\.dir is .*run, inside data\.path .*: its pictures would join the images"):
+        pretrain(f"--data.path={image_folder}", dir=image_folder / "some" / "run")
+    assert not (image_folder / "some").exists()
+
+
+def test_where_nothing_can_be_written_is_said_before_anything_is_done(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/evaluation/x\.json cannot be written \(.*\); name another .* --out"):
+        report_path(str(tmp_path / "file" / "evaluation" / "x.json"), "runs/birds", "x.json")
+    assert report_path(None, str(tmp_path), "x.json") == tmp_path / "evaluation" / "x.json"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def both(folder, **settings) -> dict:

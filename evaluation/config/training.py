@@ -132,6 +132,8 @@ class FinetuneConfig:
         drop_path = self.drop_path
         require(drop_path is None or 0 <= drop_path < 1, "drop_path", drop_path, "at least 0 and below 1, or null")
         require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
+        decay, learned = self.optim.layer_decay, self.init == "encoder"
+        require(decay is None or learned, "optim.layer_decay", decay, "null with init random: all layers have to learn")
         self.optim.check_warmup(self.run.steps)
         if self.dev_steps is not None:
             require(self.dev_steps >= 1, "dev_steps", self.dev_steps, "at least 1, or null")

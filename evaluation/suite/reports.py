@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,21 @@ from mpp.runtime.weights import run_of
 
 
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
-    """Where a report goes: `out`, or beside what was judged: the features, the run folder, or runs/ENCODER."""
-    if out:
-        if Path(out).is_dir():
-            raise UserError(f"out is {out}, a folder; it must be a file")
-        return Path(out)
-    if features:
-        return Path(features).with_name(f"{Path(features).stem}_{name}")
-    folder = Path(encoder)
-    if not folder.exists():
-        folder = Path("runs") / encoder.replace("/", "_")
-    return run_of(folder) / "evaluation" / name
+    """Where a report goes: `out`, or beside what was judged: the features, the run folder, or runs/ENCODER.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    if out and Path(out).is_dir():
+        raise UserError(f"out is {out}, a folder; it must be a file")
+    folder = Path(encoder) if Path(encoder).exists() else Path("runs") / encoder.replace("/", "_")
+    beside = features and Path(features).with_name(f"{Path(features).stem}_{name}")
+    path = Path(out or beside or run_of(folder) / "evaluation" / name)
+    try:
+        with TemporaryFile(dir=next(each for each in path.absolute().parents if each.exists())):
+            return path
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); name another file by --out") from error
 
 
 def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:

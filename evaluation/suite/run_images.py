@@ -26,6 +26,7 @@ from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
 HOW_READ = ("channels", "bands", "range", "nodata")  # whichever images an encoder is shown
+HOW_SHOWN = ("flip", "eval_crop")  # in fine-tuning, which has these settings
 OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
 WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
 
@@ -33,7 +34,8 @@ WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tun
 def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
-    Others are read as the run's were: with its channels and range, and not flipped where those were not.
+    Others are read as the run's were: with its channels and range. Fine-tuning crops held-out images as the run did,
+    and does not flip where the run did not.
 
     Args:
         config_class: has `encoder` and `data`.
@@ -47,8 +49,10 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
         refuse_idle(config)
         return config
     images = [(name, value) for name, value in images_of_run(run) if not named or name in HOW_READ]
-    unflipped = hasattr(config.data, "flip") and saved_settings(run)["data"].get("flip") is False
-    images += [("flip", False)] if unflipped else []
+    if hasattr(config.data, "flip"):
+        saved, usual = saved_settings(run)["data"], type(config.data)
+        free = [name for name in HOW_SHOWN if getattr(config.data, name) == getattr(usual, name)]
+        images += [(name, saved[name]) for name in free if name in saved]
     inherited = [f"--data.{name}={as_words(value)}" for name, value in images]
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))
@@ -134,7 +138,7 @@ def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> in
 
 
 def same_place(one: SourceConfig, other: SourceConfig) -> bool:
-    """Whether two settings name the same data set; a revision that is not named may be any."""
+    """Whether two settings name the same dataset; a revision that is not named may be any."""
     names = {(each.name, str(Path(each.path or "").expanduser().resolve())) for each in (one, other)}
     revisions = {each.revision for each in (one, other)} - {None}
     return len(names) == 1 and len(revisions) < 2

@@ -78,7 +78,8 @@ class SourceConfig(ImagesConfig):
     train_images: int | None = None
     """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
     batch_size: int | None = operational(None)
-    """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64."""
+    """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64
+    (pictures: 4)."""
     workers: int = operational(2)
     """Loader processes per training process, and as many more that stay for its evaluations. 0: the training process
     loads; where one or two threads of a CPU train on decoded images (data.cache_gb), it loads these anyway."""
@@ -136,7 +137,8 @@ class AugmentConfig:
     """Augmentation beyond crop and flip, and what goes with it: for training with labels (DeiT, BEiT, MAE)."""
 
     randaugment: int = 0
-    """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020; DeiT: 9). 0: none."""
+    """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020). 0: none. The scale is
+    torchvision's, of 30. DeiT and MAE have m9 on timm's scale, of 10: 27 here."""
     mixup: float = 0.0
     """Alpha of mixup: each image is blended with another of its forward pass, whose size then matters. 0: none."""
     cutmix: float = 0.0
@@ -154,7 +156,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Turn a data set into parquet shards for training."""
+    """Turn a dataset into parquet shards for training."""
 
     out: str = operational("prepared")
     """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
