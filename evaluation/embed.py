@@ -1,4 +1,4 @@
-"""The features of all images of a data set, as a table for a data base or a notebook.
+"""The features of all images of a dataset, as a table for a data base or a notebook.
 
     python evaluation/embed.py --encoder runs/birds --data.path FOLDER --out features.parquet
 

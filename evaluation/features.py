@@ -21,11 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse_with_images(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    place = report_path(config.out, config.encoder, f"features{variant(config)}.npz")
     by_depth = extract_features(config, accelerator)
     if accelerator.is_main_process:
         for depth, features in by_depth.items():
-            path = report_path(config.out, config.encoder, f"features{variant(config)}.npz")
-            path = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path
+            path = place.with_stem(f"{place.stem}_depth_{depth:02d}") if len(by_depth) > 1 else place
             save_features(path, features)
             print(f"wrote {path}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")
     accelerator.wait_for_everyone()

@@ -9,6 +9,7 @@ JSON. Pictures that are not there yet are drawn; what a run does not have is sai
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -236,8 +237,9 @@ def drawn_blocks(subject: visualize.Subject | None, folder: Path, missing: Missi
         except Unavailable as error:
             missing[name] = str(error)
             continue
-        place.mkdir(parents=True, exist_ok=True)
-        visualize.write(place, name, figure, numbers)
+        with suppress(OSError):  # the folder may be somebody else's
+            place.mkdir(parents=True, exist_ok=True)
+            visualize.write(place, name, figure, numbers)
         blocks.append(picture_of(figure, alt, f"{alt}."))
     return blocks
 

@@ -226,6 +226,7 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     if accelerator.num_processes > 1:
         raise UserError("patches are judged by one process: start it with python, without a launcher")
+    path = report_path(config.out, config.encoder, f"segmentation{variant(config)}.json")
     splits = load_masked(config.data)
     name = "" if config.random else config.checkpoint or config.encoder
     check_unseen(name, config.data, splits[0][0], splits[1][0])
@@ -247,7 +248,6 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
             del of_floor
     lines["the most frequent class"] = least
     report["baselines"] = report.get("baselines", {}) | {"the most frequent class": least}
-    path = report_path(config.out, config.encoder, f"segmentation{variant(config)}.json")
     write_report(path, report, "reading")
     print(table_of(lines, config.readings))
     print(table_of_classes(lines[config.encoder]))

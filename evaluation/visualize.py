@@ -31,11 +31,12 @@ from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
-from evaluation.suite.run_images import parse_with_images, variant
+from evaluation.suite.run_images import parse_with_images, run_folder, variant
 from evaluation.suite.run_images import positions as places_of
 from evaluation.suite.similar import look_through, patch_similarity, spread_patches
 from mpp.config import RunConfig, require
 from mpp.corruption import Grid
+from mpp.data.shards import load_streamed
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
@@ -261,6 +262,8 @@ def rank(subject: Subject) -> tuple[Figure, Numbers]:
 
 def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     """The few-shot curve."""
+    if streamed(subject.config):
+        raise Unavailable("the images are a stream; `mpp fewshot` loads all of them")
     if subject.held_out.labelled() is None:
         raise Unavailable("the images have no labels")
     known = load_image_datasets(subject.config.data)[0].labelled()
@@ -312,8 +315,21 @@ def subject_of(config: VisualizeConfig) -> Subject:
     encoder = load_frozen(
         *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
     )
-    _, held_out = load_image_datasets(config.data)
-    return Subject(config, accelerator, encoder.to(accelerator.device), held_out)
+    return Subject(config, accelerator, encoder.to(accelerator.device), held_out_images(config))
+
+
+def held_out_images(config: VisualizeConfig) -> ImageDataset:
+    """The images that pictures are of; of a run on a stream those that it kept to be evaluated on."""
+    if streamed(config):
+        return load_streamed(config.data, 0, saved_settings(run_folder(config.encoder))["data"]["eval_images"])[2]
+    return load_image_datasets(config.data)[1]
+
+
+def streamed(config: VisualizeConfig) -> bool:
+    """Whether the images are the run's own, and were read as a stream."""
+    run = run_folder(config.encoder)
+    saved = saved_settings(run)["data"] if run else {}
+    return bool(saved.get("streaming")) and saved.get("path") == config.data.path
 
 
 def visualize(config: VisualizeConfig) -> list[str]:

@@ -29,7 +29,7 @@ def starts_a_command() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """What is loaded when somebody asks for it: data sets and command lines are not needed to load an encoder."""
+    """What is loaded when somebody asks for it: datasets and command lines are not needed to load an encoder."""
     if name == "pretrain":
         return import_module("mpp.pretrain")  # which can be called
     if name in PLACES:

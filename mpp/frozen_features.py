@@ -1,4 +1,4 @@
-"""Frozen features: what an encoder says of an image after each of its blocks, for every image of a data set.
+"""Frozen features: what an encoder says of an image after each of its blocks, for every image of a dataset.
 
 Probes, kNN while training and the evaluation suite read them here: a name such as `depth_04` means the same everywhere.
 B images, D width.
@@ -162,12 +162,12 @@ def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, nor
 def extract(
     batches: Iterable[Batch], encode: Callable[[Tensor], list[Tensor]], count: int, accelerator: Accelerator
 ) -> tuple[list[NDArray[np.float32]], NDArray[np.int64]]:
-    """Features of a whole data set, on the main process; nothing on the others. What is large is mapped from files.
+    """Features of a whole dataset, on the main process; nothing on the others. What is large is mapped from files.
 
     Args:
         batches: this process's: the images rank, rank + processes, ... in their order.
         encode: images (B, C, H, W) on the device to features (B, D), one for each depth.
-        count: images of the data set.
+        count: images of the dataset.
     Returns:
         (count, D) for each depth; labels (count,), or (count, L) where an image may have several. On the other
         processes no depth, and no label.

@@ -1,4 +1,4 @@
-"""A data set made ready for training: parquet shards of images that are no larger than training needs.
+"""A dataset made ready for training: parquet shards of images that are no larger than training needs.
 
     python -m mpp.prepare --data.path FOLDER --out prepared
     accelerate launch mpp/pretrain.py --data.path prepared --data.streaming true
@@ -80,7 +80,11 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
         np.save(buffer, np.ascontiguousarray(values.transpose(1, 2, 0)))
     else:
         shown = values.transpose(1, 2, 0) if len(values) > 1 else values[0]
-        Image.fromarray(shown).save(buffer, "JPEG", quality=config.quality)
+        try:
+            Image.fromarray(shown).save(buffer, "JPEG", quality=config.quality)
+        except OSError as error:  # over 65,500 pixels long
+            size = "{1} x {0}".format(*shown.shape)
+            raise UnreadableImage(f"JPEG does not hold {size} pixels; --format ppm or npy does") from error
     return buffer.getvalue()
 
 
@@ -120,7 +124,7 @@ def write_shard(shard: Shard) -> None:
 
 
 def name_of(cell: Any, root: str | None) -> str | None:
-    """A file's name, from the data set's folder on where it is in there: nothing of the machine. An array has none."""
+    """A file's name, from the dataset's folder on where it is in there: nothing of the machine. An array has none."""
     path = Path((isinstance(cell, dict) and cell.get("path")) or "")
     folder = Path(root or "").expanduser().absolute()
     if root and path.is_absolute() and path.is_relative_to(folder):
@@ -197,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare as the command line, or `arguments`, say."""
     config = parse(PrepareConfig, arguments, prog="python -m mpp.prepare")
     if config.data.path is None:
-        raise UserError("data.path is null; it must be a data set of the hub, a folder, or a file")
+        raise UserError("data.path is null; it must be a dataset of the hub, a folder, or a file")
     require(not Path(config.out).exists() or Path(config.out).is_dir(), "out", config.out, "a folder")
     shards = cut(config)
     with hold(Path(config.out), "out"):

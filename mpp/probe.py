@@ -177,14 +177,14 @@ def knn_predict(
     Returns:
         k -> (M,) int64, on the device of `test`.
     """
-    train_labels = train_labels.to(test.device)
-    classes, most = int(train_labels.max()) + 1, min(max(neighbours), len(train))
+    names, train_labels = train_labels.to(test.device).unique(return_inverse=True)  # numbers may be far apart
+    most = min(max(neighbours), len(train))
     predictions: dict[int, list[Tensor]] = {k: [] for k in neighbours}
     for similarity, index in nearest(train, test, most):
         weights, labels = ((similarity - 1) / temperature).exp(), train_labels[index]
         for k, of_k in predictions.items():
-            votes = torch.zeros(len(labels), classes, dtype=weights.dtype, device=weights.device)
-            of_k.append(votes.scatter_add_(1, labels[:, :k], weights[:, :k]).argmax(-1))
+            votes = torch.zeros(len(labels), len(names), dtype=weights.dtype, device=weights.device)
+            of_k.append(names[votes.scatter_add_(1, labels[:, :k], weights[:, :k]).argmax(-1)])
     return {k: torch.cat(of_k) for k, of_k in predictions.items()}
 
 

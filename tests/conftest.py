@@ -220,7 +220,7 @@ def encoded(image: np.ndarray | Image.Image, format: str = "PNG", **options) -> 
 
 
 def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:
-    """A data set of image files, in the column `image`, and of other columns."""
+    """A dataset of image files, in the column `image`, and of other columns."""
     cells = [{"bytes": data, "path": None} for data in images]
     rows = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
     for name, values in columns.items():

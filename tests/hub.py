@@ -1,4 +1,4 @@
-"""A hub for data sets on this machine: what the library asks of one, and answers that fail when a test says so."""
+"""A hub for datasets on this machine: what the library asks of one, and answers that fail when a test says so."""
 
 import hashlib
 import json
@@ -107,7 +107,7 @@ class Answer(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET
 
     def refused(self, name: str) -> bool:
-        """Whether a data set is not for who asks; says so."""
+        """Whether a dataset is not for who asks; says so."""
         access = self.server.root / name / "access"
         kind = access.read_text() if access.exists() else ""
         if kind == "disabled":

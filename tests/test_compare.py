@@ -133,7 +133,7 @@ def test_vtab_has_its_19_tasks_in_three_groups():
 
 @pytest.fixture
 def small(tmp_path):
-    """A comparison on two small data sets, as a config file."""
+    """A comparison on two small datasets, as a config file."""
     for name in ("one", "two"):
         for number in range(24):
             file = tmp_path / name / ("cat" if number % 2 else "dog") / f"{number:02d}.png"

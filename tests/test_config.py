@@ -1,5 +1,6 @@
 """Settings: one source of defaults, files that compose, errors of one line."""
 
+import os
 import runpy
 
 import pytest
@@ -40,6 +41,7 @@ def test_the_papers_recipe():
     assert (corruption.rate, corruption.mask, corruption.random, corruption.keep) == (0.5, 0.8, 0.1, 0.1)
     assert (config.model.name, config.model.img_size, config.model.patch_size) == ("vit_base_patch16_224", 224, 16)
     assert (config.data.crop_area, config.data.flip) == ((0.05, 1.0), True)
+    assert parse(Config, ["--run.dir=~/here"]).run.dir == os.path.expanduser("~/here")
 
 
 def test_files_and_overrides_compose_in_order():

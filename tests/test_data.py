@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.decoding import UnreadableImage, decode
-from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets
+from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets, load_splits
 from mpp.data.views import (
     BatchLayout,
     EvaluationLoader,
@@ -49,6 +49,26 @@ def test_birds_are_the_default():
     assert (train.labels >= 0).sum() == 430 and (test.labels >= 0).all()
     assert train.decode(0, ImagesConfig()).shape == (3, 120, 120)
     assert len(train.labelled()) == 430
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["car/0.png", "plane/0.png", "train/0.png", "train/1.png"], "has 4 images, and 2 are used, as train;"),
+        (["spring.png", "steam train.png", "train.png"], "has 3 images, and 2 are used, as train;"),
+        (["a.png", "b.png", "c.npy"], "has 3 images, and 2 are used, as train;"),
+        (["train/a/0.png", "train/b/0.png", "test/a/0.png"], ""),
+        (["a/0.png", "b/0.png", ".hidden/0.png"], ""),
+    ],
+)
+def test_images_that_are_in_no_split_are_counted(tmp_path, capsys, names, said):
+    for name in names:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_bytes(encoded(picture(1)))
+    load_splits(DataConfig(path=str(tmp_path)))
+    warned = capsys.readouterr().err
+    assert said in warned and ("warning" in warned) == bool(said)
 
 
 def test_folder_of_images_is_cut_by_a_seed(image_folder):

@@ -486,13 +486,16 @@ def test_arrays_beside_shards_are_no_images(tmp_path):
 def test_lists_with_holes_are_named_as_broken_files_are(pretrain, tmp_path, streaming):
     """Indexed and streamed alike."""
     lists = [each.tolist() for each in FOUR]
+    (tmp_path / "data").mkdir()
     lists[0], lists[2], lists[4] = None, [[[1, 2, 3, 4], [1]]], [[[1, None, 3, 4]] * 8] * 8
     features = datasets.Features({"image": LISTS})
     for split in ("train", "test"):
         rows = lists if split == "train" else lists[8:]
-        datasets.Dataset.from_dict({"image": rows}, features=features).to_parquet(tmp_path / f"{split}.parquet")
+        datasets.Dataset.from_dict({"image": rows}, features=features).to_parquet(
+            tmp_path / "data" / f"{split}.parquet"
+        )
     words = ["--data.channels=4", f"--data.streaming={streaming}", "--data.eval_split=test", "--run.steps=6"]
-    run = pretrain(f"--data.path={tmp_path}", *words)
+    run = pretrain(f"--data.path={tmp_path / 'data'}", *words)
     named = (run / "unreadable.txt").read_text()
     assert "no bytes" in named and "lists of several lengths" in named and "object values" in named
 

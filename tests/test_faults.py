@@ -219,7 +219,7 @@ def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path,
 
 
 def dawdle() -> None:
-    """Building the data set takes for ever."""
+    """Building the dataset takes for ever."""
     import mpp.pretrain
 
     mpp.pretrain.load_image_datasets = lambda config: (print("building", flush=True), time.sleep(10 * HANGS))
@@ -247,7 +247,7 @@ def test_a_signal_before_training_ends_at_once(tmp_path, tally):
     assert (tmp_path / "run" / MARKER).read_text() == "SIGTERM, between steps\n"
     assert Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=3").wait() == [2]
     assert not (tmp_path / "run" / MARKER).exists()  # what fails is not repeated for ever
-    tally("SIGTERM while the data set is built", 1)
+    tally("SIGTERM while the dataset is built", 1)
 
 
 def stall(folder: Path) -> None:
@@ -421,7 +421,7 @@ def test_one_file_in_twenty_is_broken(tmp_path, tally):
     named = {Path(line.split(": ")[0]).name for line in (tmp_path / "run" / "unreadable.txt").read_text().splitlines()}
     assert named == {name for name in files if name.startswith("bad")}
     assert read_metrics(tmp_path / "run", "unreadable")[60] == len(named)
-    tally("broken image files, 5 % of a data set", len(files))
+    tally("broken image files, 5 % of a dataset", len(files))
 
 
 @pytest.mark.parametrize(("processes", "back"), [(1, True), (1, False), (2, True), (2, False)])

@@ -1,4 +1,4 @@
-"""Data sets of the hub, from one on this machine: one commit a run, faults that pass, faults that do not, signals."""
+"""Datasets of the hub, from one on this machine: one commit a run, faults that pass, faults that do not, signals."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def hub(tmp_path):
 
 @pytest.fixture
 def start(hub, tmp_path, monkeypatch):
-    """A run on a data set of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
+    """A run on a dataset of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
     for name in [name for name in os.environ if name.startswith("HF_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -181,7 +181,7 @@ def test_access(hub, run, monkeypatch, tally):
     assert run()[0] == 0
     code, said = run("--data.revision=v9", name="v9")
     assert code == 2 and "v9" in said.splitlines()[-1] and "tried" not in said, said
-    tally("hub: no such data set or revision, gated, disabled: one line; with a token: a run", 5)
+    tally("hub: no such dataset or revision, gated, disabled: one line; with a token: a run", 5)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -252,7 +252,7 @@ def test_a_download_that_fills_the_disk(hub, start, run, tally):
 
 
 def test_prepare(hub, start, run, tmp_path, tally):
-    """Shards are made of a data set of the hub, though it is away for a while, and trained on."""
+    """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
     hub.faults["resolve"] = Fault(503, times=3)
     made = finished(
         start_command(

@@ -1,4 +1,4 @@
-"""Data sets made ready for training: what becomes of each image, in parallel, resumed, reported."""
+"""Datasets made ready for training: what becomes of each image, in parallel, resumed, reported."""
 
 import io
 import json
@@ -19,9 +19,10 @@ from torchvision.transforms.v2 import functional
 
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
-from mpp.data.decoding import decode
+from mpp.data.decoding import UnreadableImage, decode
 from mpp.data.shards import load_streamed
 from mpp.data.sources import BIRDS, load_image_datasets
+from mpp.errors import UserError
 from mpp.prepare import NOTES, main, prepare_image
 from mpp.runtime.lock import hold
 
@@ -150,6 +151,37 @@ def test_an_archive_is_a_folder(folder, tmp_path, kind):
     assert not any(os.path.isabs(path) or ".." in path for path in paths)
 
 
+def test_an_archive_is_unpacked_whole_and_again_where_it_changed(tmp_path, monkeypatch):
+    def write(count):
+        with zipfile.ZipFile(file, "w") as archive:
+            for number in range(count):
+                archive.writestr(f"{number}.png", encoded(picture(number)))
+        return SourceConfig(path=str(file), eval_split=None, eval_fraction=0.5)
+
+    def breaks(manager, path):
+        (Path(manager.download_config.cache_dir) / "extracted").mkdir(parents=True)
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "images.zip"
+    config = write(4)
+    with monkeypatch.context() as broken:
+        broken.setattr(datasets.DownloadManager, "extract", breaks)
+        with pytest.raises(UserError, match=r"images\.zip, which cannot be loaded: .*No space left"):
+            load_image_datasets(config)
+    assert sum(map(len, load_image_datasets(config))) == 4
+    assert sum(map(len, load_image_datasets(write(6)))) == 6
+    file.write_bytes(b"no archive")
+    with pytest.raises(UserError, match=r"a single file must be"):
+        load_image_datasets(config)
+    assert file.read_bytes() == b"no archive"
+
+
+def test_a_strip_that_jpeg_does_not_hold_is_dropped():
+    strip = encoded(np.zeros((3, 120_000, 3), np.uint8))
+    with pytest.raises(UnreadableImage, match=r"JPEG does not hold 80000 x 2 pixels; --format ppm or npy does"):
+        prepare_image(strip, PrepareConfig(short_side=2))
+
+
 def test_names_that_lead_out_write_nothing_there(tmp_path):
     features = datasets.Features({"image": datasets.Image(decode=False)})
     cells = [{"bytes": encoded(picture(1)), "path": "../../../../tmp/evil.png"}] * 2
@@ -166,7 +198,7 @@ def test_names_that_lead_out_write_nothing_there(tmp_path):
     [
         (["--short_side=0"], "short_side is 0; it must be at least 1"),
         (["--quality=101"], "quality is 101; it must be from 1 to 100"),
-        (["--data.path=null"], "data.path is null; it must be a data set"),
+        (["--data.path=null"], "data.path is null; it must be a dataset"),
         (["--data.path=./nowhere"], "data.path is ./nowhere, which does not exist"),
         (["--data.label_column=kind"], "data.label_column is kind; it must be image, label"),
     ],

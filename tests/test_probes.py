@@ -258,6 +258,8 @@ def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monke
     found = [torch.cat(parts).numpy() for parts in zip(*nearest(train, test, 50), strict=True)]
     assert (found[1] == expected).all() and (found[0] == np.take_along_axis(similarity, expected, 1)).all()
     predicted = knn_predict(train, labels, test, [1, 9, 1000], 0.07)
+    apart = knn_predict(train, labels * 10**12, test, [1, 9, 1000], 0.07)  # prices, say
+    assert all((apart[k] == of_k * 10**12).all() for k, of_k in predicted.items())
     votes = {k: np.argsort(-similarity, kind="stable")[:, :k] for k in (1, 9, 1000)}
     for k, chosen in votes.items():
         weights = np.exp((np.take_along_axis(similarity, chosen, 1) - 1) / 0.07)

@@ -21,7 +21,9 @@ from conftest import TINY, Killed, dataset_of, encoded, kill_at, picture, read_m
 from server import Command
 
 import mpp.training.run
+from evaluation import visualize
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
+from mpp.data.samples import list_files
 from mpp.data.shards import ROW_BITS, Cursor, Shards, StreamedBatches, load_streamed, streaming_loader
 from mpp.data.views import BatchLayout, ViewDataset
 from mpp.errors import UserError
@@ -38,6 +40,7 @@ def rows_of(shard: int) -> datasets.Dataset:
 
 def write_broken(folder: Path, count: int, broken: int) -> None:
     """Two shards of so many images, of which one cannot be decoded."""
+    folder.mkdir()
     images = [b"nothing" if row == broken else encoded(picture(row)) for row in range(count)]
     for shard in range(2):
         dataset_of(images).to_parquet(folder / f"train-{shard}.parquet")
@@ -130,7 +133,7 @@ def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
 
 
 def sources(tmp_path, kind: str) -> tuple[str, dict]:
-    """A data set of the kind: its path, and the settings that it needs."""
+    """A dataset of the kind: its path, and the settings that it needs."""
     if kind == "folder":
         for shard in range(SHARDS):
             for row in range(ROWS):
@@ -201,17 +204,45 @@ def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_
     assert {worker: cursor[0] for worker, cursor in cursors[0].items()} == {"0": 2, "1": 2}
 
 
+def test_a_worker_that_is_dealt_empty_shards_waits_for_others(tmp_path):
+    rows = rows_of(0)
+    for shard, some in enumerate((rows, rows.select([]))):
+        some.to_parquet(tmp_path / f"train-{shard}.parquet")
+    rows.to_parquet(tmp_path / "test.parquet")
+    (seen, _), empty = read(stream(tmp_path, workers=2), 0, 2 * ROWS), stream(tmp_path, workers=2)
+    epochs = sorted({epoch for epoch, *_ in seen})
+    assert len(seen) == 2 * ROWS and epochs[-1] > 1  # its shard was the empty one meanwhile
+    empty.shards = replace(empty.shards, stream=empty.shards.stream.filter(lambda _: False))
+    with pytest.raises(UserError, match=r"train: shards \[[01]\] have no rows"):
+        read(empty, 0, 1)
+
+
+def test_what_a_stream_is_known_by_are_its_shards(parquet, tmp_path):
+    folder = shutil.copytree(parquet, tmp_path / "data")
+    before = list_files(DataConfig(path=str(folder)))
+    (folder / "README.md").write_text("what this is")
+    assert len(before) == SHARDS + 1 and list_files(DataConfig(path=str(folder))) == before
+
+
+def test_pictures_of_a_streamed_run_load_no_more_than_it_kept(pretrain, parquet, tmp_path, monkeypatch, capsys):
+    folder = pretrain(f"--data.path={parquet}", "--data.streaming=true", dir=tmp_path / "run")
+    monkeypatch.setattr(visualize, "load_image_datasets", None)
+    visualize.main([f"--encoder={folder}", "--pictures=[rank, accuracy_by_depth]", "--precision=fp32"])
+    said = capsys.readouterr().out
+    assert "rank.png" in said and "no accuracy_by_depth: the images are a stream" in said
+
+
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):
-    write_broken(tmp_path, 8, 3)
-    folder = pretrain(f"--data.path={tmp_path}", "--data.streaming=true", dir=tmp_path / "run")
+    write_broken(tmp_path / "data", 8, 3)
+    folder = pretrain(f"--data.path={tmp_path / 'data'}", "--data.streaming=true", dir=tmp_path / "run")
     assert "train shard 0 row 3: no image file of a known sort" in (folder / "unreadable.txt").read_text()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_alone_in_its_block_ends_nothing(pretrain, tmp_path, workers):
     """With blocks of 4, the broken ninth image of a shard has nobody beside it."""
-    write_broken(tmp_path, 9, 8)
-    options = (f"--data.path={tmp_path}", "--data.streaming=true", "--data.shuffle_block=4", "--run.steps=8")
+    write_broken(tmp_path / "data", 9, 8)
+    options = (f"--data.path={tmp_path / 'data'}", "--data.streaming=true", "--data.shuffle_block=4", "--run.steps=8")
     folder = pretrain(*options, f"--data.workers={workers}", dir=tmp_path / "run")
     assert max(read_metrics(folder)) == 8
     assert re.fullmatch(
@@ -220,12 +251,16 @@ def test_an_unreadable_image_alone_in_its_block_ends_nothing(pretrain, tmp_path,
 
 
 def test_images_that_are_all_unreadable_end_a_stream(pretrain, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
     for name, data in (("train", b"nothing"), ("test", encoded(picture(1)))):
-        dataset_of([data] * 9).to_parquet(tmp_path / f"{name}.parquet")
+        dataset_of([data] * 9).to_parquet(folder / f"{name}.parquet")
     with pytest.raises(
         UserError, match=r"65 images in a row cannot be decoded, such as train shard 0 row \d: no image"
     ):
-        pretrain(f"--data.path={tmp_path}", "--data.streaming=true", "--data.shuffle_block=4", dir=tmp_path / "run")
+        pretrain(
+            f"--data.path={tmp_path / 'data'}", "--data.streaming=true", "--data.shuffle_block=4", dir=tmp_path / "run"
+        )
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -23,7 +23,7 @@ class ThroughputConfig:
     rounds: int = 15
     """Rounds that count, after three that do not."""
     jpeg_side: int = needs(256, sizes=False)
-    """Shorter side of the files that are loaded from; mpp.prepare makes them 256."""
+    """Shorter side of the files that are loaded from; `mpp prepare` makes them 256."""
     workers: int = needs(2, sizes=False)
     """Loader processes of the end-to-end update."""
     memory: bool = needs(True, sizes=False)

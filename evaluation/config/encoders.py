@@ -87,7 +87,7 @@ class FeaturesConfig(EncoderConfig):
 
 @dataclass(frozen=True)
 class EmbedConfig(EncoderConfig):
-    """The features of all images of a data set, as a table."""
+    """The features of all images of a dataset, as a table."""
 
     representation: Representation = "mean"
     """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""

@@ -28,7 +28,7 @@ rank: the effective rank of test features at a depth; diverged: no more.
 Numbers = dict[str, dict[str, dict[str, float]]]
 """Encoder -> column -> mean, standard deviation, count; how many seeds diverged, where any did; PFLOP, where asked.
 
-Columns are accuracies; of a single data set also that of fine-tuning on training images that it left out, and the rank
+Columns are accuracies; of a single dataset also that of fine-tuning on training images that it left out, and the rank
 of the deepest features where a probe measured it.
 """
 
@@ -161,7 +161,7 @@ def without_a_result(rows: list[Row]) -> list[Row]:
 
 
 def complete(rows: list[Row], datasets: set[str]) -> list[Row]:
-    """Results of the seeds that have all of these data sets: a mean over some of them would pass for one over all."""
+    """Results of the seeds that have all of these datasets: a mean over some of them would pass for one over all."""
     have: dict[tuple, set[str]] = {}
     for row in rows:
         have.setdefault((row["encoder_seed"], row["seed"]), set()).add(row["dataset"])

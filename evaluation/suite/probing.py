@@ -34,14 +34,14 @@ def probe(
         What was written: results, summary, protocol.
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    name = command if config.features else command + variant(config)
+    path = report_path(config.out, config.encoder, f"{name}.json", config.features)
     saved = config.features and load_features(Path(config.features))
     by_depth = {0: saved} if saved else extract_once(config, accelerator)
     report: dict[str, Any] = {}
     if accelerator.is_main_process:
         report = judge(config, by_depth, evaluate, key)
         report["protocol"]["rank_by_depth"] = ranks_of(by_depth)
-        name = command if config.features else command + variant(config)
-        path = report_path(config.out, config.encoder, f"{name}.json", config.features)
         write_report(path, report, key)
     return report  # the others are done: they do not wait for a probe that may take hours
 

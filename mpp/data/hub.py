@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub: which commit a run is of."""
+"""Datasets of the Hugging Face hub: which commit a run is of."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,8 @@ def commit_of(config: ImagesConfig) -> str | None:
         if not refused and not config.revision:
             return None  # who loads the images says why, or has them in the cache
         which = f" of revision {config.revision}" if config.revision else ""
-        raise UserError(f"data.path is {config.path}{which}, which cannot be loaded: {one_line(error)}") from error
+        why = f"{one_line(error)} (and {Path.cwd()} has no such folder or file)"
+        raise UserError(f"data.path is {config.path}{which}, which cannot be loaded: {why}") from error
 
 
 def check_commit(splits: dict[str, Any], config: ImagesConfig) -> None:

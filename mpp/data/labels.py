@@ -23,7 +23,7 @@ def find_label_column(column: str | None, features: datasets.Features, source: s
 
     Args:
         column: named by the user.
-        source: the data set, for the message.
+        source: the dataset, for the message.
     """
     if column is not None and column not in features:
         raise UserError(f"data.label_column is {column}; {source} has {', '.join(features)}")
@@ -37,7 +37,7 @@ class Labels:
     column: str
     values: pa.ChunkedArray
     names: list[str] | None
-    """Of the classes, by number, where the data set says them."""
+    """Of the classes, by number, where the dataset says them."""
 
     def spelled(self) -> pa.ChunkedArray:
         """The labels as text.

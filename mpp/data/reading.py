@@ -20,7 +20,7 @@ HTTPError = HfHubHTTPError.__mro__[1]
 NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError)
 """What a disk or a server that has gone away raises."""
 SERVER_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
-"""What a server alone raises: a data set that is not there is none of these."""
+"""What a server alone raises: a dataset that is not there is none of these."""
 REFUSALS = (400, 401, 403, 404, 410, 416)  # answers that stay as they are
 LONGEST_PAUSE = 60  # seconds
 

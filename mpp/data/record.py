@@ -38,7 +38,7 @@ def record(dataset: ImageDataset, labels: bool, retries: int = 0, revision: str 
     Args:
         labels: whether their labels count.
         retries: see `data.read_retries`.
-        revision: the commit of a hub data set.
+        revision: the commit of a hub dataset.
     Returns:
         The split, how many they are, and digests: of all names and some files of the split, of which images are
         chosen from it, of the labels.

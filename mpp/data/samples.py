@@ -18,7 +18,7 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
-from mpp.data.sources import BIRDS, LOADING_ERRORS, describe
+from mpp.data.sources import BIRDS, LOADING_ERRORS, SHARD_FILES, describe
 from mpp.errors import UserError, one_line
 from mpp.runtime.disk import sync
 from mpp.runtime.lock import hold
@@ -101,8 +101,8 @@ def list_files(config: ImagesConfig) -> Files | None:
         found, reason = files_of(str(BIRDS) if config.path is None else config.path, config.revision), "no files there"
     except Exception as error:  # clients of file systems raise whatever they like
         found, reason = [], one_line(error)
-    if found:
-        return found
+    if found:  # a folder of shards may have other files that change
+        return [each for each in found if each[0].endswith(tuple(SHARD_FILES))] or found
     unlisted = f"{describe(config)} cannot be listed ({reason})"
     print(f"warning: {unlisted}; the images to evaluate on are read at every start", file=sys.stderr)
     return None

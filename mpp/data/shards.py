@@ -46,6 +46,7 @@ from mpp.runtime.randomness import Stream, permutation
 FOLDER_SHARDS, FEWEST_ROWS = 256, 8  # a folder of image files is read as so many shards, of at least so many rows
 SAMPLED_SHARDS, SAMPLED_ROWS = 16, 64  # from so many shards in turn a sample is drawn; so many rows are read at once
 ROW_BITS = 32  # an image's number: its shard's, and its row below
+BARREN = 10  # epochs without a row, after which a worker that is dealt empty shards gives up
 POSITION = "_mpp_position"  # column of a sample that is kept: where each row stands in it
 
 
@@ -201,6 +202,7 @@ class StreamedBatches(IterableDataset):
 
     def rows(self, worker: int, cursor: Cursor) -> Iterator[tuple[ViewDataset, tuple[int, int], Cursor]]:
         """Rows without end from `cursor` on: the views of its block, which of them, the cursor after it."""
+        barren = 0  # epochs, in each of which this worker has other shards
         for epoch in count(cursor.epoch):
             order = permutation(Stream.ORDER, self.views.seed, epoch, self.shards.count)
             own_shards = order[self.layout.rank * self.workers + worker :: self.layout.world_size * self.workers]
@@ -213,7 +215,8 @@ class StreamedBatches(IterableDataset):
                         yield views, (epoch, first + int(shuffled[row])), Cursor(epoch, turn, block, row + 1)
                     cursor, empty = cursor._replace(row=0), False
                 cursor = cursor._replace(block=0, row=0)
-            if empty:
+            barren = barren + 1 if empty else 0
+            if barren == BARREN:
                 raise UserError(f"{self.shards.split}: shards {sorted(map(int, own_shards))} have no rows")
             cursor = Cursor()
 
@@ -314,8 +317,8 @@ def sampled(config: SourceConfig, shards: Shards, label: str | None, limit: int,
     columns = [shards.image_column, *([label] if label else [])]
     needed = replace(shards, stream=shards.stream.select_columns(columns))
     features = datasets.Features(needed.stream.features | {POSITION: datasets.Value("int64")})
-    identity = {"files": shards.files, "name": config.name, "split": shards.split, "shards": shards.numbers}
-    identity |= {"columns": [*features], "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
+    identity = {"files": shards.files, "name": config.name, "of": config.split, "split": shards.split}
+    identity |= {"shards": shards.numbers, "columns": [*features], "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
     rows = (row | {POSITION: position} for position, row in needed.sample(limit, seed))
     if shards.files:
         kept = keep(rows, features, identity)

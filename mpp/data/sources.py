@@ -1,8 +1,11 @@
 """Where images come from: what `datasets` can load, as encoded images with their labels."""
 
 import dataclasses
+import hashlib
 import os
 import shlex
+import shutil
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -29,6 +32,7 @@ from mpp.data.hub import check_commit
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
+from mpp.runtime.lock import hold
 from mpp.runtime.parsing import as_words
 from mpp.runtime.randomness import Stream, permutation
 
@@ -218,7 +222,7 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
 
 
 def describe(config: ImagesConfig) -> str:
-    """The data set, for messages."""
+    """The dataset, for messages."""
     return f"data.path {config.path}" if config.path else "the package's birds"
 
 
@@ -231,7 +235,7 @@ def as_arguments(config: SourceConfig) -> str:
 
 
 def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]:
-    """All splits of the data set that `data.path` names, indexed, or as streams where they are in shards."""
+    """All splits of the dataset that `data.path` names, indexed, or as streams where they are in shards."""
     if config.path is None:
         files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
         return datasets.load_dataset("parquet", data_files=files, streaming=streaming)
@@ -244,7 +248,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             kind, files = files_at(config.path)
             return datasets.load_dataset(kind, data_files=files, streaming=streaming)
         if path.name.endswith(ARCHIVES) and path.is_file():
-            path = Path(datasets.DownloadManager().extract(str(path)))  # to the library's cache, nowhere else
+            path = unpacked(path)
         if path.is_file():
             if path.suffix not in SHARD_FILES:
                 raise UserError(f"a single file must be {' or '.join([*SHARD_FILES, *ARCHIVES])}")
@@ -253,13 +257,53 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
         found = str(path) if path.is_dir() else config.path
-        if path.is_dir() and holds_arrays(path):
-            return load_arrays(found)
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
-        return load() if path.is_dir() else from_the_hub(load, config)
+        if not path.is_dir():
+            return from_the_hub(load, config)
+        splits = load_arrays(found) if holds_arrays(path) else load()
+        warn_of_images_left_out(path, config, splits)
+        return splits
     except LOADING_ERRORS as error:
         here = "" if path.exists() or "://" in config.path else f" (and {Path.cwd()} has no such folder or file)"
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {one_line(error)}{here}") from error
+
+
+def unpacked(archive: Path) -> Path:
+    """An archive's files in the library's cache, whole: known by the archive's place, size and time.
+
+    The library alone would take what a full disk has left of them, or those of an earlier archive in that place.
+    """
+    known = archive.resolve(), archive.stat().st_size, archive.stat().st_mtime_ns
+    place = Path(datasets.config.EXTRACTED_DATASETS_PATH) / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    whole, aside = place / "files", place / "partial"
+    with hold(place, "data.path", wait=True):
+        if not whole.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            library = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=aside))
+            made = Path(library.extract(str(archive)))
+            if made == archive:  # it is none
+                return archive
+            made.replace(whole)
+            shutil.rmtree(aside, ignore_errors=True)
+    return whole
+
+
+def warn_of_images_left_out(folder: Path, config: ImagesConfig, splits: dict[str, Any]) -> None:
+    """Say, once a run, that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
+    walked = [(place, names) for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :]]
+    listed = any(name.startswith("metadata.") for _, names in walked for name in names)  # the images that count
+    if listed or os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
+        return
+    ends = (*ImageFolder.EXTENSIONS, *ARRAY_FILES)
+    count = sum(name.lower().endswith(ends) and name[0] != "." for _, names in walked for name in names)
+    taken = sum(rows.num_rows for rows in splits.values())
+    if taken < count:
+        print(
+            f"warning: {describe(config)} has {count} images, and {taken} are used, as {', '.join(splits)}; a word as "
+            "train, val or test in the name of a folder or file makes a split, and images in no split are left out, "
+            "as arrays beside pictures are",
+            file=sys.stderr,
+        )
 
 
 def holds_arrays(folder: Path) -> bool:

@@ -63,11 +63,9 @@ def train(config: Any, build: Build) -> Path:
 
 def write_report(folder: Path) -> None:
     """Have `mpp report` write the run's page, in a process of its own: whatever happens to it, the run is done."""
-    launchers = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PMI_", "OMPI_", "MV2_", SHARDED)
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    script = (
-        Path(__file__).parents[2] / "evaluation" / "report.py"
-    )  # by path: `-m` might find another `evaluation` here
+    theirs = "RANK WORLD_ LOCAL_ MASTER_ TORCHELASTIC_ PMI_ OMPI_ MV2_ ACCELERATE_MIXED"  # of who launched the run
+    alone = {name: value for name, value in os.environ.items() if not name.startswith((SHARDED, *theirs.split()))}
+    script = Path(__file__).parents[2] / "evaluation" / "report.py"  # `-m` might find another `evaluation` here
     words = (sys.executable, str(script), "--encoder", str(folder))
     try:
         ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
@@ -131,7 +129,7 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
 
 
 def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
-    """The config with the commit of a hub data set in the place of a branch.
+    """The config with the commit of a hub dataset in the place of a branch.
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """

@@ -48,6 +48,9 @@ def check_owner(config: Any, folder: Path) -> None:
     """Raise UserError where a folder holds something else, or a run of another config."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir is {folder}, which is not a folder")
+    images = Path(config.data.path or "").expanduser()
+    if config.data.path and images.is_dir() and folder.resolve().is_relative_to(images.resolve()):
+        raise UserError(f"run.dir is {folder}, inside data.path {images}: its pictures would join the images")
     if not is_ours(folder):
         raise UserError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
     saved = folder / CONFIG
@@ -106,7 +109,7 @@ def write_record(folder: Path, images: dict[str, Any]) -> None:
 
 
 def commit_begun_with(folder: Path) -> str | None:
-    """The commit of the hub data set that a run is of; None: its images are from elsewhere, or it has not begun."""
+    """The commit of the hub dataset that a run is of; None: its images are from elsewhere, or it has not begun."""
     return (images_of(folder) or {}).get("train", {}).get("revision")
 
 
