@@ -7,9 +7,9 @@ JSON. Pictures that are not there yet are drawn; what a run does not have is sai
 """
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -237,7 +237,7 @@ def drawn_blocks(subject: visualize.Subject | None, folder: Path, missing: Missi
         except Unavailable as error:
             missing[name] = str(error)
             continue
-        with suppress(OSError):  # the folder may be somebody else's
+        if os.access(folder, os.W_OK):  # the folder may be somebody else's
             place.mkdir(parents=True, exist_ok=True)
             visualize.write(place, name, figure, numbers)
         blocks.append(picture_of(figure, alt, f"{alt}."))

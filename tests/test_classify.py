@@ -372,6 +372,8 @@ def test_finetuning_takes_the_modern_recipe(tmp_path, encoder, monkeypatch):
     build = finetune.Finetuning.__init__
     monkeypatch.setattr(finetune.Finetuning, "__init__", lambda self, *a: (build(self, *a), seen.append(self))[0])
     modern = [*MIXED, "--drop_path=0.2", "--optim.name=adam", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05"]
+    with pytest.raises(ValueError, match=r"optim\.layer_decay is 0\.65; it must be null with init random"):
+        finetune.main([*BASE, *modern, "--init=random"])
     finetune.main([*BASE, f"--encoder={encoder}", "--lrs=0.001", *modern, f"--run.dir={tmp_path / 'run'}"])
     assert seen[0].model.encoder.blocks[-1].drop_path1.drop_prob == pytest.approx(0.2)
     assert len(read_metrics(tmp_path / "run" / "lr_0.001")) == 4

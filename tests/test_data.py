@@ -56,7 +56,9 @@ def test_birds_are_the_default():
     [
         (["car/0.png", "plane/0.png", "train/0.png", "train/1.png"], "has 4 images, and 2 are used, as train;"),
         (["spring.png", "steam train.png", "train.png"], "has 3 images, and 2 are used, as train;"),
-        (["a.png", "b.png", "c.npy"], "has 3 images, and 2 are used, as train;"),
+        (["a.png", "b.npy", "c.npy"], "has 2 images, and 1 are used, as train;"),
+        (["a.png", "b.png", "labels.npy"], ""),
+        (["a.png", "test.png", "c.parquet", "metadata.json"], ""),
         (["train/a/0.png", "train/b/0.png", "test/a/0.png"], ""),
         (["a/0.png", "b/0.png", ".hidden/0.png"], ""),
     ],

@@ -171,8 +171,10 @@ def test_an_archive_is_unpacked_whole_and_again_where_it_changed(tmp_path, monke
     assert sum(map(len, load_image_datasets(config))) == 4
     assert sum(map(len, load_image_datasets(write(6)))) == 6
     file.write_bytes(b"no archive")
-    with pytest.raises(UserError, match=r"a single file must be"):
-        load_image_datasets(config)
+    monkeypatch.chdir(tmp_path)
+    for path in (str(file), "images.zip"):
+        with pytest.raises(UserError, match=r"a single file must be"):
+            load_image_datasets(SourceConfig(path=path))
     assert file.read_bytes() == b"no archive"
 
 

@@ -47,7 +47,9 @@ def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
 
 def test_where_nothing_can_be_written_is_said_before_anything_is_done(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file/evaluation/x\.json cannot be written \(.*\); name another .* --out"):
+    with pytest.raises(
+        UserError, match=r"file/evaluation/x\.json cannot be written \(.*\); name another place by --out"
+    ):
         report_path(str(tmp_path / "file" / "evaluation" / "x.json"), "runs/birds", "x.json")
     assert report_path(None, str(tmp_path), "x.json") == tmp_path / "evaluation" / "x.json"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]

@@ -29,7 +29,7 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
         with TemporaryFile(dir=next(each for each in path.absolute().parents if each.exists())):
             return path
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); name another file by --out") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}); name another place by --out") from error
 
 
 def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:

@@ -1,7 +1,6 @@
 """Settings of training: the run, the optimiser, the probes."""
 
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -49,7 +48,7 @@ class RunConfig:
     """Print all settings when the run begins, in place of those that are not the defaults. config.yaml has all."""
 
     def __post_init__(self):
-        object.__setattr__(self, "dir", os.path.expanduser(self.dir))
+        require(not self.dir.startswith("~"), "run.dir", self.dir, "a path without ~, which only a shell replaces")
         for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
             require(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
         require(0 <= self.seed < 2**63, "run.seed", self.seed, "at least 0 and below 2**63")

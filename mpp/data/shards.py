@@ -46,7 +46,7 @@ from mpp.runtime.randomness import Stream, permutation
 FOLDER_SHARDS, FEWEST_ROWS = 256, 8  # a folder of image files is read as so many shards, of at least so many rows
 SAMPLED_SHARDS, SAMPLED_ROWS = 16, 64  # from so many shards in turn a sample is drawn; so many rows are read at once
 ROW_BITS = 32  # an image's number: its shard's, and its row below
-BARREN = 10  # epochs without a row, after which a worker that is dealt empty shards gives up
+BARREN = 100  # epochs without a row, after which a worker that is dealt empty shards gives up
 POSITION = "_mpp_position"  # column of a sample that is kept: where each row stands in it
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -37,6 +38,7 @@ from mpp.runtime.parsing import as_words
 from mpp.runtime.randomness import Stream, permutation
 
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
+LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # say which images of a folder count
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 LOADING_ERRORS = (  # what the library and those below it raise for what a user sees as one: it cannot be loaded
     *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
@@ -274,14 +276,15 @@ def unpacked(archive: Path) -> Path:
     The library alone would take what a full disk has left of them, or those of an earlier archive in that place.
     """
     known = archive.resolve(), archive.stat().st_size, archive.stat().st_mtime_ns
-    place = Path(datasets.config.EXTRACTED_DATASETS_PATH) / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    cache = Path(datasets.config.EXTRACTED_DATASETS_PATH).absolute()
+    place = cache / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
     whole, aside = place / "files", place / "partial"
-    with hold(place, "data.path", wait=True):
+    with hold(place, "HF_DATASETS_CACHE", wait=True):
         if not whole.exists():
             shutil.rmtree(aside, ignore_errors=True)
             library = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=aside))
             made = Path(library.extract(str(archive)))
-            if made == archive:  # it is none
+            if not made.is_relative_to(aside):  # the user's own file, which is no archive
                 return archive
             made.replace(whole)
             shutil.rmtree(aside, ignore_errors=True)
@@ -289,13 +292,15 @@ def unpacked(archive: Path) -> Path:
 
 
 def warn_of_images_left_out(folder: Path, config: ImagesConfig, splits: dict[str, Any]) -> None:
-    """Say, once a run, that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
-    walked = [(place, names) for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :]]
-    listed = any(name.startswith("metadata.") for _, names in walked for name in names)  # the images that count
-    if listed or os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
+    """Say that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
+    if os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
         return
-    ends = (*ImageFolder.EXTENSIONS, *ARRAY_FILES)
-    count = sum(name.lower().endswith(ends) and name[0] != "." for _, names in walked for name in names)
+    walked = (names for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :])
+    names = (name for names in walked for name in names if name[0] != ".")
+    found = Counter(name if name in LISTS else os.path.splitext(name)[1].lower() for name in names)
+    if any(found[each] for each in (*LISTS, *SHARD_FILES)):
+        return
+    count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
     taken = sum(rows.num_rows for rows in splits.values())
     if taken < count:
         print(
