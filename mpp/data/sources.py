@@ -304,9 +304,9 @@ def warn_of_images_left_out(folder: Path, config: ImagesConfig, splits: dict[str
     taken = sum(rows.num_rows for rows in splits.values())
     if taken < count:
         print(
-            f"warning: {describe(config)} has {count} images, and {taken} are used, as {', '.join(splits)}; a word as "
-            "train, val or test in the name of a folder or file makes a split, and images in no split are left out, "
-            "as arrays beside pictures are",
+            f"warning: {describe(config)} has {count} images, and {taken} are used, as {', '.join(splits)}; a word "
+            "such as train, val or test in the name of a folder or file makes a split, and images in no split are left "
+            "out, as arrays beside pictures are",
             file=sys.stderr,
         )
 
