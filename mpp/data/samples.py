@@ -18,7 +18,8 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
-from mpp.data.sources import BIRDS, LOADING_ERRORS, SHARD_FILES, describe
+from mpp.data.folders import SHARD_FILES
+from mpp.data.sources import BIRDS, LOADING_ERRORS, describe
 from mpp.errors import UserError, one_line
 from mpp.runtime.disk import sync
 from mpp.runtime.lock import hold

@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import ImagesConfig, SourceConfig
+from mpp.data.folders import ARCHIVES, SHARD_FILES
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, retried
 from mpp.data.record import image_files, short_digest
 from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
-    ARCHIVES,
     LOADING_ERRORS,
-    SHARD_FILES,
     ImageDataset,
     decode_cell,
     describe,

@@ -1,14 +1,9 @@
 """Where images come from: what `datasets` can load, as encoded images with their labels."""
 
 import dataclasses
-import hashlib
-import os
 import shlex
-import shutil
-import sys
 import tarfile
 import zipfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +15,6 @@ import fsspec
 import numpy as np
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetsError
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from huggingface_hub.errors import HfHubHTTPError
 from numpy.typing import NDArray
@@ -28,23 +22,19 @@ from pyarrow import ArrowException
 from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig, require
-from mpp.data import decoding
+from mpp.data import decoding, folders
+from mpp.data.folders import ARCHIVES, ARRAY_FILES, SHARD_FILES
 from mpp.data.hub import check_commit
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
-from mpp.runtime.lock import hold
 from mpp.runtime.parsing import as_words
 from mpp.runtime.randomness import Stream, permutation
 
-SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
-LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # say which images of a folder count
-ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 LOADING_ERRORS = (  # what the library and those below it raise for what a user sees as one: it cannot be loaded
     *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
     *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
 )
-ARRAY_FILES = (".npy", ".npz")
 for _end in ARRAY_FILES:  # the library would make lists of an array, and nothing of several
     WebDataset.DECODERS.pop(_end.removeprefix("."), None)
 BIRDS = Path(__file__).parent.parent / "birds"
@@ -250,7 +240,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             kind, files = files_at(config.path)
             return datasets.load_dataset(kind, data_files=files, streaming=streaming)
         if path.name.endswith(ARCHIVES) and path.is_file():
-            path = unpacked(path)
+            path = folders.unpacked(path)
         if path.is_file():
             if path.suffix not in SHARD_FILES:
                 raise UserError(f"a single file must be {' or '.join([*SHARD_FILES, *ARCHIVES])}")
@@ -262,73 +252,12 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
         if not path.is_dir():
             return from_the_hub(load, config)
-        splits = load_arrays(found) if holds_arrays(path) else load()
-        warn_of_images_left_out(path, config, splits)
+        splits = folders.load_arrays(found) if folders.holds_arrays(path) else load()
+        folders.warn_of_images_left_out(path, config.path, splits)
         return splits
     except LOADING_ERRORS as error:
         here = "" if path.exists() or "://" in config.path else f" (and {Path.cwd()} has no such folder or file)"
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {one_line(error)}{here}") from error
-
-
-def unpacked(archive: Path) -> Path:
-    """An archive's files in the library's cache, whole: known by the archive's place, size and time.
-
-    The library alone would take what a full disk has left of them, or those of an earlier archive in that place.
-    """
-    known = archive.resolve(), archive.stat().st_size, archive.stat().st_mtime_ns
-    cache = Path(datasets.config.EXTRACTED_DATASETS_PATH).absolute()
-    place = cache / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-    whole, aside = place / "files", place / "partial"
-    with hold(place, "HF_DATASETS_CACHE", wait=True):
-        if not whole.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            library = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=aside))
-            made = Path(library.extract(str(archive)))
-            if not made.is_relative_to(aside):  # the user's own file, which is no archive
-                return archive
-            made.replace(whole)
-            shutil.rmtree(aside, ignore_errors=True)
-    return whole
-
-
-def warn_of_images_left_out(folder: Path, config: ImagesConfig, splits: dict[str, Any]) -> None:
-    """Say that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
-    if os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
-        return
-    walked = (names for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :])
-    names = (name for names in walked for name in names if name[0] != ".")
-    found = Counter(name if name in LISTS else os.path.splitext(name)[1].lower() for name in names)
-    if any(found[each] for each in (*LISTS, *SHARD_FILES)):
-        return
-    count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
-    taken = sum(rows.num_rows for rows in splits.values())
-    if taken < count:
-        print(
-            f"warning: {describe(config)} has {count} images, and {taken} are used, as {', '.join(splits)}; a word "
-            "such as train, val or test in the name of a folder or file makes a split, and images in no split are left "
-            "out, as arrays beside pictures are",
-            file=sys.stderr,
-        )
-
-
-def holds_arrays(folder: Path) -> bool:
-    """Whether a folder's images are arrays: it has some, and no pictures or shards beside them."""
-    found = False
-    for _, _, names in os.walk(folder):
-        ends = {os.path.splitext(name)[1].lower() for name in names}
-        if not ends.isdisjoint((*ImageFolder.EXTENSIONS, *SHARD_FILES)):
-            return False
-        found = found or not ends.isdisjoint(ARRAY_FILES)
-    return found
-
-
-def load_arrays(folder: str) -> dict[str, Any]:
-    """A folder of arrays as the library loads a folder of pictures: splits and labels by the names of folders."""
-    pictures, ImageFolder.EXTENSIONS = ImageFolder.EXTENSIONS, list(ARRAY_FILES)
-    try:
-        return datasets.load_dataset("imagefolder", data_dir=folder)
-    finally:
-        ImageFolder.EXTENSIONS = pictures
 
 
 def from_the_hub(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""Folders and archives of this machine: what the library takes for images, and what it leaves out."""
+
+import hashlib
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+from mpp.runtime.lock import hold
+
+SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
+ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
+ARRAY_FILES = (".npy", ".npz")
+LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # say which images of a folder count
+
+
+def unpacked(archive: Path) -> Path:
+    """An archive's files in the library's cache, whole: known by the archive's place, size and time.
+
+    The library alone would take what a full disk has left of them, or those of an earlier archive in that place.
+    """
+    known = archive.resolve(), archive.stat().st_size, archive.stat().st_mtime_ns
+    cache = Path(datasets.config.EXTRACTED_DATASETS_PATH).absolute()
+    place = cache / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    whole, aside = place / "files", place / "partial"
+    with hold(place, "HF_DATASETS_CACHE", wait=True):
+        if not whole.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            library = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=aside))
+            made = Path(library.extract(str(archive)))
+            if not made.is_relative_to(aside):  # the user's own file, which is no archive
+                return archive
+            made.replace(whole)
+            shutil.rmtree(aside, ignore_errors=True)
+    return whole
+
+
+def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) -> None:
+    """Say that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
+    if os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
+        return
+    walked = (names for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :])
+    names = (name for names in walked for name in names if name[0] != ".")
+    found = Counter(name if name in LISTS else os.path.splitext(name)[1].lower() for name in names)
+    if any(found[each] for each in (*LISTS, *SHARD_FILES)):
+        return
+    count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
+    taken = sum(rows.num_rows for rows in splits.values())
+    if taken < count:
+        print(
+            f"warning: data.path {named} has {count} images, and {taken} are used, as {', '.join(splits)}; a word "
+            "such as train, val or test in the name of a folder or file makes a split, and images in no split are left "
+            "out, as arrays beside pictures are",
+            file=sys.stderr,
+        )
+
+
+def holds_arrays(folder: Path) -> bool:
+    """Whether a folder's images are arrays: it has some, and no pictures or shards beside them."""
+    found = False
+    for _, _, names in os.walk(folder):
+        ends = {os.path.splitext(name)[1].lower() for name in names}
+        if not ends.isdisjoint((*ImageFolder.EXTENSIONS, *SHARD_FILES)):
+            return False
+        found = found or not ends.isdisjoint(ARRAY_FILES)
+    return found
+
+
+def load_arrays(folder: str) -> dict[str, Any]:
+    """A folder of arrays as the library loads a folder of pictures: splits and labels by the names of folders."""
+    pictures, ImageFolder.EXTENSIONS = ImageFolder.EXTENSIONS, list(ARRAY_FILES)
+    try:
+        return datasets.load_dataset("imagefolder", data_dir=folder)
+    finally:
+        ImageFolder.EXTENSIONS = pictures
