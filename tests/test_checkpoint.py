@@ -1,8 +1,12 @@
 """Complete or absent, exact, checked."""
 
+import errno
+from unittest.mock import Mock
+
 import pytest
 import torch
 
+from mpp.errors import UserError
 from mpp.training.checkpoint import complete_checkpoints, restore, save_checkpoint, snapshot
 
 
@@ -30,6 +34,15 @@ def test_what_is_restored_goes_on_with_the_same_bits(tmp_path):
         train(model, optimizer)
         train(other, its_optimizer)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "denied")])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch, error):
+    """Else the run would begin anew, and delete it."""
+    save_checkpoint(tmp_path, 1, snapshot(*trained(0)), keep=2)
+    monkeypatch.setattr("mpp.training.checkpoint.sha256_of", Mock(side_effect=error))
+    with pytest.raises(UserError, match=r"step_00000001 cannot be read now \(.*\); the same command goes on"):
+        restore(tmp_path, *trained(1, steps=0))
 
 
 def test_only_the_newest_are_kept(tmp_path):

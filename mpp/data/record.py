@@ -93,7 +93,9 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for part, known in before.items():
         for key, value in now.get(part, {}).items():
             was = known.get(key)
-            if was != value and not (key == "files" and part in unlisted):
+            unlisted_now = key == "files" and part in unlisted
+            unasked = key == "revision" and was is None  # the hub did not answer when the run began
+            if was != value and not (unlisted_now or unasked):
                 plain = key in ("split", "images", "shards", "revision")
                 changed.append(f"{part}: {MEANING[key]} {f'was {was}, is {value}' if plain else 'changed'}")
     return changed

@@ -14,9 +14,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def aside_of(path: Path) -> Path:
+    """Where a file or folder is written until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_whole(file: Path, text: str) -> None:
     """Write a file that is complete or absent."""
-    aside = file.with_name(f".{file.name}.partial")
+    aside = aside_of(file)
     aside.write_text(text)
     sync(aside)
     aside.replace(file)

@@ -95,7 +95,7 @@ class Preemption:
             os.close(self.reader)
 
     def handle(self, number: int, _: object) -> None:
-        """End a run that builds its dataset, or is done: there is nothing to save. Or end a wait."""
+        """End a run that has not begun its first step, or is done: there is nothing to save. Or end a wait."""
         if self.waiting:
             self.waiting = False
             raise CutShort

@@ -6,6 +6,7 @@ whose length nobody knows, adds its cursors.
 """
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -20,12 +21,13 @@ from torch import nn
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
-from mpp.runtime.disk import put
+from mpp.runtime.disk import aside_of, put
 from mpp.runtime.hashing import sha256_of
 from mpp.runtime.processes import on_main_process
 from mpp.training.optim import averages, build_optimizer, swap
 from mpp.training.parallel import gathered, read_tensors
 
+COMPLETE = re.compile(r"step_\d+")
 MODEL, OPTIMIZER, CURSORS = "model.safetensors", "optimizer.safetensors", "cursors.json"
 Cursors = dict[int, list[int]]
 """Lane of a stream -> how far it is read: see mpp/data/shards.py."""
@@ -91,7 +93,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursor
         UserError: it cannot be written; earlier checkpoints are as they were.
     """
     final = folder / "checkpoints" / f"step_{step:08d}"
-    aside = final.with_name(f".{final.name}.partial")
+    aside = aside_of(final)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         write_checkpoint(aside, tensors, cursors)
@@ -157,14 +159,20 @@ def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
 
 
 def damaged_files(checkpoint: Path) -> list[str]:
-    """Files that are not what was written."""
+    """Files that are not what was written.
+
+    Raises:
+        UserError: they cannot be read now, which says nothing of what they hold.
+    """
     try:
         digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
         damaged = [name for name in (MODEL, OPTIMIZER, CURSORS) if sha256_of(checkpoint / name) != digests[name]]
         for name in set((MODEL, OPTIMIZER)) - set(damaged):
             safe_open(checkpoint / name, framework="pt")  # checksums are no proof against who can write them
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return ["state.json"]
+    except OSError as error:
+        raise UserError(f"{checkpoint} cannot be read now ({error}); the same command goes on when it can") from error
     except SafetensorError:
         return [name]
     return damaged
@@ -172,8 +180,9 @@ def damaged_files(checkpoint: Path) -> list[str]:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    found = (folder / "checkpoints").glob("step_*")
-    return sorted((path for path in found if path.name.removeprefix("step_").isdecimal()), key=step_of)
+    place = folder / "checkpoints"
+    found = place.iterdir() if place.exists() else ()  # not `glob`, for which a folder that cannot be read is empty
+    return sorted((path for path in found if COMPLETE.fullmatch(path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

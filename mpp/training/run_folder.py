@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from mpp.data.record import differences, not_listed, together
 from mpp.errors import UserError
 from mpp.runtime import lock
-from mpp.runtime.disk import write_whole
+from mpp.runtime.disk import aside_of, write_whole
 from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
 from mpp.training.checkpoint import newest_step
@@ -66,7 +66,7 @@ def is_ours(folder: Path) -> bool:
     """Whether a folder is a run's, or has nothing in it but what a check or a run leaves that ended before it began."""
     if (folder / CONFIG).is_file() or not folder.is_dir():
         return True
-    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER, CHECK}
+    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER, CHECK, aside_of(folder / CONFIG).name}
 
 
 def is_finished(folder: Path, steps: int) -> bool:
