@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from accelerate import Accelerator
 
 from evaluation.memory import peak_memory
 from evaluation.suite.about import Missing, machine_blocks, settings_rows
@@ -28,15 +27,13 @@ from mpp.data.sources import describe
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch, BatchLayout
 from mpp.data.workers import deaths_explained
-from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.reconstructions import as_rgb, as_seen
-from mpp.runtime.launch import command, start
+from mpp.runtime.launch import command, start_alone
 from mpp.runtime.parsing import parse
 from mpp.training.checks import UNREADABLE, Facts, findings
 from mpp.training.feed import Feed
 from mpp.training.loop import Update
-from mpp.training.parallel import prepare
 from mpp.training.run import settled, with_moments
 from mpp.training.run_folder import CHECK, check_owner
 from mpp.training.verdict import duration
@@ -68,9 +65,7 @@ def check(config: Config) -> Path:
     Raises:
         UserError: a setting or images with which the run would not begin either.
     """
-    accelerator = start(config.run)
-    if accelerator.num_processes > 1:
-        raise UserError("a check is one process: start it with python, without a launcher")
+    accelerator = start_alone(config.run, "a check is made")
     config, folder = settled(config, accelerator), Path(config.run.dir)
     check_owner(config, folder)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
@@ -83,7 +78,7 @@ def check(config: Config) -> Path:
         if found is None:
             missing["Copies, sizes and classes"] = "a stream is not looked through"
         feed = Feed(task.batches(0, {}), layout.accumulation_steps)
-        timing, seen = timed(task, accelerator, config, layout, feed)
+        timing, seen = timed(task, config, feed)
         sections = [
             Section("images", "The images", images_blocks(task, found)),
             Section("crops", "What a crop looks like", crops_blocks(task, seen)),
@@ -113,17 +108,14 @@ def check(config: Config) -> Path:
 # --- what is measured ---
 
 
-def timed(
-    task: Pretraining, accelerator: Accelerator, config: Config, layout: BatchLayout, feed: Feed
-) -> tuple[Timing, list[Batch]]:
+def timed(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[Batch]]:
     """Some updates, the first of which does not count where there are several; and the batches that they saw."""
-    parallel = prepare(task.model, accelerator, config.optim, config.run)
-    update = Update(task, accelerator, parallel, config.optim, config.run, layout)
+    update = Update(task, config.optim)
     begin, done, seen = time.perf_counter(), 0, []
     for step in range(min(1 + TIMED, config.run.steps)):
         micro = feed.take()
         update(step, micro, measure=False)
-        synchronize(accelerator.device)
+        synchronize(task.accelerator.device)
         seen += micro if sum(len(batch.images) for batch in seen) < CROPS else []
         done += 1
         if step == 0 and config.run.steps > 1:
@@ -131,10 +123,10 @@ def timed(
         if time.perf_counter() - begin > LONG:
             break
     seconds = time.perf_counter() - begin
-    cuda = accelerator.device.type == "cuda"
+    cuda = task.accelerator.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss
-    kept = [each for state in parallel.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
-    size = sum(tensor.nbytes for tensor in [*parallel.model.state_dict().values(), *kept])
+    kept = [each for state in update.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    size = sum(tensor.nbytes for tensor in [*update.bare.state_dict().values(), *kept])
     return Timing(seconds / max(done, 1), feed.waited / max(done, 1), memory / 1e9, size), seen
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evaluation.config import EmbedConfig, ProbeDataConfig
-from evaluation.suite.encoders import ColorFloor, FrozenEncoder, load_frozen
+from evaluation.suite.encoders import ColorFloor, FrozenEncoder, encoder_of
 from evaluation.suite.run_images import parse_with_images
 from mpp.config import RunConfig, require
 from mpp.data.decoding import UnreadableImage
@@ -32,8 +32,7 @@ from mpp.data.record import record
 from mpp.data.sources import ImageDataset, find_image_column, load_splits, undecoded
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
-from mpp.errors import UserError
-from mpp.runtime.launch import command, start
+from mpp.runtime.launch import command, start_alone
 from mpp.runtime.lock import hold
 from mpp.runtime.weights import fingerprint
 from mpp.training.tracking import progress_bar
@@ -131,12 +130,9 @@ def embed(config: EmbedConfig) -> Path:
     Raises:
         UserError: no such encoder, images or depth, or a file that is of something else.
     """
-    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    if accelerator.num_processes > 1:
-        raise UserError("a table is written by one process: start it with python, without a launcher")
-    encoder = load_frozen(
-        *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
-    ).to(accelerator.device)
+    run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
+    accelerator = start_alone(run, "a table is written")
+    encoder = encoder_of(config).to(accelerator.device)
     deepest = len(encoder.stages)
     require(config.depth == "last" or 1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}")
     crop = config.data.eval_crop or encoder.crop_pct

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
-from evaluation.suite.encoders import FrozenEncoder, Unavailable, grid_of, load_frozen, model_of
+from evaluation.suite.encoders import FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
 from evaluation.suite.extraction import Features, readable, views_for
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import parse_with_images, run_folder
@@ -40,7 +40,8 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
 from mpp.frozen_features import extract, pool
 from mpp.models.encoder import export_encoder, load_encoder, set_attention
-from mpp.runtime.launch import command, start
+from mpp.runtime.disk import aside_of
+from mpp.runtime.launch import command, start_alone
 from mpp.runtime.weights import fingerprint
 
 MOST = 1e-4  # difference from PyTorch's numbers that is rounding
@@ -93,6 +94,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         "interpolation": "bilinear, antialiased",
         "mean": list(encoder.normalize.mean),
         "std": list(encoder.normalize.std),
+        **{name: getattr(config.data, name) for name in ("range", "bands", "nodata")},
     }
     if config.format != "safetensors":
         dtype = str(images.dtype).removeprefix("torch.")
@@ -322,12 +324,8 @@ def export(config: ExportConfig) -> dict[str, Any]:
     missing = [name for name in PACKAGES if config.format == "onnx" and find_spec(name) is None]
     install = f"installed first: pip install {' '.join(missing)}"
     require(not missing, "format", f"onnx without {', '.join(missing)}", install)
-    accelerator = start(RunConfig(precision="fp32", trackers=(), threads=config.threads))
-    if accelerator.num_processes > 1:
-        raise UserError("a file is written by one process: start it with python, without a launcher")
-    encoder = load_frozen(
-        *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
-    )
+    accelerator = start_alone(RunConfig(precision="fp32", trackers=(), threads=config.threads), "a file is written")
+    encoder = encoder_of(config)
     try:
         model = model_of(encoder)
         if config.representation == "tokens":
@@ -347,7 +345,7 @@ def write_checked(config: ExportConfig, check: Check, reference: Exported, out: 
     count = EXAMPLE if config.batch == "dynamic" else config.batch
     images = check.prepared(some[torch.arange(count) % len(some)])
     about = describe_file(config, check.encoder, images)
-    aside = out.parent / f".{out.name}.partial"
+    aside = aside_of(out)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:

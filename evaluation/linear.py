@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
 from evaluation.suite.extraction import Features
+from evaluation.suite.networks import zero_head
 from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
 from mpp.metrics import is_right
@@ -40,7 +41,7 @@ def fit_lbfgs(
         labels: (N,).
         passed: called after each pass over the features.
     """
-    classifier = zero_classifier(features, classes)
+    classifier = zero_head(features.shape[1], classes).to(features.device)
     optimizer = torch.optim.LBFGS(
         classifier.parameters(),
         max_iter=iterations,
@@ -77,7 +78,7 @@ def fit_sgd(
     passed: Callable[[], Any] = lambda: None,
 ) -> nn.Linear:
     """A classifier by SGD: features (N, D), labels (N,). `passed` is called after each epoch."""
-    classifier = zero_classifier(features, classes)
+    classifier = zero_head(features.shape[1], classes).to(features.device)
     optimizer = torch.optim.SGD(classifier.parameters(), lr=lr, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * math.ceil(len(labels) / batch_size)
@@ -89,14 +90,6 @@ def fit_sgd(
             optimizer.step()
             schedule.step()
         passed()
-    return classifier
-
-
-def zero_classifier(features: Tensor, classes: int) -> nn.Linear:
-    """A linear layer that knows nothing."""
-    classifier = nn.Linear(features.shape[1], classes, device=features.device)
-    nn.init.zeros_(classifier.weight)
-    nn.init.zeros_(classifier.bias)
     return classifier
 
 

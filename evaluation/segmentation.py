@@ -8,6 +8,7 @@ Two readings: a batch norm and a linear layer on each patch, trained as DINOv2's
 the mask. The figure is the mean IoU over the classes, of all held-out pixels together.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import SegmentationConfig
-from evaluation.suite.encoders import GRID, ColorFloor, FrozenEncoder, Unavailable, grid_of, load_frozen
+from evaluation.suite.encoders import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
 from evaluation.suite.figures import DPI, plot_segmentation
 from evaluation.suite.patches import (
     Masked,
@@ -45,7 +46,7 @@ from mpp.errors import UserError
 from mpp.probe import nearest
 from mpp.reconstructions import as_rgb
 from mpp.runtime.hardware import device
-from mpp.runtime.launch import command, start
+from mpp.runtime.launch import command, start_alone
 from mpp.runtime.randomness import FIXED
 
 WARMUP = 0.04  # share of the updates; DINOv2 has 1500 of 40,000
@@ -223,15 +224,14 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     Raises:
         UserError: an encoder without patches, or images without masks.
     """
-    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    if accelerator.num_processes > 1:
-        raise UserError("patches are judged by one process: start it with python, without a launcher")
+    run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
+    accelerator = start_alone(run, "patches are judged")
     path = report_path(config.out, config.encoder, f"segmentation{variant(config)}.json")
     splits = load_masked(config.data)
     name = "" if config.random else config.checkpoint or config.encoder
     check_unseen(name, config.data, splits[0][0], splits[1][0])
     print(describe_masks(splits, config.data))
-    encoder = patch_encoder(config, config.random)
+    encoder = patch_encoder(config)
     shown: dict[str, Tensor] = {}
     with deaths_explained():
         features = features_by_depth(config, encoder, splits, accelerator)
@@ -262,11 +262,9 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     return report
 
 
-def patch_encoder(config: SegmentationConfig, random: bool) -> FrozenEncoder | PatchFloor:
-    """The encoder, or its architecture with random weights; of a floor, the colours and positions of patches."""
-    encoder = load_frozen(
-        *(config.encoder, config.checkpoint, random, config.img_size, config.seed, config.data.channels)
-    )
+def patch_encoder(config: SegmentationConfig) -> FrozenEncoder | PatchFloor:
+    """The encoder; of a floor, the colours and positions of patches."""
+    encoder = encoder_of(config)
     if isinstance(encoder, ColorFloor):
         require(encoder.kind == "pixels", "encoder", config.encoder, "floor:pixels, of the floors")
         return PatchFloor(encoder.img_size, encoder.crop_pct, (GRID, GRID))
@@ -284,7 +282,7 @@ def baselines_of(
     if not config.baselines or isinstance(encoder, PatchFloor):
         return {}
     floor = PatchFloor(encoder.img_size, encoder.crop_pct, grid_of(encoder.model))
-    random = {} if config.random else {"random weights": patch_encoder(config, True)}
+    random = {} if config.random else {"random weights": patch_encoder(dataclasses.replace(config, random=True))}
     return random | {"colour and position": floor}
 
 
@@ -296,11 +294,7 @@ def features_by_depth(
 ) -> dict[int, PatchFeatures]:
     """Features at the depths that the config asks for."""
     deepest = len(encoder.stages)
-    if isinstance(config.depth, int) and deepest > 1:
-        require(1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}, last, all or dev")
-        depths = [config.depth]
-    else:
-        depths = list(range(1, deepest + 1)) if config.depth in ("all", "dev") else [deepest]
+    depths = depths_asked(config.depth if deepest > 1 else "last", deepest)  # a floor has one
     return extract_patches(encoder, splits, depths, config.data, accelerator)
 
 

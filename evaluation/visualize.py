@@ -24,7 +24,7 @@ from evaluation import fewshot
 from evaluation.config import EncoderConfig, VisualizeConfig
 from evaluation.suite import figures
 from evaluation.suite.attention_maps import attention_distance, attention_rollout, distances, spacing
-from evaluation.suite.encoders import ColorFloor, FrozenEncoder, Unavailable, grid_of, load_frozen, model_of
+from evaluation.suite.encoders import ColorFloor, FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
 from evaluation.suite.extraction import extract_features, views_for
 from evaluation.suite.patches import patch_features
 from evaluation.suite.pca import components_by_depth
@@ -44,7 +44,7 @@ from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns
-from mpp.runtime.launch import command, start
+from mpp.runtime.launch import command, start_alone
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.weights import run_of
 from mpp.training.run_folder import saved_settings
@@ -178,9 +178,8 @@ def rollout_start(subject: Subject) -> Literal["class", "patches"]:
         return config.rollout_from
     saved = saved_settings(subject.run)
     pooling = saved.get("pooling") or (saved.get("head") or {}).get("pooling")  # of fine-tuning, or supervised
-    random = config.random or not (Path(config.encoder).exists() or config.checkpoint)
     has_class = getattr(model_of(subject.encoder), "has_class_token", False)
-    return "class" if has_class and not random and "objective" not in saved and pooling != "mean" else "patches"
+    return "class" if has_class and not config.random and "objective" not in saved and pooling != "mean" else "patches"
 
 
 def pca(subject: Subject) -> tuple[Figure, Numbers]:
@@ -307,14 +306,11 @@ def subject_of(config: VisualizeConfig) -> Subject:
     Raises:
         UserError: no such encoder or images.
     """
-    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    if accelerator.num_processes > 1:
-        raise UserError("pictures are drawn by one process: start it with python, without a launcher")
+    run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
+    accelerator = start_alone(run, "pictures are drawn")
     largest = max(config.bands or (1,))
     require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
-    encoder = load_frozen(
-        *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
-    )
+    encoder = encoder_of(config)
     return Subject(config, accelerator, encoder.to(accelerator.device), held_out_images(config))
 
 

@@ -2,7 +2,7 @@
 
     import mpp
 
-    folder = mpp.pretrain()                       # the default run; or of an mpp.Config
+    folder = mpp.pretrain({"run.steps": 600})     # the default run, with settings of yours
     encoder = mpp.load_encoder(folder)            # timm's model
     features = mpp.extract_features(encoder, images)  # (B, D) of PIL images, or of a tensor (B, C, H, W)
 

@@ -100,11 +100,7 @@ def rectangles(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArra
         size, flatness, down, right = numbers(4)
         area = min(LEAST, count) + size * max(left - LEAST, 0)
         ratio = FLATTEST ** (1 - 2 * flatness)  # its logarithm is uniform, as in BEiT's code
-        height, width = (max(1, round(side)) for side in (math.sqrt(area * ratio), math.sqrt(area / ratio)))
-        height, width = min(height, grid[0]), min(width, grid[1])
-        top, start = int(down * (grid[0] - height + 1)), int(right * (grid[1] - width + 1))
-        inside = np.zeros(grid, bool)
-        inside[top : top + height, start : start + width] = True
+        inside = rectangle(grid, area, ratio, down, right)
         hidden.flat[np.flatnonzero(inside & ~hidden)[:left]] = True
     return np.flatnonzero(hidden)
 
@@ -120,14 +116,20 @@ def large_rectangles(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> 
     while (left := count - np.count_nonzero(hidden)) > 0:
         size, flatness, down, right, corner = numbers(5)
         area, ratio = (0.15 + 0.05 * size) * hidden.size, 0.75 * 2**flatness
-        height, width = (max(1, round(side)) for side in (math.sqrt(area * ratio), math.sqrt(area / ratio)))
-        height, width = min(height, grid[0]), min(width, grid[1])
-        top, start = int(down * (grid[0] - height + 1)), int(right * (grid[1] - width + 1))
-        inside = np.zeros(grid, bool)
-        inside[top : top + height, start : start + width] = True
+        inside = rectangle(grid, area, ratio, down, right)
         new = np.flatnonzero(inside & ~hidden)
         hidden.flat[new[np.argsort(rank_from_corner(grid, corner)[new])][:left]] = True
     return np.flatnonzero(hidden)
+
+
+def rectangle(grid: Grid, area: float, ratio: float, down: float, right: float) -> NDArray[np.bool_]:
+    """A rectangle of about that area and height / width within the grid; `down` and `right`, in [0, 1), place it."""
+    height, width = (max(1, round(side)) for side in (math.sqrt(area * ratio), math.sqrt(area / ratio)))
+    height, width = min(height, grid[0]), min(width, grid[1])
+    top, start = int(down * (grid[0] - height + 1)), int(right * (grid[1] - width + 1))
+    inside = np.zeros(grid, bool)
+    inside[top : top + height, start : start + width] = True
+    return inside
 
 
 def rank_from_corner(grid: Grid, number: float) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -33,7 +33,7 @@ from mpp.models.teachers import decay_at, follow
 from mpp.probe import Probe
 from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse, parse_saved
+from mpp.runtime.parsing import as_words, parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained
 from mpp.training.checks import Facts, targets_collapse
@@ -223,17 +223,18 @@ def is_pretraining(folder: Path) -> bool:
     return "objective" in saved_settings(folder)
 
 
-def pretrain(config: Config | None = None) -> Path:
-    """Pre-train as a config says: `mpp.pretrain(config)`, in a notebook say.
+def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
+    """Pre-train as a config says: `mpp.pretrain({"data.path": "FOLDER", "run.steps": 600})`, in a notebook say.
 
     Args:
-        config: None: the default.
+        config: settings by name, as on the command line, `config` among them; or a whole config. None: the default.
     Returns:
         The run folder, finished: `mpp.load_encoder` takes it.
     Raises:
         UserError: a setting that has no effect, or anything that the command would say in one line.
     """
-    config = config or Config()
+    if not isinstance(config, Config):
+        config = parse(Config, [f"--{name}={as_words(value)}" for name, value in (config or {}).items()])
     refuse_idle(config)
     return run(config)
 

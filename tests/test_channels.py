@@ -403,7 +403,10 @@ def test_memory_is_counted_for_these_channels():
 
 
 def test_encoders_of_timm_are_built_for_the_images(tmp_path):
-    frozen = load_frozen("vit_tiny_patch16_224", img_size=32, channels=2)
+    frozen = load_frozen("vit_tiny_patch16_224.augreg_in21k", img_size=32, channels=2, random=True)
+    assert frozen.normalize.mean == (0.5, 0.5)
+    imagenet = load_frozen("deit_tiny_patch16_224", img_size=32, channels=2, random=True).normalize
+    assert imagenet.mean == pytest.approx(((0.485 + 0.456 + 0.406) / 3,) * 2)
     assert frozen(torch.zeros(1, 2, 32, 32), "mean", [12])[0].shape == (1, 192)
 
 

@@ -229,7 +229,9 @@ def test_activation_checkpointing_fine_tunes_the_same_with_less_memory(tmp_path,
     tasks, results, kept = [], [], []
     build = finetune.Finetuning.__init__
     monkeypatch.setattr(finetune.Finetuning, "__init__", lambda self, *a: (build(self, *a), tasks.append(self))[0])
+    start = "random" if name else "encoder"  # of a name there are no weights here
     arguments = [*BASE, f"--encoder={name or encoder}", "--img_size=32", "--drop_path=0.3", "--lrs=0.01"]
+    arguments += [f"--init={start}"]
     for again in ("false", "true"):
         with pytest.raises(BaseException, match="killed"):
             finetune.main([*arguments, f"--activation_checkpointing={again}", f"--run.dir={tmp_path / again}"])

@@ -28,7 +28,7 @@ from mpp.runtime.parsing import parse
 COMPARISONS = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 RESULTS = ROOT / "evaluation" / "results"
 PAGES = {"when_it_pays": ["cifar10"], "rivals": ["rivals_cifar10", "rates_cifar10"]}
-PAGES |= {"leaderboard": ["leaderboard_cifar10"]}
+PAGES |= {"leaderboard": ["leaderboard_cifar10", "cifar10"]}
 SYNONYMS = {"trivial": "floor", "masked": "pre", "the": "supervised"}
 ACCURACY = re.compile(r"(?<![\d.,])\d\d\.\d(?!\d)(?: ± \d+\.\d)?")
 FAST = {"data.workers": 0, "precision": "fp32", "threads": 1}

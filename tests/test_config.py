@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT
 
 from mpp.config import Config
+from mpp.errors import UserError
 from mpp.runtime.parsing import changed_keys, flatten, parse, to_yaml
 
 OVERLAYS = [ROOT / "configs" / "rivals" / f"{name}.yaml" for name in ("simmim", "mae", "mae_mean_color", "maskfeat")]
@@ -47,13 +48,6 @@ def test_files_and_overrides_compose_in_order():
     config = parse(Config, [*files, f"--config={ROOT}/configs/corruption_15.yaml", "--optim.lr=0.5"])
     assert (config.run.steps, config.corruption.rate, config.optim.lr) == (100_000, 0.15, 0.5)
     assert config.model.name == "vit_base_patch16_224"
-
-
-def test_saved_config_reads_back_as_it_was(tmp_path):
-    config = parse(Config, ["--model.name=vit_tiny_patch16_224", "--data.batch_size=3", "--data.crop_area=[0.1,0.2]"])
-    saved = tmp_path / "config.yaml"
-    saved.write_text(to_yaml(config))
-    assert parse(Config, ["--config", str(saved)]) == config
 
 
 def test_numbers_of_a_plain_model_have_defaults_and_a_named_one_keeps_its_own():
@@ -137,6 +131,20 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
     with pytest.raises(ValueError) as error:
         parse(Config, [f"--config={tmp_path / 'photo.yaml'}"])
     assert "\n" not in str(error.value) and "photo.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--corruption.mask_ratio=0.75", "unknown setting corruption.mask_ratio: did you mean corruption.rate?"),
+        ("--epochs=3", "unknown setting epochs: did you mean run.steps?"),
+        ("data.path=here", "unknown word data.path=here: did you mean --data.path=here?"),
+        ("--data.bands=4,3,2", r"\(a list is written '\[a, b\]'\)"),
+    ],
+)
+def test_names_and_spellings_of_other_tools_are_explained(word, said):
+    with pytest.raises(UserError, match=said):
+        parse(Config, [word])
 
 
 def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, capsys):

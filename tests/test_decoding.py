@@ -183,6 +183,12 @@ def test_channels_of_a_microscope_are_no_frames():
         data = tiff(planes.transpose(2, 0, 1), imagej=True, metadata={"axes": "CYX"})
         found = decode(data, ImagesConfig())
         assert torch.equal(found, decode(npy(planes), ImagesConfig()))
+    for axes in (dict(imagej=True), dict(ome=True, **GREY)):
+        two = tiff(DEEP[..., :2].transpose(2, 0, 1), metadata={"axes": "CYX"}, **axes)
+        with pytest.raises(UnreadableImage, match=r"2 bands; data\.channels is 3, and data\.bands can choose so many"):
+            decode(two, ImagesConfig())
+        chosen = decode(two, ImagesConfig(channels=2))
+        assert torch.equal(chosen, decode(npy(DEEP[..., :2]), ImagesConfig(channels=2)))
 
 
 def test_bands_of_arrays_are_what_a_square_leaves():

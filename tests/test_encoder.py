@@ -103,6 +103,15 @@ def test_timms_sizes_build_by_name(name):
     assert encoder.patch_embed.img_size == (224, 224)
 
 
+def test_other_moments_than_those_of_the_weights_are_noted(exported, capsys):
+    settings = dict(depth=2, init_from=str(exported[1]))
+    build_encoder(ModelConfig(**settings, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)))
+    assert "note" not in capsys.readouterr().out
+    build_encoder(ModelConfig(**settings, mean=(0.1, 0.2, 0.3)))
+    said = capsys.readouterr().out
+    assert said.startswith("note: model.std is [0.5, 0.5, 0.5], and ") and said.count("note") == 1
+
+
 def test_start_from_weights_of_another_size(exported, tmp_path):
     source, folder = exported
     for path in (folder, folder.parent, folder / "model.safetensors"):

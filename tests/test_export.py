@@ -97,10 +97,11 @@ def test_a_probe_is_as_accurate_on_exports_and_eight_bits_stand_beside(finished_
     assert run(torch.zeros(4, 3, 32, 32, dtype=torch.uint8)).shape == (4, 16)
 
 
+RESNET = ("--encoder=resnet10t", "--random=true")
 REFUSED = {
     "a floor": (("--encoder=floor:pixels",), "floor:pixels, which cannot be exported: a floor has no weights"),
-    "no patches": (("--encoder=resnet10t", "--representation=tokens"), "ResNet has no sequence of patches"),
-    "no [class]": (("--encoder=resnet10t", "--representation=class"), "has no [class] token"),
+    "no patches": ((*RESNET, "--representation=tokens"), "ResNet has no sequence of patches"),
+    "no [class]": ((*RESNET, "--representation=class"), "has no [class] token"),
     "another end": (("--out=encoder.pt",), "out is encoder.pt; it must be a file whose name ends in .pt2"),
     "weights alone": (("--format=safetensors", "--normalize=false"), "normalize is False; it must be True or left"),
     "no such batch": (("--batch=0",), "batch is 0; it must be dynamic, or at least 1"),

@@ -31,6 +31,7 @@ from mpp.runtime import preemption
 from mpp.runtime.launch import set_timeout
 from mpp.runtime.parsing import parse, to_yaml
 from mpp.runtime.preemption import ECHO, EXIT_CODE, MARKER
+from mpp.training import checkpoint
 from mpp.training.checkpoint import newest_step
 
 pytestmark = pytest.mark.faults
@@ -252,14 +253,13 @@ def test_a_signal_before_training_ends_at_once(tmp_path, tally):
 
 def stall(folder: Path) -> None:
     """Checkpoints take for ever. Each signal is noted, and what time it is then, a file says."""
-    from mpp.training import loop
 
     def now() -> float:
         with (folder / "signals").open("a") as file:
             file.write("heard\n")
         return 2 * ECHO * (folder / "later").exists()
 
-    loop.save_checkpoint = lambda *args: time.sleep(10 * HANGS)
+    checkpoint.save_checkpoint = lambda *args: time.sleep(10 * HANGS)
     preemption.time = SimpleNamespace(monotonic=now)
 
 
@@ -575,11 +575,12 @@ def test_one_of_two_processes_dies(tmp_path, tally):
     finish(Command("pretrain", *arguments, f"--run.dir={whole}", processes=2))
     run = start_command(*launch, "mpp/pretrain.py", *arguments, f"--run.dir={folder}")
     wait_until(lambda: newest_step(folder) >= 10)
-    ranks = [p for p in psutil.Process(run.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
-    ranks[0].kill()
+    started = psutil.Process(run.pid).children(recursive=True)
+    ranks = {p.environ()["RANK"]: p for p in started if "RANK" in p.environ()}
+    ranks["1"].kill()
     out, err = run.communicate(timeout=HANGS)
     assert run.returncode != 0, out + err
-    assert not any(psutil.pid_exists(pid) for pid in [p.pid for p in ranks])
+    assert ranks.keys() == {"0", "1"} and not any(psutil.pid_exists(p.pid) for p in ranks.values())
     assert 10 <= newest_step(folder) < 300
     finish(Command("pretrain", *arguments, f"--run.dir={folder}", processes=2))
     assert weights(folder) == weights(whole)

@@ -151,12 +151,6 @@ def test_faults_that_pass_are_waited_out(hub, run, tmp_path, way, tally):
     tally("hub: 503, resets, an answer cut in the middle, 429: waited out, indexed and streamed *", 5)
 
 
-def test_a_slow_answer_is_waited_for(hub, run, tally):
-    hub.faults["resolve"] = Fault(200, stall=2)
-    assert run(STREAMED)[0] == 0
-    tally("hub: each answer takes 2 s", 1)
-
-
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refusal_in_the_middle_is_not_tried_again(hub, run, status, tally):
     hub.faults[r"GET .*resolve/.*train-0000[12]"] = Fault(status)

@@ -95,6 +95,13 @@ def test_what_are_no_classes_are_no_labels_unless_asked_for(kind, value):
         read_labels(found, "label", "here")
 
 
+def test_numbers_with_blanks_are_labels():
+    """As pandas writes a column of which some images have none."""
+    labels = read_labels(rows(Value("float64"), [1.0, None, float("nan"), 3.0]), None, "here")
+    assert number_labels([labels])[0].tolist() == [1, -1, -1, 3]
+    assert read_labels(rows(Value("float64"), [1.0, 2.5]), None, "here") is None
+
+
 def test_identifiers_are_no_labels_unless_asked_for():
     for number in (10**6, 2**63 + 1):
         table = pa.table({"label": pa.array([1, number, None], pa.uint64())})

@@ -256,6 +256,24 @@ def test_a_tracker_that_is_not_there_is_named():
         check_trackers(RunConfig(trackers=("tensorboard", "nonsense")))
 
 
+def test_processes_that_round_differently_are_refused(monkeypatch):
+    """Each does Muon's products itself: the weights of machines with and without bf16 would drift apart."""
+    others = ["fp32 (without bf16 in the hardware)"]
+    monkeypatch.setattr(launch, "gather_object", lambda own: own + others)
+    with pytest.raises(
+        UserError, match=r"the processes compute in .* and in fp32 \(without bf16 in the hardware\); all"
+    ):
+        launch.start(RunConfig(trackers=(), threads=1, precision="bf16"))
+    others.clear()
+    launch.start(RunConfig(trackers=(), threads=1, precision="bf16"))
+
+
+def test_accelerates_accumulation_does_not_divide_the_loss_again(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert launch.start(RunConfig(trackers=(), threads=1)).gradient_accumulation_steps == 1
+    assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
+
+
 def test_an_empty_number_of_threads_is_none(monkeypatch):
     """Several processes would end in Accelerate's traceback."""
     monkeypatch.setenv("OMP_NUM_THREADS", "")

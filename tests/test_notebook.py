@@ -16,13 +16,11 @@ CELLS = """
 import dataclasses, sys
 import timm, mpp
 assert timm.is_model("mpp_vit") and "accelerate" not in sys.modules
+config = {"run.dir": sys.argv[1], "run.steps": 2, "run.precision": "fp32", "run.threads": 1, "run.report": False}
+config |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 32, "data.workers": 0}
+folder = mpp.pretrain(config | {"data.eval_images": 8})
+assert mpp.pretrain(config | {"data.eval_images": 8}) == folder  # it is finished
 config = mpp.Config()
-run = dataclasses.replace(config.run, dir=sys.argv[1], steps=2, precision="fp32", threads=1, report=False)
-model = dataclasses.replace(config.model, width=16, depth=1, heads=2, img_size=32)
-data = dataclasses.replace(config.data, workers=0, eval_images=8)
-config = dataclasses.replace(config, run=run, model=model, data=data)
-folder = mpp.pretrain(config)
-assert mpp.pretrain(config) == folder  # it is finished
 encoder = mpp.load_encoder(folder)
 import torch
 images = torch.randint(0, 256, (3, 3, 40, 50), dtype=torch.uint8)

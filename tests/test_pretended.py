@@ -99,7 +99,10 @@ def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
     on_device("pretrain", tmp_path, *options)
     shutil.rmtree(tmp_path / "run" / "encoder")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000009")
+    kept = tmp_path / "run" / "checkpoints" / "step_00000008" / "state.json"
+    written = kept.stat().st_mtime_ns
     on_device("pretrain", tmp_path, *options)
+    assert kept.stat().st_mtime_ns == written and (tmp_path / "run" / "encoder").is_dir()  # it began after step 8
     tally("pretended device: resume, with the probe and the panel", 1)
 
 
@@ -131,7 +134,9 @@ def test_finetuning(tmp_path, trained, tally):
 
 @pytest.mark.parametrize("command", ["features", "fewshot", "knn", "linear", "masked", "visualize"])
 def test_judging(tmp_path, trained, command, tally):
-    own = {"masked": [], "features": ["--data.workers=0"], "visualize": [f"--pictures={json.dumps(EVERY)}"]}
-    options = own.get(command, ["--data.workers=0", "--threads=1"])
+    quick = ["--data.workers=0", "--threads=1"]
+    own = {"masked": [], "features": quick[:1], "linear": [*quick, "--l2=0.001", "--iterations=5"]}
+    own |= {"visualize": [f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4"]}
+    options = own.get(command, quick)
     on_device(command, tmp_path, f"--encoder={trained}", f"--out={tmp_path / 'out'}", *options)
     tally("pretended device: features, few-shot, kNN, linear probe, masked, pictures", 1)

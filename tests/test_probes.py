@@ -21,6 +21,7 @@ from timm.models.xcit import Xcit
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import mpp
 from evaluation import fewshot, knn, linear
 from evaluation.config import LinearConfig
 from evaluation.features import main as extract
@@ -31,6 +32,7 @@ from mpp.config import Config, DataConfig, ImagesConfig
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
+from mpp.errors import UserError
 from mpp.frozen_features import features_at
 from mpp.models.encoder import export_encoder
 from mpp.pretrain import Pretraining
@@ -71,18 +73,18 @@ def test_features_are_timms_own(vit):
 
 def test_resnets_and_hybrids_satisfy_the_contract():
     images = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
-    resnet = load_frozen("resnetv2_50x1_bit", img_size=64)
+    resnet = load_frozen("resnetv2_50x1_bit", img_size=64, random=True)
     assert [part.shape[1] for part in resnet(images, "mean", [1, 2, 3, 4])] == [256, 512, 1024, 2048]
     with pytest.raises(ValueError, match=r"no \[class\] token; use mean"):
         resnet(images, "class", [4])
-    hybrid = load_frozen("vit_tiny_r_s16_p8_224", img_size=64)
+    hybrid = load_frozen("vit_tiny_r_s16_p8_224", img_size=64, random=True)
     assert hybrid(images, "both", [1, 12])[1].shape == (1, 2 * 192)
 
 
 def test_other_models_of_timms_have_their_output_alone():
     images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     for name, width in (("resnet18", 512), ("swin_tiny_patch4_window7_224", 768)):
-        frozen = load_frozen(name, img_size=64 if name == "resnet18" else None)
+        frozen = load_frozen(name, img_size=64 if name == "resnet18" else None, random=True)
         shown = images if name == "resnet18" else torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
         assert len(frozen.stages) == 1 and frozen(shown, "mean", [1])[0].shape == (len(shown), width)
 
@@ -115,6 +117,29 @@ def test_a_local_checkpoint_goes_with_a_name(tmp_path):
     for bad in ("weights.bin", "nowhere.safetensors"):
         with pytest.raises(ValueError, match=r"must be a \.safetensors file"):
             load_frozen("vit_tiny_patch16_224", checkpoint=str(tmp_path / bad))
+
+
+def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
+    """Those that timm downloads, which are not here; random ones are asked for, and never come by themselves."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hint = "; without a network, checkpoint names a file with its weights"
+    with pytest.raises(UserError, match=rf"encoder is vit_tiny_patch16_224, which cannot be loaded: .*{hint}"):
+        load_frozen("vit_tiny_patch16_224")
+    weights = timm.create_model("vit_tiny_patch16_224")
+    monkeypatch.setattr("timm.create_model", lambda name, pretrained, **_: weights if pretrained else None)
+    assert load_frozen("vit_tiny_patch16_224").model is weights
+
+
+def test_an_encoder_of_the_hub_is_downloaded(vit, monkeypatch):
+    """Folder and all: also positions that are fixed, of which timm alone does not know."""
+    _, folder = vit
+    asked = []
+    download = "mpp.runtime.weights.snapshot_download"
+    monkeypatch.setattr(download, lambda name, allow_patterns: asked.append(name) or str(folder))
+    for encoder in (mpp.load_encoder("hf-hub:me/mine"), load_frozen("hf-hub:me/mine").model):
+        assert all(map(torch.equal, encoder.parameters(), mpp.load_encoder(folder).parameters()))
+    assert asked == ["me/mine"] * 2
 
 
 @pytest.mark.parametrize("name", ["no_such_model", "vit_base_patch16_2244"])

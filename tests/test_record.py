@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import datasets
 import pytest
 import torch
 from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
@@ -14,7 +13,7 @@ from evaluation.suite.reports import report_path
 from evaluation.suite.run_images import check_unseen, parse_with_images, variant
 from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record
-from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder, export_encoder
 
@@ -37,6 +36,15 @@ def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
     assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
     named = [variant(parse_with_images(KnnConfig, given, "knn")) for given in (words, words[:1])]
     assert named == ["_elsewhere", ""]  # the run's own images are as usual
+    (tmp_path / "encoder" / "config.json").touch()
+    with pytest.raises(UserError, match=r"data\.path is None, the package's birds; .* is of here: main"):
+        variant(KnnConfig(encoder=str(tmp_path)))
+
+
+def test_a_hub_that_did_not_answer_at_the_start_does_not_keep_a_run_from_going_on():
+    one, other = ({"train": {"revision": revision, "files": "same"}} for revision in ("1" * 40, "2" * 40))
+    assert differences({"train": {"revision": None, "files": "same"}}, one) == []
+    assert differences(other, one) == [f"train: revision on the hub was {'2' * 40}, is {'1' * 40}"]
 
 
 def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
@@ -226,10 +234,3 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkey
     (noted.parent / "encoder").rename(noted.parent / "moved")
     with pytest.raises(UserError, match=r"a run that began otherwise: train: the files .* changed"):
         pretrain(*options)
-
-
-def test_a_revision_of_the_hub_is_asked_for(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: asked.update(options) or {})
-    load_splits(SourceConfig(path="somebody/birds", revision="v2"))
-    assert asked["revision"] == "v2"

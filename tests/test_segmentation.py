@@ -301,7 +301,7 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
 
 REFUSED = {
     "no such column": (["--data.mask_column=mask"], r"mask_column is mask; it must be one of image, classes"),
-    "no patches": (["--encoder=resnet10t", "--random=false"], "resnet10t, which has no patches to judge: ResNet"),
+    "no patches": (["--encoder=resnet10t", "--random=true"], "resnet10t, which has no patches to judge: ResNet"),
     "no such depth": (["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev"),
     "another floor": (["--encoder=floor:colors"], "floor:colors; it must be floor:pixels"),
 }

@@ -5,12 +5,11 @@ import os
 import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import encoded, picture
 
-from evaluation import fewshot, visualize
+from evaluation import visualize
 from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
 from mpp.config import Config, ImagesConfig, ModelConfig
@@ -105,17 +104,6 @@ def test_what_an_encoders_config_says_of_weights_elsewhere_is_not_followed(tmp_p
         assert "\n" not in str(error)
     else:
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_features_are_not_unpickled(tmp_path, trap):
-    poisoned = np.array([Payload(trap)], dtype=object)
-    np.savez(
-        tmp_path / "f.npz", train_features=poisoned, train_labels=[0], test_features=np.zeros((1, 2)), test_labels=[0]
-    )
-    (tmp_path / "raw.npz").write_bytes(pickle.dumps(Payload(trap)))
-    for name in ("f.npz", "raw.npz"):
-        with pytest.raises(ValueError, match=r"features is .*, which cannot be read"):
-            fewshot.main([f"--features={tmp_path / name}"])
 
 
 @pytest.fixture

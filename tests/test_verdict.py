@@ -382,14 +382,17 @@ def sets(tmp_path_factory):
 
 SICK_RUNS = {
     "a rate of 1": ("birds", ("--optim.lr=1",), {"nothing is learned", "clipped nearly always", "features collapse"}),
-    "a rate of 1e-9": ("digits", ("--optim.lr=1e-9", "--run.steps=200"), {"nothing is learned"}),
+    "a rate of 1e-9": ("digits", ("--optim.lr=1e-9", "--run.steps=100"), {"nothing is learned"}),
     "a rate of 1e-9, no colours": (
-        *("digits", ("--config=rivals/mae", "--optim.lr=1e-9", "--run.steps=200")),
+        *("digits", ("--config=rivals/mae", "--optim.lr=1e-9", "--run.steps=100")),
         {"nothing is learned"},
     ),
-    "64 images": ("birds", ("--data.train_images=64", "--run.steps=1200", "--model.patch_size=8"), {"overfitting"}),
-    "a slow loader": ("digits", ("--run.steps=100", "--data.cache_gb=0"), {"waiting for data"}),
-    "copies across the cut": ("digits", ("--run.steps=100",), {"duplicates across the cut"}),
+    "64 images": (
+        *("birds", ("--data.train_images=64", "--run.steps=1200", "--run.eval_every=200", "--probe.every=0")),
+        {"overfitting"},
+    ),
+    "a slow loader": ("digits", ("--run.steps=60", "--data.cache_gb=0", "--probe.every=0"), {"waiting for data"}),
+    "copies across the cut": ("digits", ("--run.steps=30", "--probe.every=0"), {"duplicates across the cut"}),
 }
 
 

@@ -13,6 +13,7 @@ from conftest import TINY, encoded, picture
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import supervised
@@ -294,7 +295,7 @@ def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch
 
 def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
     images = (f"--data.path={image_folder}", "--data.eval_fraction=0.5")
-    main(["--encoder=resnetv2_18", "--img_size=32", f"--out={tmp_path}", *images, *FEW])
+    main(["--encoder=resnetv2_18", "--random=true", "--img_size=32", f"--out={tmp_path}", *images, *FEW])
     said = capsys.readouterr().out
     for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
         assert f"no {name}: " in said
@@ -350,9 +351,13 @@ def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path,
     sized = [word for word in TINY if not word.startswith("--probe")]
     supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
     supervised.main([*sized, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
-    for encoder in (finished_run, tmp_path / "labels", tmp_path / "mean", "vit_tiny_patch16_224"):
-        main([f"--encoder={encoder}", f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *SHOWN])
-    assert starts == ["patches", "class", "patches", "patches"]
+    published = tmp_path / "weights.safetensors"
+    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), published)
+    named = ["vit_tiny_patch16_224", f"--checkpoint={published}"]
+    ours = ([finished_run], [tmp_path / "labels"], [tmp_path / "mean"])
+    for encoder, *more in (*ours, named, [*named, "--random=true"]):
+        main([f"--encoder={encoder}", *more, f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *SHOWN])
+    assert starts == ["patches", "class", "patches", "class", "patches"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from evaluation.config.encoders import (
     ProbeDataConfig,
     ReportConfig,
     VisualizeConfig,
+    WhichEncoderConfig,
 )
 from evaluation.config.probes import (
     OF_AN_ENCODER,

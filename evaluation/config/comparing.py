@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config import needs, require
+from mpp.config import at_least, needs, require
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class ThroughputConfig:
     """JSON file of all figures. null: none."""
 
     def __post_init__(self):
-        for name in ("batch_size", "rounds", "jpeg_side"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        at_least(self, 1, "batch_size", "rounds", "jpeg_side")
 
 
 @dataclass(frozen=True)

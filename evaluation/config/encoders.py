@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpp.config import Representation, SourceConfig, as_lists, group, needs, operational, require
+from mpp.config import Representation, SourceConfig, as_lists, at_least, group, needs, operational, require
 
 Picture = Literal[
     "predictions",
@@ -51,9 +51,10 @@ class WhichEncoderConfig:
     """A frozen encoder: which, and the images that it is shown."""
 
     encoder: str = "runs/birds"
-    """Run folder, encoder folder, timm model name (random, or with --checkpoint), floor:pixels or floor:colors."""
+    """Run folder, encoder folder, hf-hub:NAME, timm model name (with its published weights), floor:pixels or
+    floor:colors."""
     checkpoint: str | None = None
-    """Local .safetensors file with the weights of a timm model name."""
+    """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
     random: bool = False
     """Take the architecture with random weights: the floor that pre-training has to beat."""
     seed: int = 0
@@ -167,8 +168,7 @@ class VisualizeConfig(EncoderConfig):
             fits = len(self.patches) > 0 and min(self.patches) >= 0
             require(fits, "patches", list(self.patches), "a list of numbers from 0")
         require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(EVERY)}")
-        for name in ("images", "attention_images"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        at_least(self, 1, "images", "attention_images")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from evaluation.config.encoders import EncoderConfig, FeaturesConfig, MaskedDataConfig
-from mpp.config import as_lists, group, needs, operational, require
+from mpp.config import as_lists, at_least, group, needs, operational, require
 
 Reading = Literal["linear", "knn"]
 OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name not in ("out", "threads")]
@@ -87,8 +87,7 @@ class LinearConfig(FrozenProbeConfig):
             require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
         require(min(self.l2) >= 0, "l2", list(self.l2), "a list of numbers from 0")
         require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
-        for name in ("epochs", "sgd_batch_size", "iterations"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        at_least(self, 1, "epochs", "sgd_batch_size", "iterations")
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,7 @@ class SegmentationConfig(EncoderConfig):
         for name in ("readings", "lr", "seeds"):
             require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
         require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
-        for name in ("steps", "images_a_step", "neighbours", "patches"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        at_least(self, 1, "steps", "images_a_step", "neighbours", "patches")
         require(self.temperature > 0, "temperature", self.temperature, "above 0")
         require(self.images >= 0, "images", self.images, "0 or more")
 

@@ -13,6 +13,7 @@ from mpp.config import (
     ProbeConfig,
     RunConfig,
     as_lists,
+    at_least,
     group,
     needs,
     operational,
@@ -89,9 +90,9 @@ class FinetuneConfig:
     """Fine-tune an encoder on labelled images."""
 
     encoder: str = "runs/birds"
-    """Run folder, encoder folder, or timm model name (randomly initialised, or with --checkpoint)."""
+    """Run folder, encoder folder, hf-hub:NAME, or timm model name (with its published weights)."""
     checkpoint: str | None = None
-    """Local .safetensors file with the weights of a timm model name."""
+    """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
     init: Literal["encoder", "random"] = "encoder"
     """random: the same architecture and recipe from random weights."""
     img_size: int | tuple[int, int] | None = None
@@ -135,8 +136,9 @@ class FinetuneConfig:
         decay, learned = self.optim.layer_decay, self.init == "encoder"
         require(decay is None or learned, "optim.layer_decay", decay, "null with init random: all layers have to learn")
         self.optim.check_warmup(self.run.steps)
+        require(self.test or len(self.lrs) > 1, "test", self.test, "true with one of lrs: nothing would be trained")
+        at_least(self, 1, "dev_steps")
         if self.dev_steps is not None:
-            require(self.dev_steps >= 1, "dev_steps", self.dev_steps, "at least 1, or null")
             self.optim.check_warmup(self.dev_steps, "dev_steps")
 
 
@@ -181,8 +183,7 @@ class ProjectionConfig:
     """Numbers that it gives a view."""
 
     def __post_init__(self):
-        require(self.hidden is None or self.hidden >= 1, "head.hidden", self.hidden, "at least 1, or null")
-        require(self.outputs >= 1, "head.outputs", self.outputs, "at least 1")
+        at_least(self, 1, "hidden", "outputs", prefix="head.")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Vision Transformers, ResNets and hybrids of timm's satisfy it; nothing else here
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from einops import rearrange
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
+from evaluation.config import WhichEncoderConfig
 from mpp.config import ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import UserError
 from mpp.frozen_features import features_at, stages
-from mpp.models.encoder import Normalize, create, set_attention
+from mpp.models.encoder import Normalize, create, is_named, set_attention
 from mpp.objectives import palette_for, sum_of
 from mpp.runtime.hardware import uses_gpu
 
@@ -40,7 +40,9 @@ class FrozenEncoder(nn.Module):
         own = data_config["input_size"][0]
         self.channels, self.img_size = channels or own, sides(img_size or data_config["input_size"][1:])
         self.crop_pct = data_config["crop_pct"]
-        moments = ((0.5,) * self.channels,) * 2 if self.channels != own else (data_config["mean"], data_config["std"])
+        moments = data_config["mean"], data_config["std"]
+        if self.channels != own:  # of RGB: other channels are like its mean
+            moments = ((sum(each) / own,) * self.channels for each in moments)
         self.normalize = Normalize(*moments)
 
     @property
@@ -101,9 +103,9 @@ def load_frozen(
     """The encoder of a run folder, an encoder folder, or a timm model name; or a floor.
 
     Args:
-        encoder: a folder, or a timm name, which is randomly initialised unless `checkpoint` is given; or
-            `floor:pixels` or `floor:colors`.
-        checkpoint: local .safetensors file with the weights of a timm name.
+        encoder: a folder, hf-hub:NAME, or a timm name, whose published weights are downloaded; or `floor:pixels` or
+            `floor:colors`.
+        checkpoint: local .safetensors file with the weights of a timm name, in place of those.
         random: the architecture with random weights, whatever weights there are.
         img_size: another input size (ViTs resample their position embeddings).
         seed: of random weights.
@@ -115,10 +117,8 @@ def load_frozen(
     torch.manual_seed(seed)
     if encoder.startswith("floor:"):
         return ColorFloor(encoder.removeprefix("floor:"), img_size, channels or 3)
-    named = not Path(encoder).exists()
-    trained = not random and (not named or checkpoint is not None)
-    options = {"in_chans": channels} if named and channels not in (None, 3) else {}
-    model = create(encoder, img_size, trained, checkpoint, **options, **changes)
+    options = {"in_chans": channels} if is_named(encoder) and channels not in (None, 3) else {}
+    model = create(encoder, img_size, not random, checkpoint, **options, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:
@@ -126,6 +126,24 @@ def load_frozen(
     frozen = FrozenEncoder(model, img_size, options.get("in_chans"))
     check_channels(frozen, channels or frozen.channels)
     return frozen
+
+
+def encoder_of(config: WhichEncoderConfig) -> FrozenEncoder | ColorFloor:
+    """The encoder that a command's config names, for its images."""
+    which = (config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
+    return load_frozen(*which, config.data.channels)
+
+
+def depths_asked(depth: int | str, deepest: int) -> list[int]:
+    """The depths that `depth` means: a number from 1 to `deepest`, last, all or dev.
+
+    Raises:
+        UserError: a number that is none of these.
+    """
+    if not isinstance(depth, int):
+        return [deepest] if depth == "last" else list(range(1, deepest + 1))
+    require(1 <= depth <= deepest, "depth", depth, f"from 1 to {deepest}, last, all or dev")
+    return [depth]
 
 
 class Unavailable(ValueError):

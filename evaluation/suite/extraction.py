@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from evaluation.config import FeaturesConfig, ProbeDataConfig
-from evaluation.suite.encoders import FrozenEncoder, load_frozen
+from evaluation.suite.encoders import FrozenEncoder, depths_asked, encoder_of
 from evaluation.suite.labelled import load_labelled
 from mpp.config import require
 from mpp.data.sources import ImageDataset
@@ -117,7 +117,7 @@ def readable(batches: Iterable[Batch], split: str) -> Iterator[Batch]:
     """The batches; UserError at an image that cannot be decoded: features of another would be no measurement."""
     for batch in batches:
         if batch.unreadable:
-            raise UserError(f"{batch.unreadable[0]} ({split}); a probe needs all images: take this one out")
+            raise UserError(f"{batch.unreadable[0]} ({split}); a probe needs all images: replace it by a good copy")
         yield batch
 
 
@@ -134,15 +134,8 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
     Raises:
         UserError: no labels, or an encoder, images or depth that there is not.
     """
-    encoder = load_frozen(
-        *(config.encoder, config.checkpoint, config.random, config.img_size, config.seed, config.data.channels)
-    )
-    deepest = len(encoder.stages)
-    if isinstance(config.depth, int):
-        require(1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}, last, all or dev")
-        depths = [config.depth]
-    else:
-        depths = [deepest] if config.depth == "last" else list(range(1, deepest + 1))
+    encoder = encoder_of(config)
+    depths = depths_asked(config.depth, len(encoder.stages))
     splits = load_labelled(config.data, accelerator, "" if config.random else config.checkpoint or config.encoder)
     encoder.to(accelerator.device)
     found = []

@@ -24,8 +24,10 @@ def load_labelled(
     with accelerator.main_process_first():
         splits = [part.labelled() for part in load_image_datasets(data)]
     if None in splits:
-        ways = "name their column by data.label_column, or have a folder for each of several classes"
-        raise UserError(f"the images have no labels; {ways}, with all images at one depth")
+        ways = (
+            "name their column by data.label_column, have a folder for each of several classes (all at one depth), or"
+        )
+        raise UserError(f"the images have no labels; {ways} a metadata.csv with the columns file_name and label")
     if splits[0].labels.ndim > 1:
         raise UserError("training images have several labels each; only held-out ones may")
     whole, held_out = splits

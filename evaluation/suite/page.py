@@ -46,7 +46,6 @@ class Table:
     rows: Sequence[Sequence[str | Link | list[Link]]]
     caption: str = ""
     folded: bool = False
-    kind: str = "table"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class Chart:
     title: str
     svg: Markup
     table: Table | None = None
-    kind: str = "chart"
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,6 @@ class Picture:
     """A data URI."""
     alt: str
     caption: str = ""
-    width: int = 0
-    """Pixels that it is shown at, at most; 0: its own."""
-    kind: str = "picture"
 
 
 @dataclass(frozen=True)
@@ -78,18 +73,9 @@ class Text:
 
     text: str
     code: bool = False
-    kind: str = "text"
 
 
-@dataclass(frozen=True)
-class Points:
-    """Short sentences, each perhaps with a link to what says so."""
-
-    points: Sequence[tuple[str, Link | None]]
-    kind: str = "points"
-
-
-Block = Table | Chart | Picture | Text | Points
+Block = Table | Chart | Picture | Text
 
 
 @dataclass
@@ -159,11 +145,11 @@ def picture_of(figure: Figure, alt: str, caption: str = "") -> Picture:
         return picture(image, alt, caption)
 
 
-def picture(image: Image.Image, alt: str, caption: str = "", width: int = 0) -> Picture:
+def picture(image: Image.Image, alt: str, caption: str = "") -> Picture:
     """Pixels as a JPEG, or as a PNG where that is smaller, as of few colours."""
     image, found = image.convert("RGB"), []
     for kind, options in (("jpeg", {"quality": QUALITY, "subsampling": 0}), ("png", {"optimize": True})):
         buffer = io.BytesIO()
         image.save(buffer, kind, **options)
         found.append(f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    return Picture(min(found, key=len), alt, caption, width)
+    return Picture(min(found, key=len), alt, caption)

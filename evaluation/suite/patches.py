@@ -237,7 +237,8 @@ def extract_patches(
 def classes_of(features: PatchFeatures, ignore_index: int | None) -> int:
     """C: one more than the largest number in the masks."""
     counted = np.union1d(*(classes_in(masks, ignore_index) for masks in (features.train_masks, features.test_masks)))
-    require(len(counted) > 1, "data.mask_column", f"of the classes {counted.tolist()}", "a column of several classes")
+    allowed = f"a column of several classes, {ignore_index} (data.ignore_index) not counted"
+    require(len(counted) > 1, "data.mask_column", f"of the classes {counted.tolist()}", allowed)
     return int(counted.max()) + 1
 
 

@@ -41,7 +41,6 @@ from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
 from mpp.training.loop import Update
 from mpp.training.optim import Muon, build_optimizer
-from mpp.training.parallel import prepare
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
 LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then
@@ -93,8 +92,6 @@ class Framework(NamedTuple):
 
     task: Pretraining
     update: Update
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     batch: Batch  # one in memory
 
 
@@ -103,9 +100,7 @@ def set_up(bench: Bench) -> Framework:
     layout = BatchLayout.of(bench.batch_size, None, 1, 0)
     task = Pretraining(config, accelerator, layout)
     batch = collate([task.views(task.train)[0, index % len(task.train)] for index in range(layout.batch_size)])
-    parallel = prepare(task.model, accelerator, config.optim, config.run)
-    update = Update(task, accelerator, parallel, config.optim, config.run, layout)
-    return Framework(task, update, parallel.trained, parallel.optimizer, batch)
+    return Framework(task, Update(task, config.optim), batch)
 
 
 def mpp_update(bench: Bench) -> Peer:
@@ -138,9 +133,9 @@ def mpp_bare(bench: Bench) -> Peer:
     targets = ours.task.objective.targets(images, corruption.positions)
 
     def step() -> None:
-        ours.task.objective.loss(ours.model(images, corruption), targets).backward()
-        ours.optimizer.step()
-        ours.optimizer.zero_grad()
+        ours.task.objective.loss(ours.update.model(images, corruption), targets).backward()
+        ours.update.optimizer.step()
+        ours.update.optimizer.zero_grad()
 
     return counted(step, bench, ours.task.model)
 
@@ -226,7 +221,7 @@ def vit_pytorch(bench: Bench) -> Peer:
 
 def features(bench: Bench) -> Peer:
     """Features as the probes extract them, from pixels."""
-    frozen = load_frozen(bench.model).to(bench.accelerator.device)
+    frozen = load_frozen(bench.model, random=True).to(bench.accelerator.device)
     images = torch.randint(0, 256, (bench.batch_size, 3, *frozen.img_size), dtype=torch.uint8)
     images, last = images.to(bench.accelerator.device), len(frozen.stages)
 
@@ -239,7 +234,7 @@ def features(bench: Bench) -> Peer:
 
 def timm_forward(bench: Bench) -> Peer:
     """The bare model's forward pass, from normalised input."""
-    frozen = load_frozen(bench.model).to(bench.accelerator.device)
+    frozen = load_frozen(bench.model, random=True).to(bench.accelerator.device)
     images = torch.randn(bench.batch_size, 3, *frozen.img_size, device=bench.accelerator.device)
 
     def step() -> None:

@@ -79,9 +79,15 @@ def images_of_run(run: Path) -> list[tuple[str, Any]]:
 
 
 def variant(config: EncoderConfig) -> str:
-    """Which encoder, images and features, where not as usual, for the names of files: each has its own report."""
+    """Which encoder, images and features, where not as usual, for the names of files: each has its own report.
+
+    Raises:
+        UserError: images that nobody named for the encoder of a run on others.
+    """
     run = run_folder(config.encoder)
     path, own = config.data.path, run and dict(images_of_run(run)).get("path")
+    if own and path is None:  # from Python; the command line takes the run's
+        raise UserError(f"data.path is None, the package's birds; {run} is of {own}: main(['--encoder', ...]) takes it")
     representation, depth = getattr(config, "representation", "mean"), getattr(config, "depth", "last")
     parts = ["best"] if Path(config.encoder).name == BEST else []
     parts += [f"random_{config.seed}"] if config.random else []

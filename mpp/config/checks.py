@@ -80,6 +80,13 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise UserError(f"{key} is {value}; it must be {allowed}")
 
 
+def at_least(config: Any, least: int, *names: str, prefix: str = "") -> None:
+    """Raise the error where one of these settings is smaller; null is not."""
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value >= least, f"{prefix}{name}", value, f"at least {least}")
+
+
 def as_lists(config: Any, *names: str) -> None:
     """Let settings that are lists be given as one value: `--shots 5` for `--shots [5]`."""
     for name in names:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mpp.config.checks import as_lists, group, needs, operational, require
+from mpp.config.checks import as_lists, at_least, group, needs, operational, require
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ImagesConfig:
     def __post_init__(self):
         if isinstance(self.nodata, float) and not math.isfinite(self.nodata):
             object.__setattr__(self, "nodata", "nan")  # which equals itself
-        require(self.channels >= 1, "data.channels", self.channels, "at least 1")
+        at_least(self, 1, "channels", "max_pixels", prefix="data.")
         if self.bands is not None:
             as_lists(self, "bands")
             fits = len(self.bands) == self.channels and min(self.bands) >= 1
@@ -49,7 +49,6 @@ class ImagesConfig:
         ascending = all(len(pair) == 2 and -math.inf < pair[0] < pair[1] < math.inf for pair in pairs)
         fits = len(pairs) in (0, 1, self.channels) and ascending
         require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs")
-        require(self.max_pixels >= 1, "data.max_pixels", self.max_pixels, "at least 1")
         require(0 <= self.read_retries <= 20, "data.read_retries", self.read_retries, "from 0 to 20")
 
     def limits(self) -> tuple[tuple[float, float], ...]:
@@ -89,10 +88,7 @@ class SourceConfig(ImagesConfig):
         require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
         for name in ("cut_seed", "eval_seed"):
             require(0 <= getattr(self, name) < 2**63, f"data.{name}", getattr(self, name), "at least 0 and below 2**63")
-        require(
-            self.train_images is None or self.train_images >= 1, "data.train_images", self.train_images, "at least 1"
-        )
-        require(self.batch_size is None or self.batch_size >= 1, "data.batch_size", self.batch_size, "at least 1")
+        at_least(self, 1, "train_images", "batch_size", prefix="data.")
         require(self.workers >= 0, "data.workers", self.workers, "0 or more")
 
 
@@ -124,8 +120,7 @@ class DataConfig(SourceConfig):
         super().__post_init__()
         require(0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "above 0 and at most 1")
         require(0 <= self.cache_gb < math.inf, "data.cache_gb", self.cache_gb, "0 or more")
-        require(self.eval_images >= 1, "data.eval_images", self.eval_images, "at least 1")
-        require(self.shuffle_block >= 1, "data.shuffle_block", self.shuffle_block, "at least 1")
+        at_least(self, 1, "eval_images", "shuffle_block", prefix="data.")
         low, high = self.crop_area
         require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
         low, high = self.crop_ratio
@@ -179,8 +174,7 @@ class PrepareConfig:
     def __post_init__(self):
         holds = {"jpeg": (1, 3), "ppm": (3,)}.get(self.format, (self.data.channels,))
         require(self.data.channels in holds, "format", self.format, f"npy with {self.data.channels} channels")
-        for name in ("short_side", "rows"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        at_least(self, 1, "short_side", "rows")
         require(1 <= self.quality <= 100, "quality", self.quality, "from 1 to 100")
         require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
         require(self.workers >= 0, "workers", self.workers, "0 (one for each core) or more")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mpp.config.checks import needs, operational, require
+from mpp.config.checks import at_least, needs, operational, require
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class NetworkConfig:
     """Attention heads of the decoder. null: one for every 32 of its width (MAE's)."""
 
     def __post_init__(self):
-        for name in ("decoder_width", "decoder_depth", "decoder_heads"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"network.{name}", value, "at least 1")
+        at_least(self, 1, "decoder_width", "decoder_depth", "decoder_heads", prefix="network.")
         width = self.decoder_width
         require(width is None or width % 4 == 0, "network.decoder_width", width, "a multiple of 4")
 
@@ -110,14 +108,11 @@ class ObjectiveConfig:
 
     def __post_init__(self):
         require(1 <= self.bits <= 8, "objective.bits", self.bits, "from 1 to 8")
-        for name in ("grid", "cell"):
-            require(getattr(self, name) >= 1, f"objective.{name}", getattr(self, name), "at least 1")
+        at_least(self, 1, "grid", "cell", "teacher_depths", prefix="objective.")
         of_features = self.name == "features"
         allowed = "l1, l2 or null: smooth_l1 and cosine are for features"
         require(of_features or self.loss in ("l1", "l2", None), "objective.loss", self.loss, allowed)
         require(0 < self.beta < math.inf, "objective.beta", self.beta, "above 0")
-        depths = self.teacher_depths
-        require(depths is None or depths >= 1, "objective.teacher_depths", depths, "at least 1, or null")
         lives = self.half_life
         require(all(0 < life < math.inf for life in lives), "objective.half_life", list(lives), "two positive numbers")
         frozen = self.teacher != "ema"

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mpp.config.checks import needs, operational, require
+from mpp.config.checks import at_least, needs, operational, require
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class RunConfig:
 
     def __post_init__(self):
         require(not self.dir.startswith("~"), "run.dir", self.dir, "a path without ~, which only a shell replaces")
-        for name in ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
-            require(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
+        at_least(self, 1, "steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", prefix="run.")
         require(0 <= self.seed < 2**63, "run.seed", self.seed, "at least 0 and below 2**63")
         require(self.threads >= 0, "run.threads", self.threads, "0 (automatic) or more")
 
@@ -133,5 +132,4 @@ class ProbeConfig:
 
     def __post_init__(self):
         require(self.every >= 0, "probe.every", self.every, "0 (never) or more")
-        require(self.images >= 1, "probe.images", self.images, "at least 1")
-        require(self.neighbours >= 1, "probe.neighbours", self.neighbours, "at least 1")
+        at_least(self, 1, "images", "neighbours", prefix="probe.")

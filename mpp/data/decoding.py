@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.errors import one_line
+from mpp.runtime.arrays import HEADERS
 
 try:
     from torchvision.io import ImageReadMode, decode_jpeg
@@ -124,8 +125,7 @@ def read_npy(data: bytes, config: ImagesConfig) -> NDArray:
 def read_array(file: io.BytesIO | io.BufferedReader, size: int, config: ImagesConfig) -> NDArray:
     """An array from a file of so many bytes, by its header before its values."""
     version = np.lib.format.read_magic(file)
-    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, _, dtype = headers[version](file)
+    shape, _, dtype = HEADERS[version](file)
     check_size(shape if len(shape) > 1 else (1, *shape, 1), config)
     check_numbers(dtype)
     if math.prod(shape) * dtype.itemsize > size - file.tell():
@@ -157,8 +157,7 @@ def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
                 return read_picture(data, config)
         check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
-        shape = dict(zip(series.axes, series.shape, strict=True))
-        if page.samplesperpixel > 1 or len(series.pages) == 1 or (as_picture(config) and shape.get("C") != 3):
+        if page.samplesperpixel > 1 or len(series.pages) == 1 or (as_picture(config) and "C" not in series.axes):
             check_size(page.shape, config)
             pixels, axes = page.asarray(), page.axes
         else:

@@ -47,7 +47,7 @@ def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) ->
     walked = (names for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :])
     names = (name for names in walked for name in names if name[0] != ".")
     found = Counter(name if name in LISTS else os.path.splitext(name)[1].lower() for name in names)
-    if any(found[each] for each in (*LISTS, *SHARD_FILES)):
+    if any(found[each] for each in SHARD_FILES):
         return
     count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
     taken = sum(rows.num_rows for rows in splits.values())
@@ -55,7 +55,7 @@ def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) ->
         print(
             f"warning: data.path {named} has {count} images, and {taken} are used, as {', '.join(splits)}; a word "
             "such as train, val or test in the name of a folder or file makes a split, and images in no split are left "
-            "out, as arrays beside pictures are",
+            f"out, as arrays beside pictures are, and what {' or '.join(LISTS)} do not list",
             file=sys.stderr,
         )
 

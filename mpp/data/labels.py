@@ -5,6 +5,7 @@ They stay arrow's and numpy's all the way: 14 million Python lists would take gi
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import datasets
@@ -67,7 +68,7 @@ def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> Labe
     name = find_label_column(column, rows.features, source)
     if name is None:
         return None
-    labels = rows.select_columns([name]).with_format("arrow")[:].column(0)
+    labels = whole_numbers(rows.select_columns([name]).with_format("arrow")[:].column(0))
     if holds_classes(labels) and (column is not None or not holds_identifiers(labels)):
         feature = rows.features[name]
         while hasattr(feature, "feature"):  # a list of what it holds
@@ -76,6 +77,15 @@ def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> Labe
     if column is None:
         return None  # something else is called `label`, and nobody asked for it
     raise UserError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
+
+
+def whole_numbers(labels: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Floating-point labels as integers, where all are whole: so pandas writes numbers with blanks between them."""
+    if not pa.types.is_floating(labels.type):
+        return labels
+    with suppress(pa.ArrowInvalid):
+        return pc.if_else(pc.is_nan(labels), pa.scalar(None, labels.type), labels).cast(pa.int64())
+    return labels
 
 
 def holds_lists(labels: pa.ChunkedArray) -> bool:

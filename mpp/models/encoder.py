@@ -29,9 +29,9 @@ from mpp.config import ModelConfig, check_grid, require, sides
 from mpp.errors import UserError, one_line
 from mpp.models.positions import Grid, sincos_2d
 from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
-from mpp.runtime.disk import put
+from mpp.runtime.disk import aside_of, put
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import encoder_folder
+from mpp.runtime.weights import HUB, encoder_folder
 
 FIXED = "sincos_2d"  # positions that are not learned
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
@@ -79,6 +79,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
+        note_other_moments(config, channels)
     if config.position == FIXED and not isinstance(encoder, VariantViT):
         fix_positions(encoder)
     return encoder
@@ -207,12 +208,23 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     """
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
-        state = resample(of_these_channels(load_file(file), encoder), encoder, trained_size(file.parent))
+        state = resample(of_these_channels(load_file(file), encoder), encoder, trained_on(file.parent, "input_size"))
         encoder.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("head.")})
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
     except RuntimeError as error:
         raise UserError(f"model.init_from: {file} does not fit the model: {one_line(error)}") from error
+
+
+def note_other_moments(config: ModelConfig, channels: int) -> None:
+    """Say that the weights to begin from learned from images that were normalised in another way."""
+    path = Path(config.init_from)
+    folder = path.parent if path.suffix == ".safetensors" else encoder_folder(path)
+    for name, own in zip(("mean", "std"), config.normalization(channels), strict=True):
+        theirs = trained_on(folder, name) or own
+        alike = len(theirs) != len(own) or torch.allclose(torch.tensor(theirs), torch.tensor(own))
+        if not alike and os.environ.get("RANK", "0") == "0":
+            print(f"note: model.{name} is {list(own)}, and {path} learned with {list(theirs)}; give model.{name} that")
 
 
 def of_these_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
@@ -236,13 +248,13 @@ def of_these_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> d
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, own)}
 
 
-def trained_size(folder: Path) -> Grid | None:
-    """Height and width of the images that an exported encoder was trained on; None where nothing says so."""
+def trained_on(folder: Path, what: str) -> Any:
+    """What an exported encoder says of its images: height and width as `input_size`, `mean`, `std`. None: nothing."""
     try:
-        size = json.loads((folder / "config.json").read_text())["pretrained_cfg"]["input_size"]
+        found = json.loads((folder / "config.json").read_text())["pretrained_cfg"][what]
     except (OSError, ValueError, KeyError):
         return None
-    return size[1], size[2]
+    return tuple(found[1:] if what == "input_size" else found)
 
 
 def export_encoder(
@@ -264,11 +276,11 @@ def export_encoder(
         crop_pct: share of the shorter side that the evaluation's centre crop keeps.
         card: text of its README.md; empty: none is written.
     """
-    aside = folder.with_name(f".{folder.name}.partial")
+    aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)
     data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
     data_config["input_size"] = (len(mean), *sides(img_size))
-    ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp"}}  # not that of the weights that timm has under this name
+    ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not of timm's weights of this name
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
         ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
@@ -283,13 +295,14 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
     Positions that were fixed stay so: they are a buffer, and no parameter.
 
     Args:
-        path: a run folder or an encoder folder.
+        path: a run folder, an encoder folder, or hf-hub:NAME.
         pretrained: False: the architecture with random weights.
         changes: arguments of timm's that differ, such as `img_size=96` (position embeddings are resampled in 2-D) or
             `num_classes=10` (a new head).
     Returns:
-        The timm model in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first; calling it gives
-        pooled features (B, D). `timm.data.resolve_model_data_config(model)` says what input it takes: size, mean, std.
+        The timm model in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first, of images that are
+        normalised: `timm.data.resolve_model_data_config(model)` says size, mean and std. Calling it gives [class]
+        (B, D), which masked patch prediction did not train; with `global_pool="avg", fc_norm=False` the mean.
     Raises:
         UserError: no encoder there.
     """
@@ -312,7 +325,7 @@ def create(
     key: str = "encoder",
     **changes: Any,
 ) -> nn.Module:
-    """The model of a run folder, an encoder folder, or timm's of that name.
+    """The model of a run folder, an encoder folder, a name of the hub's (hf-hub:NAME), or timm's of that name.
 
     Args:
         img_size: that a ViT is built for, resampled; None: its own.
@@ -324,7 +337,7 @@ def create(
     Raises:
         UserError: nothing of that name, or nothing that can be loaded.
     """
-    named = not Path(encoder).exists()
+    named = is_named(encoder)
     file = "checkpoint" if key == "encoder" else f"{key}_checkpoint"
     if checkpoint and not named:
         raise UserError(f"{file} goes with the name of a timm model; a folder has its own weights")
@@ -351,7 +364,14 @@ def create(
         except (*BAD_VALUES, AssertionError, OSError, SafetensorError) as error:
             reason = error
             break
-    raise UserError(f"{key} is {encoder}, which cannot be loaded: {one_line(reason)}") from reason
+    published = named and pretrained and not checkpoint
+    hint = f"; without a network, {file} names a file with its weights" if published else ""
+    raise UserError(f"{key} is {encoder}, which cannot be loaded: {one_line(reason)}{hint}") from reason
+
+
+def is_named(encoder: str) -> bool:
+    """Whether an encoder is no folder, here or on the hub, but a name: that of a model of timm's."""
+    return not (encoder.startswith(HUB) or Path(encoder).exists())
 
 
 def left_random(model: nn.Module, again: Callable[[], nn.Module]) -> str | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm import is_model
 from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -178,11 +177,7 @@ def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize
             average.set_grad_checkpointing(False)  # there is no backward pass
         return Teacher(average, normalize, grid, config, encoder.patch_embed.img_size)
     trained, file = torch.get_default_device().type != "meta", config.teacher_checkpoint
-    try:
-        model = create(config.teacher, config.teacher_img_size, trained, file, key=SETTING)
-    except UserError as error:
-        hint = "; without a network, objective.teacher_checkpoint names a file with its weights"
-        raise UserError(f"{error}{hint if is_model(config.teacher) and not file else ''}") from error
+    model = create(config.teacher, config.teacher_img_size, trained, file, key=SETTING)
     set_attention(model, has_fused_attention(encoder))
     wanted, channels = resolve_model_data_config(model), len(normalize.mean)
     require(wanted["input_size"][0] == channels, f"{SETTING}'s input channels", wanted["input_size"][0], f"{channels}")

@@ -18,6 +18,7 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    gather_object,
 )
 from tqdm.std import tqdm
 
@@ -27,7 +28,7 @@ from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses
 from mpp.runtime.preemption import Preempted
 from mpp.runtime.processes import BUILDING, leave_the_others, set_timeout
 
-SHARDED = "ACCELERATE_USE_FSDP"
+SHARDED, ACCUMULATION = "ACCELERATE_USE_FSDP", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 OUT_OF_MEMORY = (
     "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same; but "
@@ -89,7 +90,10 @@ def start(run: RunConfig) -> Accelerator:
     AcceleratorState._reset_state()  # one process may do several runs, one after the other, each in its own precision
     sent = DDPCommunicationHookType.BF16 if run.reduction == "bf16" else DDPCommunicationHookType.NO
     cached = not asks_for_sharding()  # else autocast would hold a bf16 copy of all shards that were gathered
-    with unset(SHARDED):  # Accelerate is to start the processes, and mpp/training/parallel.py shards
+    with (
+        unset(SHARDED),
+        unset(ACCUMULATION),
+    ):  # mpp shards and accumulates by itself
         accelerator = Accelerator(
             cpu=not uses_gpu(),
             mixed_precision="bf16" if precision == "bf16" else "no",
@@ -108,6 +112,7 @@ def start(run: RunConfig) -> Accelerator:
         raise UserError(
             f"the launcher's configuration asks for {asked}; it must be MULTI_GPU, or FSDP with fsdp_version 2"
         )
+    check_alike(accelerator, precision)
     threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     if accelerator.device.type == "cpu" and not sharding(accelerator):  # who shares a model is short of memory
@@ -116,6 +121,14 @@ def start(run: RunConfig) -> Accelerator:
         f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
         f"{threads} CPU threads each, {precision} ({reason}){', sharded (FSDP2)' if sharding(accelerator) else ''}"
     )
+    return accelerator
+
+
+def start_alone(run: RunConfig, what: str) -> Accelerator:
+    """The same for a command that is one process; UserError where a launcher started several."""
+    accelerator = start(run)
+    if accelerator.num_processes > 1:
+        raise UserError(f"{what} by one process: start it with python, without a launcher")
     return accelerator
 
 
@@ -204,6 +217,14 @@ def check_address() -> None:
                 f"this machine's name, {name}, resolves to {address}, which other machines cannot reach; "
                 "GLOO_SOCKET_IFNAME must be the network interface that they share, such as eth0"
             )
+
+
+def check_alike(accelerator: Accelerator, precision: str) -> None:
+    """Refuse processes that round differently: each does Muon's products itself, so their weights would drift apart."""
+    own = f"{precision} ({'with' if bf16_is_native() else 'without'} bf16 in the hardware)"
+    found = dict.fromkeys(gather_object([own]))
+    if len(found) > 1:
+        raise UserError(f"the processes compute in {' and in '.join(found)}; all machines must have the same hardware")
 
 
 def choose_precision(run: RunConfig) -> tuple[str, str]:

@@ -31,6 +31,10 @@ CHANGED_FIRST = (
     *("shots", "neighbours", "solver", "pictures", "depth", "representation", "data.train_images", "out"),
 )
 """What people change first; of these, help begins with the ten that a command has."""
+USUAL = {"mask_ratio": "corruption.rate", "masking_ratio": "corruption.rate", "embed_dim": "model.width"}
+USUAL |= {"num_heads": "model.heads", "lr": "optim.lr", "weight_decay": "optim.weight_decay", "epochs": "run.steps"}
+USUAL |= {"num_workers": "data.workers", "batch_size": "data.batch_size", "output_dir": "run.dir", "seed": "run.seed"}
+"""What settings are called elsewhere -> here."""
 CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
 PACKAGE = Path(__file__).parent.parent
 CONFIGS = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), PACKAGE)
@@ -174,12 +178,15 @@ def explain(config_class: type, message: str) -> str:
     """The parser's message in one line; for an unknown key, with the keys that exist."""
     line = " ".join(message.split())
     if "unrecognized arguments" in line:
-        culprit = line.split("arguments:", 1)[1].split()[0].removeprefix("--").split("=")[0]
+        word = line.split("arguments:", 1)[1].split()[0]
+        culprit = word.removeprefix("--").split("=")[0]
+        if not word.startswith("--") and culprit in known_keys(config_class):
+            return f"unknown word {word}: did you mean --{word}?"
     elif "does not accept option" in line:
         group, option = line.split("'")[1::2][:2]
         culprit = f"{group}.{option}"
     else:
-        return line
+        return f"{line} (a list is written '[a, b]')" if "Union" in line else line
     return unknown(config_class, culprit)
 
 
@@ -188,7 +195,8 @@ def unknown(config_class: type, culprit: str) -> str:
     known = list(known_keys(config_class))
     groups = sorted({key.split(".")[0] for key in known})
     group = [key for key in known if key.startswith(culprit.split(".")[0] + ".")]
-    near = difflib.get_close_matches(culprit, known, n=1) or difflib.get_close_matches(culprit, groups, n=1)
+    usual = [key for key in known if key == USUAL.get(culprit.rsplit(".", 1)[-1])]
+    near = usual or difflib.get_close_matches(culprit, known, n=1) or difflib.get_close_matches(culprit, groups, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"unknown setting {culprit}: {hint}allowed: {', '.join(group or groups)}"
 

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
 from mpp.errors import UserError
 from mpp.runtime.hashing import sha256_of
 
+HUB = "hf-hub:"  # before the name of a model of the hub's, as timm has it
 ENCODER, BEST = "encoder", "encoder_best"
 """Folders of a run: the encoder at its end, and (run.keep_best) the one whose features were best."""
 
@@ -23,7 +26,10 @@ def fingerprint(path: Path) -> str:
 
 
 def encoder_folder(path: Path) -> Path:
-    """The encoder folder at `path`, which is one or is the run folder that holds one."""
+    """The encoder folder at `path`: one itself, or in a run folder, or hf-hub:NAME, which is downloaded."""
+    if str(path).startswith(HUB):
+        files = ["config.json", "model.safetensors"]
+        path = Path(snapshot_download(str(path).removeprefix(HUB), allow_patterns=files))
     for folder in (path / ENCODER, path):
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return folder

@@ -16,7 +16,6 @@ from typing import NamedTuple
 Line = dict[str, float]
 History = Sequence[Line]
 
-LOGGED = "optim/lr"  # what every logged update has
 EVALUATED = "heldout/loss"  # what every evaluation has
 COPYING = ("heldout/nearest", "heldout/two_nearest")
 RECENT = 10  # logged updates that say how a run is doing now
@@ -107,7 +106,7 @@ def beaten_since(history: History) -> int | None:
 # --- checks: (history, facts) -> what was seen and what to change; None: nothing is off ---
 
 
-STUCK = 0.005
+STUCK, ONE_COLOR = 0.005, 0.95
 
 
 def nothing_is_learned(history: History, facts: Facts) -> str | None:
@@ -127,7 +126,8 @@ def nothing_is_learned(history: History, facts: Facts) -> str | None:
     if "heldout/most_frequent" in last:
         accuracy, constant = last["heldout/accuracy"], last["heldout/most_frequent"]
         seen = f"held-out accuracy {accuracy:.1%} is at the level of the most frequent colour ({constant:.1%})"
-        return f"{seen} after the warm-up; {rate}" if accuracy <= constant else None
+        advice = rate if constant < ONE_COLOR else "nearly all patches have one colour: see data.range"
+        return f"{seen} after the warm-up; {advice}" if accuracy <= constant else None
     risen = last.get("heldout/accuracy", 0.0) > first.get("heldout/accuracy", 0.0)
     still = abs(last[EVALUATED] - first[EVALUATED]) < STUCK * abs(first[EVALUATED])
     if not facts.moving and last is not first and still and not risen:
@@ -147,8 +147,8 @@ def below_the_neighbours(history: History, facts: Facts) -> str | None:
         return None
     accuracy, copying = last["heldout/accuracy"], max(last[name] for name in COPYING)
     return (
-        f"held-out accuracy {accuracy:.1%} is below that of copying the nearest visible patches ({copying:.1%}) after "
-        "a third of the run; raise run.steps or optim.lr, or use larger patches (model.patch_size)"
+        f"held-out accuracy {accuracy:.1%} is not above that of copying the nearest visible patches ({copying:.1%}) "
+        "after a third of the run; raise run.steps or optim.lr, or use larger patches (model.patch_size)"
     )
 
 

@@ -7,7 +7,6 @@ checkpointing. So a budget of operations means the same with either.
 
 import math
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +16,13 @@ from mpp.config import OptimConfig
 from mpp.corruption import Corruption
 from mpp.training.optim import Muon, parameter_groups
 from mpp.training.parallel import without_weights
+from mpp.training.task import ImageTask
 
 KERNELS = ("efficient_attention", "flash_attention", "flash_attention_for_cpu", "cudnn_attention")
 """torch's kernels of fused attention. torch 2.14 has no formula for the CPU's."""
 
 
-class Counted(Protocol):
-    """What is trained, as far as its cost goes."""
-
-    model: nn.Module
-
-    def flops(self) -> int:
-        """Operations executed per image, forward and backward."""
-
-
-def update_flops(task: Counted, images: int, config: OptimConfig) -> int:
+def update_flops(task: ImageTask, images: int, config: OptimConfig) -> int:
     """Operations of an update: of so many images, forward and backward, and of the optimiser."""
     return task.flops() * images + optimizer_flops(task.model, config)
 

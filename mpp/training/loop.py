@@ -5,84 +5,42 @@ step, the weights and the optimiser's, so that a killed run goes on exactly.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 
-from mpp.config import OptimConfig, RunConfig
-from mpp.data.views import Batch, BatchLayout
+from mpp.config import OptimConfig
+from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.metrics import Sums, add, total
 from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.weights import BEST
-from mpp.training.checkpoint import Cursors, resume, save
+from mpp.training.checkpoint import resume, save
 from mpp.training.feed import Feed
 from mpp.training.finite import FiniteCheck
 from mpp.training.optim import averaged_weights, learning_rate
-from mpp.training.parallel import Parallel, prepare, whole_tensor
+from mpp.training.parallel import prepare, whole_tensor
+from mpp.training.task import ImageTask
 from mpp.training.tracking import HELD_OUT_LOSS, Speed, Tracker, last_step, progress_bar
 from mpp.training.watch import Watch
-
-
-class Task(Protocol):
-    """What is trained: a loss on batches, and what is to be seen of it."""
-
-    model: nn.Module
-
-    def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
-        """This process's batches from update `start` on; a stream goes on from its cursors."""
-
-    def name(self, index: int) -> str:
-        """What a person finds a training image by."""
-
-    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        """Sums over all batches and processes to scalars."""
-
-    def updated(self, model: nn.Module, step: int) -> dict[str, float]:
-        """What is to be done after update `step` (from 0), and scalars of it. `model` is without wrappers."""
-
-    def check(self, scalars: dict[str, float]) -> None:
-        """Raise UserError, on all processes, where a line of metrics says that it is better to stop."""
-
-    def begin(self, model: nn.Module) -> dict[str, float]:
-        """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
-
-    def facts(self) -> dict[str, Any]:
-        """What the verdict is to know of the images: see `mpp.training.checks.Facts`."""
-
-    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        """Scalars on held-out images, all of them on the main process; may log pictures. `model` is in eval mode."""
-
-    def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
-        """Write the trained encoder to folder/NAME, from the main process. `model` is without wrappers."""
 
 
 class Update:
     """One optimiser update: forward, loss, backward, clip, check, step."""
 
-    def __init__(
-        self,
-        task: Task,
-        accelerator: Accelerator,
-        parallel: Parallel,
-        optim: OptimConfig,
-        run: RunConfig,
-        layout: BatchLayout,
-    ):
-        self.task, self.accelerator, self.optim, self.run, self.layout = task, accelerator, optim, run, layout
-        self.model, self.bare, self.optimizer = parallel.trained, parallel.model, parallel.optimizer
-        self.finite = FiniteCheck(accelerator, parallel.optimizer, task.name)
+    def __init__(self, task: ImageTask, optim: OptimConfig):
+        self.task, self.optim = task, optim
+        self.accelerator, self.layout, self.run = task.accelerator, task.layout, task.run
+        self.parallel = prepare(task.model, self.accelerator, optim, self.run)
+        self.model, self.bare, self.optimizer = self.parallel.trained, self.parallel.model, self.parallel.optimizer
+        self.finite = FiniteCheck(self.accelerator, self.optimizer, task.name)
 
     def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
         """Do update `step` (from 0); its loss, gradient norm and learning rate, and the task's sums if `measure`."""
@@ -124,33 +82,25 @@ class Loop:
         preemption: which is asked once a step.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        accelerator: Accelerator,
-        config: Any,
-        layout: BatchLayout,
-        folder: Path,
-        flops: int,
-        preemption: Preemption,
-    ):
-        self.task, self.accelerator, self.run, self.optim = task, accelerator, config.run, config.optim
-        self.layout, self.folder, self.flops, self.preemption = layout, folder, flops, preemption
-        self.parallel = prepare(task.model, accelerator, self.optim, self.run)
+    def __init__(self, task: ImageTask, config: Any, folder: Path, flops: int, preemption: Preemption):
+        self.task, self.accelerator, self.run, self.optim = task, task.accelerator, config.run, config.optim
+        self.folder, self.flops, self.preemption = folder, flops, preemption
+        self.update = Update(task, self.optim)
+        self.parallel = self.update.parallel
         self.model, self.optimizer = self.parallel.model, self.parallel.optimizer.optimizer  # without wrappers
-        self.start, self.cursors = resume(accelerator, folder, self.model, self.optimizer)
+        self.start, self.cursors = resume(self.accelerator, folder, self.model, self.optimizer)
         self.saved = self.start  # the step of the newest checkpoint
-        self.feed = Feed(task.batches(self.start, self.cursors), layout.accumulation_steps)  # forks: before any threads
-        self.tracker = Tracker(accelerator, folder, config, self.start)
+        batches = task.batches(self.start, self.cursors)  # forks: before any threads
+        self.feed = Feed(batches, task.layout.accumulation_steps)
+        self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, self.run, self.optim)
-        self.update = Update(task, accelerator, self.parallel, self.optim, self.run, layout)
-        self.speed = Speed(flops, layout.images, accelerator.device)
+        self.speed = Speed(flops, task.layout.images, self.accelerator.device)
         self.bar = progress_bar(
             total=self.run.steps,
             initial=self.start,
             unit="step",
             desc="training",
-            disable=not accelerator.is_main_process,
+            disable=not self.accelerator.is_main_process,
         )
 
     def train(self) -> None:
@@ -167,6 +117,7 @@ class Loop:
             self.evaluate(self.start)  # it failed when this step was done
         if self.start == 0:
             self.begin()
+        self.preemption.finish_step = True
         for step in range(self.start, run.steps):
             micro = self.next_batches(step)
             done, log = step + 1, due(step + 1, run.log_every, run.steps)

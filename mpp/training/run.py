@@ -46,7 +46,7 @@ def train(config: Any, build: Build) -> Path:
     accelerator = start(config.run)
     given, config = config, settled(config, accelerator)
     folder = open_run(config, accelerator)
-    if is_finished(folder, config.run.steps):
+    if from_main_process(accelerator, lambda: is_finished(folder, config.run.steps)):
         accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
     with Preemption(accelerator, folder) as preemption:
@@ -122,9 +122,9 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: write_config(config, folder))
         on_main_process(accelerator, lambda: write_record(folder, task.record() | first_weights(config)))
-        flops, preemption.finish_step = update_flops(task, layout.images, config.optim), True
+        flops = update_flops(task, layout.images, config.optim)
         set_timeout(TRAINING)
-        Loop(task, accelerator, config, layout, folder, flops, preemption).train()
+        Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
 
 

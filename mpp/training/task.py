@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.corruption import Grid
@@ -19,15 +19,17 @@ from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
 from mpp.data.workers import FORKS
 from mpp.errors import UserError
+from mpp.metrics import Sums
 from mpp.models.encoder import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
+from mpp.training.tracking import Tracker
 
 FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
 
 
 class ImageTask:
-    """The part of a task (see `mpp.training.loop.Task`) that is the same whatever is learned from images.
+    """What is trained: a loss on batches of images, and what is to be seen of it. All tasks have this in common.
 
     Subclasses set `model`, which has an `encoder` and a `normalize`, and the images, and say what is learned and what
     it costs.
@@ -52,6 +54,22 @@ class ImageTask:
         self.img_size: tuple[int, int]
         torch.manual_seed(run.seed)
 
+    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
+        raise NotImplementedError
+
+    def describe(self, sums: Sums) -> dict[str, float]:
+        """Sums over all batches and processes to scalars."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        """Scalars on held-out images, all of them on the main process; may log pictures. `model` is in eval mode."""
+        raise NotImplementedError
+
+    def flops(self) -> int:
+        """Operations executed per image, forward and backward."""
+        raise NotImplementedError
+
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops (and corruptions) of these images."""
         return ViewDataset(
@@ -59,6 +77,7 @@ class ImageTask:
         )
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
+        """This process's batches from update `start` on; a stream goes on from its cursors."""
         self.evaluation.start()
         if self.data.streaming:
             return streaming_loader(self.views(self.train), self.layout, start, self.run.steps, cursors)
@@ -77,6 +96,7 @@ class ImageTask:
         return views
 
     def begin(self, model: nn.Module) -> dict[str, float]:
+        """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
         return self.probe(model, floor=True) if self.probe else {}
 
     def facts(self) -> dict[str, Any]:
@@ -95,13 +115,15 @@ class ImageTask:
         return known | {"duplicates": found.duplicates, "constant": found.constant}
 
     def name(self, index: int) -> str:
+        """What a person finds a training image by."""
         return self.train.name(index)
 
     def updated(self, model: nn.Module, step: int) -> dict[str, float]:
+        """What is to be done after update `step` (from 0), and scalars of it. `model` is without wrappers."""
         return {}
 
     def check(self, scalars: dict[str, float]) -> None:
-        pass
+        """Raise UserError, on all processes, where a line of metrics says that it is better to stop."""
 
     def record(self) -> dict[str, Any]:
         """Which images these are: see mpp/data/record.py."""
@@ -131,7 +153,10 @@ class ImageTask:
         return f"{parameters / 1e6:.1f} M parameters in the encoder"
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
-        """Write the encoder in timm's layout, with the input that it takes, and its model card."""
+        """Write the encoder in timm's layout, with the input that it takes, and its model card.
+
+        To be called on the main process. `model` is without wrappers.
+        """
         normalize, images = model.normalize, f"{describe(self.data)}, {self.train.describe()}"
         card = model_card(folder, model.encoder, self.describe_model(), self.method, images)
         input_config = (self.img_size, normalize.mean, normalize.std, self.data.eval_crop)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mpp.errors import UserError
+from mpp.runtime.disk import write_whole
 from mpp.runtime.parsing import flatten, to_yaml
 from mpp.training.feed import Feed
 
@@ -125,9 +126,7 @@ def keep_until(metrics: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (json.JSONDecodeError, KeyError):
             break
-    aside = metrics.with_suffix(".partial")
-    aside.write_text("".join(kept))
-    aside.replace(metrics)
+    write_whole(metrics, "".join(kept))
 
 
 def last_evaluation(folder: Path) -> dict[str, float]:

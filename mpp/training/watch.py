@@ -24,7 +24,7 @@ class Watch:
     """What is said of a run while it trains; on the main process alone. `verdict.json` in its folder has the same.
 
     Args:
-        task: says what is to be known of its images: see `Task.facts`.
+        task: says what is to be known of its images: see `ImageTask.facts`.
         tracker: of the run.
     """
 
