@@ -114,13 +114,13 @@ class Contrastive(ImageTask):
         projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
         if self.accelerator.is_main_process:
-            scalars = self.judge(torch.from_numpy(projected[0]).to(self.accelerator.device))
+            scalars = self.told_apart(torch.from_numpy(projected[0]).to(self.accelerator.device))
             self.log_panel(step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)
         return scalars
 
-    def judge(self, projected: Tensor) -> dict[str, float]:
+    def told_apart(self, projected: Tensor) -> dict[str, float]:
         """Loss and accuracy of held-out images (n, 2, E), among as many others as in training, or a few more."""
         order = permutation(Stream.CUT, self.data.cut_seed, 2, len(projected))  # files come sorted by class
         groups = projected[order].tensor_split(max(1, len(projected) // self.together))

@@ -253,20 +253,18 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
     depth = best_depth(lines[-1], group)[0] if lines else len(subject.encoder.stages)
     shown = look_at(subject.encoder, chosen, config.data, subject.accelerator, min(depth, len(subject.encoder.stages)))
     queries = np.linspace(0, len(chosen) - 1, min(QUERIES, len(chosen))).astype(int).tolist()
-    found = nearest_neighbours(shown.features, queries, NEIGHBOURS)
-    rows = [[shown.pixels[q], *shown.pixels[near]] for q, near in zip(queries, found.neighbours, strict=True)]
+    neighbours, similarity = nearest_neighbours(shown.features, queries, NEIGHBOURS)
+    rows = [[shown.pixels[q], *shown.pixels[near]] for q, near in zip(queries, neighbours, strict=True)]
     listed = [
         [shown.names[query], *(f"{shown.names[i]} ({s:.2f})" for i, s in zip(near, alike, strict=True))]
-        for query, near, alike in zip(queries, found.neighbours, found.similarity, strict=True)
+        for query, near, alike in zip(queries, neighbours, similarity, strict=True)
     ]
-    caption = (
-        f"Left, a held-out image; then the {found.neighbours.shape[1]} most like it of {len(chosen)}, by cosine at "
-    )
+    caption = f"Left, a held-out image; then the {neighbours.shape[1]} most like it of {len(chosen)}, by cosine at "
     caption += f"depth {depth}."
     if shown.labels is not None and (shown.labels[queries] >= 0).any():
-        alike = shown.labels[found.neighbours] == shown.labels[queries][:, None]
+        alike = shown.labels[neighbours] == shown.labels[queries][:, None]
         caption += f" {alike.sum()} of these {alike.size} have the label of their query."
-    headings = ["query", *(f"nearest {k}" for k in range(1, 1 + found.neighbours.shape[1]))]
+    headings = ["query", *(f"nearest {k}" for k in range(1, 1 + neighbours.shape[1]))]
     alt = "Held-out images, each beside those whose features are most like its own"
     return [
         picture(sheet(rows, apart=12), alt, caption),

@@ -26,7 +26,7 @@ from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
-from mpp.metrics import Sums, add, measure, measure_features, summarize, total
+from mpp.metrics import Sums, measure, measure_features, summarize
 from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
@@ -137,15 +137,7 @@ class Pretraining(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        sums: Sums = {}
-        for batch in self.evaluation.batches(self.judged):
-            tracker.warn_unreadable(batch.unreadable)
-            loss, measured = self.loss(model, batch, True)
-            count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
-            sums = add(sums, measured | {"loss": loss.double() * count, "images": count})
-        sums = total(sums)
-        scalars = {"loss": float(sums["loss"] / sums["images"])} | summarize(sums)
-        scalars = {f"heldout/{name}": value for name, value in scalars.items()}
+        scalars = {f"heldout/{name}": value for name, value in self.judge(model, self.judged, tracker).items()}
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):

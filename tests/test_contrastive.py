@@ -234,7 +234,7 @@ def test_a_run_goes_on_with_as_many_negatives_as_it_began_with(tmp_path, monkeyp
 def test_held_out_images_are_told_from_as_many_others_as_in_training(together, groups):
     config, projected = contrastive.ContrastiveConfig(), unit_vectors(7)
     task = SimpleNamespace(data=config.data, config=config, together=together)
-    found = contrastive.Contrastive.judge(task, projected)
+    found = contrastive.Contrastive.told_apart(task, projected)
     shuffled = projected[permutation(Stream.CUT, 0, 2, 7)].numpy()
     parts = [by_definition(part, 0.1) for part in np.split(shuffled, np.cumsum(groups)[:-1])]
     losses, right = (np.concatenate(part).mean() for part in zip(*parts, strict=True))

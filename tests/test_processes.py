@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from evaluation.suite.classify import Classification
 from evaluation.suite.extraction import load_features
 from mpp import frozen_features as frozen
 from mpp.pretrain import main as pretrain_main
+from mpp.runtime import disk
 from mpp.training.checkpoint import newest_step
 
 
@@ -37,6 +39,17 @@ def test_two_processes_are_one_run(tmp_path):
     for depth in range(1, 3):  # each process has judged one of them
         ours, theirs = (read_metrics(tmp_path / name, f"knn/depth_{depth:02d}") for name in ("two", "one"))
         assert list(theirs) == [0, 10] and ours == pytest.approx(theirs, abs=0.02)  # of 64 one may be a tie
+
+
+def apart(folder: Path) -> None:
+    """Each process has a place of its own for the run's folder, as nodes have that do not share it."""
+    disk.PATIENCE = 0.5
+    os.chdir(tempfile.mkdtemp(dir=folder))
+
+
+def test_a_run_folder_that_is_not_shared_is_noticed_at_the_start(tmp_path):
+    two = Command("pretrain", *TINY, "--run.dir=run", processes=2, prepare=partial(apart, tmp_path))
+    assert two.wait() == [2, 2] and two.said.count("run.dir is run, which not all processes see; all nodes must") == 2
 
 
 @pytest.mark.faults

@@ -14,7 +14,7 @@ from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.sources import ImageDataset
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.errors import UserError
-from mpp.metrics import Sums, add, is_right, total
+from mpp.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED
 from mpp.training.flops import executed_flops
 from mpp.training.task import ImageTask
@@ -91,17 +91,6 @@ class Classification(ImageTask):
     def judged(self) -> ViewDataset:
         """The held-out images as they are evaluated on."""
         return self.evaluation.add(self.views(self.held_out))
-
-    @torch.no_grad()
-    def judge(self, model: nn.Module, images: ViewDataset, tracker: Tracker) -> dict[str, float]:
-        """Loss and accuracy on images."""
-        sums: Sums = {}
-        for batch in self.evaluation.batches(images):
-            tracker.warn_unreadable(batch.unreadable)
-            loss, measured = self.loss(model, batch, True)
-            sums = add(sums, measured | {"loss": loss.double() * len(batch.images)})
-        sums = total(sums)
-        return {"loss": float(sums["loss"] / sums["images"]), **self.describe(sums)}
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         found = {f"heldout/{name}": value for name, value in self.judge(model, self.judged, tracker).items()}

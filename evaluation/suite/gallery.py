@@ -35,14 +35,6 @@ class Shown(NamedTuple):
     names: list[str]
 
 
-class Nearest(NamedTuple):
-    """The images most like some others."""
-
-    queries: list[int]
-    neighbours: NDArray[np.int64]  # (queries, k)
-    similarity: NDArray[np.float32]  # (queries, k), cosine
-
-
 @torch.no_grad()
 def look_at(
     encoder: FrozenEncoder | ColorFloor,
@@ -68,13 +60,18 @@ def look_at(
     return Shown(torch.cat(features), torch.cat(pixels).numpy(), of_all if known else None, names)
 
 
-def nearest_neighbours(features: Tensor, queries: Sequence[int], count: int) -> Nearest:
-    """The `count` images most like each query by cosine, the query itself left out; fewer where there are fewer."""
+def nearest_neighbours(
+    features: Tensor, queries: Sequence[int], count: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The `count` images most like each query, and their cosines, (queries, k) each; fewer where there are fewer.
+
+    The query itself is left out.
+    """
     units = F.normalize(features, dim=-1)
     likeness = units[list(queries)] @ units.T
     likeness[torch.arange(len(queries)), list(queries)] = -2
     found = likeness.topk(min(count, len(features) - 1))
-    return Nearest(list(queries), found.indices.numpy(), found.values.numpy())
+    return found.indices.numpy(), found.values.numpy()
 
 
 def plane(features: Tensor) -> NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -44,13 +45,16 @@ def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) ->
     """Say that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
     if os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
         return
-    walked = (names for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :])
-    names = (name for names in walked for name in names if name[0] != ".")
-    found = Counter(name if name in LISTS else os.path.splitext(name)[1].lower() for name in names)
+    walked = [(place, names) for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :]]
+    files = [(place, name) for place, names in walked for name in names if name[0] != "."]
+    lists = [Path(*file).read_text(errors="replace") for file in files if file[1] in LISTS]
+    listed = {word.strip() for text in lists for word in re.split(r'[",/\n]', text)}  # images, and their masks
+    found = Counter(os.path.splitext(name)[1].lower() for _, name in files if name not in listed)
     if any(found[each] for each in SHARD_FILES):
         return
     count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
     taken = sum(rows.num_rows for rows in splits.values())
+    count += taken if lists else 0
     if taken < count:
         print(
             f"warning: data.path {named} has {count} images, and {taken} are used, as {', '.join(splits)}; a word "

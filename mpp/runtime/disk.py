@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
+
+PATIENCE = 90  # seconds
 
 
 def sync(path: Path) -> None:
@@ -25,6 +28,14 @@ def write_whole(file: Path, text: str) -> None:
     aside.write_text(text)
     sync(aside)
     aside.replace(file)
+
+
+def appears(file: Path) -> bool:
+    """Whether a file that another machine may have written is there: NFS looks again after a minute at the latest."""
+    end = time.monotonic() + PATIENCE
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    return file.exists()
 
 
 def put(aside: Path, folder: Path) -> None:

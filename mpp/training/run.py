@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, release_memory
+from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
 from mpp.data.hub import commit_of
 from mpp.data.moments import channel_moments
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
+from mpp.errors import UserError
+from mpp.runtime.disk import appears
 from mpp.runtime.launch import SHARDED, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import differing, to_yaml
@@ -27,7 +29,15 @@ from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.loop import Loop
-from mpp.training.run_folder import commit_begun_with, is_finished, open_run, saved_settings, write_config, write_record
+from mpp.training.run_folder import (
+    CONFIG,
+    commit_begun_with,
+    is_finished,
+    open_run,
+    saved_settings,
+    write_config,
+    write_record,
+)
 from mpp.training.task import ImageTask
 
 PATIENCE = 600  # seconds for the report: other processes wait, for 20 minutes
@@ -121,6 +131,8 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: write_config(config, folder))
+        if not all(gather_object([appears(folder / CONFIG)])):
+            raise UserError(f"run.dir is {folder}, which not all processes see; all nodes must share it")
         on_main_process(accelerator, lambda: write_record(folder, task.record() | first_weights(config)))
         flops = update_flops(task, layout.images, config.optim)
         set_timeout(TRAINING)

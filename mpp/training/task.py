@@ -19,7 +19,7 @@ from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
 from mpp.data.workers import FORKS
 from mpp.errors import UserError
-from mpp.metrics import Sums
+from mpp.metrics import Sums, add, total
 from mpp.models.encoder import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
@@ -94,6 +94,18 @@ class ImageTask:
         if views.dataset.decoded and few_cores and not views.costly:
             return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
         return views
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module, images: ViewDataset, tracker: Tracker) -> dict[str, float]:
+        """Loss and what `describe` says, over images that `evaluation` reads. `model` is in eval mode."""
+        sums: Sums = {}
+        for batch in self.evaluation.batches(images):
+            tracker.warn_unreadable(batch.unreadable)
+            loss, measured = self.loss(model, batch, True)
+            count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
+            sums = add(sums, measured | {"loss": loss.double() * count, "images": count})
+        sums = total(sums)
+        return {"loss": float(sums["loss"] / sums["images"])} | self.describe(sums)
 
     def begin(self, model: nn.Module) -> dict[str, float]:
         """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
