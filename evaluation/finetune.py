@@ -102,7 +102,7 @@ def accuracy_on_dev(config: FinetuneConfig, lr: float) -> float:
 
 
 def weights_of(config: FinetuneConfig) -> str:
-    """SHA-256 of the weights that fine-tuning starts from; empty where they are random."""
+    """SHA-256 of the weights that fine-tuning starts from; empty where they are random, or of a name of timm's."""
     return fingerprint(Path(config.checkpoint or config.encoder)) if config.init == "encoder" else ""
 
 

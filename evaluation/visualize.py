@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
+from einops import rearrange
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -123,7 +124,7 @@ def on_grid(values: np.ndarray, positions: np.ndarray, grid: Grid) -> np.ndarray
     (rows, columns), cell = grid, round(cells**0.5)
     whole = np.full((count, rows * columns, cells), np.nan, np.float32)
     np.put_along_axis(whole, positions[..., None].repeat(cells, -1), values, axis=1)
-    return whole.reshape(count, rows, columns, cell, cell).swapaxes(2, 3).reshape(count, rows * cell, columns * cell)
+    return rearrange(whole, "b (r c) (y x) -> b (r y) (c x)", r=rows, y=cell)
 
 
 def filters(subject: Subject) -> tuple[Figure, Numbers]:
@@ -176,7 +177,8 @@ def rollout_start(subject: Subject) -> Literal["class", "patches"]:
     config = subject.config
     if config.rollout_from != "auto":
         return config.rollout_from
-    saved = saved_settings(subject.run)
+    ours = getattr(model_of(subject.encoder), "pretrained_cfg", {}).get("tag") == "mpp"  # by the hub, without its run
+    saved = saved_settings(subject.run) or ({"objective": None} if ours else {})
     pooling = saved.get("pooling") or (saved.get("head") or {}).get("pooling")  # of fine-tuning, or supervised
     has_class = getattr(model_of(subject.encoder), "has_class_token", False)
     return "class" if has_class and not config.random and "objective" not in saved and pooling != "mean" else "patches"

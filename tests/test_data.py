@@ -51,6 +51,9 @@ def test_birds_are_the_default():
     assert len(train.labelled()) == 430
 
 
+LISTED = b'file_name,mask_file_name\nb.png,"masks/b2, left.png"\n'
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [
@@ -59,7 +62,8 @@ def test_birds_are_the_default():
         (["a.png", "b.npy", "c.npy"], "has 2 images, and 1 are used, as train;"),
         (["a.png", "b.png", "labels.npy"], ""),
         (["a.png", "b.png", "c.png", "metadata.csv"], "has 3 images, and 1 are used, as train;"),
-        (["b.png", "masks/b2.png", "metadata.csv"], ""),
+        (["b.png", "masks/b2, left.png", "metadata.csv"], ""),
+        (["a/b.png", "c/b.png", "a/metadata.csv"], "has 2 images, and 1 are used, as train;"),
         (["a.png", "test.png", "c.parquet", "metadata.json"], ""),
         (["train/a/0.png", "train/b/0.png", "test/a/0.png"], ""),
         (["a/0.png", "b/0.png", ".hidden/0.png"], ""),
@@ -69,9 +73,7 @@ def test_images_that_are_in_no_split_are_counted(tmp_path, capsys, names, said):
     for name in names:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True, parents=True)
-        file.write_bytes(
-            b"file_name,mask_file_name\nb.png,masks/b2.png\n" if file.suffix == ".csv" else encoded(picture(1))
-        )
+        file.write_bytes(LISTED if file.suffix == ".csv" else encoded(picture(1)))
     load_splits(DataConfig(path=str(tmp_path)))
     warned = capsys.readouterr().err
     assert said in warned and ("warning" in warned) == bool(said)

@@ -256,16 +256,17 @@ def test_a_tracker_that_is_not_there_is_named():
         check_trackers(RunConfig(trackers=("tensorboard", "nonsense")))
 
 
-def test_processes_that_round_differently_are_refused(monkeypatch):
+def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
     """Each does Muon's products itself: the weights of machines with and without bf16 would drift apart."""
-    others = ["fp32 (without bf16 in the hardware)"]
-    monkeypatch.setattr(launch, "gather_object", lambda own: own + others)
-    with pytest.raises(
-        UserError, match=r"the processes compute in .* and in fp32 \(without bf16 in the hardware\); all"
-    ):
-        launch.start(RunConfig(trackers=(), threads=1, precision="bf16"))
+    others = {"fp32": "bf16", "bf16": "fp32"}
+    monkeypatch.setattr(launch, "gather_object", lambda own: [*own, others.get(own[0], own[0])])
+    with pytest.raises(UserError, match=r"the processes compute in fp32 and in bf16; run\.precision must name one"):
+        pretrain("--optim.name=adam")
     others.clear()
-    launch.start(RunConfig(trackers=(), threads=1, precision="bf16"))
+    others |= {f"{each} (Muon's products)": "other products" for each in ("fp32", "bf16")}
+    with pytest.raises(UserError, match=r"Muon's products\) and in other products; all machines must have the same"):
+        pretrain()
+    pretrain("--optim.name=adam", "--run.steps=1")
 
 
 def test_accelerates_accumulation_does_not_divide_the_loss_again(monkeypatch):

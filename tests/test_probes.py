@@ -28,13 +28,13 @@ from evaluation.features import main as extract
 from evaluation.linear import fit_lbfgs
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.extraction import Features, load_features, save_features
-from mpp.config import Config, DataConfig, ImagesConfig
+from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
 from mpp.errors import UserError
 from mpp.frozen_features import features_at
-from mpp.models.encoder import export_encoder
+from mpp.models.encoder import build_encoder, export_encoder
 from mpp.pretrain import Pretraining
 from mpp.probe import Probe, effective_ranks, knn_predict, nearest
 from mpp.runtime.parsing import parse
@@ -121,9 +121,10 @@ def test_a_local_checkpoint_goes_with_a_name(tmp_path):
 
 def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
     """Those that timm downloads, which are not here; random ones are asked for, and never come by themselves."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hint = "; without a network, checkpoint names a file with its weights"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    hint = "; without a network, checkpoint names a file with its weights .random true, or init random, takes none."
     with pytest.raises(UserError, match=rf"encoder is vit_tiny_patch16_224, which cannot be loaded: .*{hint}"):
         load_frozen("vit_tiny_patch16_224")
     weights = timm.create_model("vit_tiny_patch16_224")
@@ -131,14 +132,16 @@ def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
     assert load_frozen("vit_tiny_patch16_224").model is weights
 
 
-def test_an_encoder_of_the_hub_is_downloaded(vit, monkeypatch):
+def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
     """Folder and all: also positions that are fixed, of which timm alone does not know."""
-    _, folder = vit
-    asked = []
+    asked, folder = [], tmp_path / "encoder"
+    fixed = build_encoder(ModelConfig(width=16, depth=1, heads=2, img_size=16, patch_size=8, position="sincos_2d"))
+    export_encoder(fixed, folder, 16, (0.5,) * 3, (0.5,) * 3, 0.875)
     download = "mpp.runtime.weights.snapshot_download"
     monkeypatch.setattr(download, lambda name, allow_patterns: asked.append(name) or str(folder))
     for encoder in (mpp.load_encoder("hf-hub:me/mine"), load_frozen("hf-hub:me/mine").model):
-        assert all(map(torch.equal, encoder.parameters(), mpp.load_encoder(folder).parameters()))
+        assert all(map(torch.equal, encoder.parameters(), fixed.parameters()))
+        assert "pos_embed" in dict(encoder.named_buffers())
     assert asked == ["me/mine"] * 2
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import matplotlib
 import matplotlib.style
 import numpy as np
+from einops import rearrange
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
@@ -82,11 +83,8 @@ def plot_positions(similarity: NDArray, label: str) -> Figure:
     """
     rows, columns = similarity.shape[:2]
     apart = max(1, rows // 8)  # between two maps, in patches
-    mosaic = np.full((rows * (rows + apart) - apart, columns * (columns + apart) - apart), np.nan, np.float32)
-    for row in range(rows):
-        for column in range(columns):
-            top, left = row * (rows + apart), column * (columns + apart)
-            mosaic[top : top + rows, left : left + columns] = similarity[row, column]
+    padded = np.pad(similarity, ((0, 0), (0, 0), (0, apart), (0, apart)), constant_values=np.nan)
+    mosaic = rearrange(padded, "r c h w -> (r h) (c w)")[:-apart, :-apart]
     figure = Figure(figsize=(WIDTH, WIDTH * 0.86), layout="constrained")
     axes = figure.add_subplot()
     shown = axes.imshow(

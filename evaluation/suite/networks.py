@@ -1,7 +1,7 @@
 """What is trained here: an encoder of timm's with a head on it."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import timm
 from accelerate import Accelerator
@@ -33,19 +33,13 @@ class HeadedEncoder(nn.Module):
     ):
         super().__init__()
         self.normalize, self.encoder, self.head = Normalize(mean, std), encoder, head
-        self.pooling = resolve_pooling(encoder, pooling)
+        auto = "class" if getattr(encoder, "has_class_token", False) else "mean"
+        self.pooling = auto if pooling == "auto" else pooling
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) from 0 to 255 to what the head says, such as logits: (B, outputs)."""
         tokens = self.encoder.forward_features(self.normalize(images))
         return self.head(pool(self.encoder, tokens, self.pooling))
-
-
-def resolve_pooling(encoder: nn.Module, pooling: Pooling) -> Literal["class", "mean"]:
-    """What `auto` means for this encoder."""
-    if pooling != "auto":
-        return pooling
-    return "class" if getattr(encoder, "has_class_token", False) else "mean"
 
 
 def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, tuple[int, int]]:

@@ -79,21 +79,16 @@ def images_of_run(run: Path) -> list[tuple[str, Any]]:
 
 
 def variant(config: EncoderConfig) -> str:
-    """Which encoder, images and features, where not as usual, for the names of files: each has its own report.
-
-    Raises:
-        UserError: images that nobody named for the encoder of a run on others.
-    """
+    """Which encoder, images and features, where not as usual, for the names of files: each has its own report."""
     run = run_folder(config.encoder)
     path, own = config.data.path, run and dict(images_of_run(run)).get("path")
-    if own and path is None:  # from Python; the command line takes the run's
-        raise UserError(f"data.path is None, the package's birds; {run} is of {own}: main(['--encoder', ...]) takes it")
     representation, depth = getattr(config, "representation", "mean"), getattr(config, "depth", "last")
     parts = ["best"] if Path(config.encoder).name == BEST else []
     parts += [f"random_{config.seed}"] if config.random else []
     parts += [Path(config.checkpoint).stem] if config.checkpoint else []
     parts += [f"{'x'.join(map(str, dict.fromkeys(sides(config.img_size))))}px"] if config.img_size else []
     parts += [re.sub(r"[^\w.-]+", "_", Path(path).name)] if path and path != own else []
+    parts += ["birds"] if own and path is None else []  # the package's, where the run is of others
     parts += [representation] if representation != "mean" else []
     parts += [f"depth_{depth}"] if depth != "last" else []
     return "".join(f"_{part}" for part in parts)

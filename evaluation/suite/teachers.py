@@ -1,7 +1,7 @@
 """Teachers: trained classifiers that are only asked what they see in an image."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +26,21 @@ SETTING = "distill.teacher"
 A_TEACHER = "the folder of a finished supervised or fine-tuned run, or a folder of timm's with a classification head"
 
 
-class Classifier(NamedTuple):
-    """A network with its head."""
-
-    network: nn.Module  # images (B, C, H, W) in [0, 255] to logits (B, classes), or (B, 2, classes) of two heads
-    img_size: tuple[int, int]  # H, W
-    classes: int
+Classifier = tuple[nn.Module, tuple[int, int], int]
+"""Images (B, C, H, W) in [0, 255] to logits (B, classes), or (B, 2, classes) of two heads; H, W; the classes."""
 
 
 class Teacher(nn.Module):
     """A classifier in eval mode, without gradients, that takes crops of any size.
 
     Args:
-        classifier: normalises its own input.
+        network: a classifier, which normalises its own input.
+        img_size: height and width that it takes.
     """
 
-    def __init__(self, classifier: Classifier):
+    def __init__(self, network: nn.Module, img_size: tuple[int, int]):
         super().__init__()
-        self.network = classifier.network.eval().requires_grad_(False)
-        self.img_size = classifier.img_size
+        self.network, self.img_size = network.eval().requires_grad_(False), img_size
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -68,10 +64,10 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Teac
     found, known = fingerprint(folder), config.teacher_sha256
     require(found == known, "distill.teacher_sha256", known, f"{found}, that of {folder}, or null")
     run = run_folder(config.teacher)
-    classifier = classifier_of_timm(folder, channels) if run is None else classifier_of_run(run, channels)
-    if classifier.classes != classes:
-        raise UserError(f"{SETTING} is {folder}, which knows {classifier.classes} classes; these images have {classes}")
-    return Teacher(classifier)
+    network, img_size, own = classifier_of_timm(folder, channels) if run is None else classifier_of_run(run, channels)
+    if own != classes:
+        raise UserError(f"{SETTING} is {folder}, which knows {own} classes; these images have {classes}")
+    return Teacher(network, img_size)
 
 
 def classifier_of_timm(folder: Path, channels: int) -> Classifier:
@@ -83,7 +79,7 @@ def classifier_of_timm(folder: Path, channels: int) -> Classifier:
         set_attention(model, fused=False)
     frozen = FrozenEncoder(model)
     check_channels(frozen, channels, SETTING)
-    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes)
+    return nn.Sequential(frozen.normalize, model), frozen.img_size, classes
 
 
 def classifier_of_run(run: Path, channels: int) -> Classifier:
@@ -99,7 +95,7 @@ def classifier_of_run(run: Path, channels: int) -> Classifier:
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the digest is of these
     same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
     require(same, SETTING, run, "a run whose newest checkpoint has the weights of its encoder/")
-    return Classifier(network, frozen.img_size, classes)
+    return network, frozen.img_size, classes
 
 
 def outputs_of(weights: Path) -> int:

@@ -2,14 +2,16 @@
 
 import hashlib
 import os
-import re
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from mpp.runtime.lock import hold
@@ -17,7 +19,9 @@ from mpp.runtime.lock import hold
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 ARRAY_FILES = (".npy", ".npz")
-LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # say which images of a folder count
+LISTS = {"metadata.csv": pd.read_csv, "metadata.jsonl": partial(pd.read_json, lines=True)}
+LISTS |= {"metadata.parquet": pd.read_parquet}
+"""What says which images of a folder count, and how it is read: by the library that `datasets` reads it with."""
 
 
 def unpacked(archive: Path) -> Path:
@@ -47,21 +51,28 @@ def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) ->
         return
     walked = [(place, names) for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :]]
     files = [(place, name) for place, names in walked for name in names if name[0] != "."]
-    lists = [Path(*file).read_text(errors="replace") for file in files if file[1] in LISTS]
-    listed = {word.strip() for text in lists for word in re.split(r'[",/\n]', text)}  # images, and their masks
-    found = Counter(os.path.splitext(name)[1].lower() for _, name in files if name not in listed)
+    lists = [file for file in files if file[1] in LISTS]
+    listed = {path for place, name in lists for path in (os.path.join(place, name), *named_by(place, name))}
+    left = (name for place, name in files if os.path.join(place, name) not in listed)
+    found = Counter(os.path.splitext(name)[1].lower() for name in left)
     if any(found[each] for each in SHARD_FILES):
         return
-    count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
     taken = sum(rows.num_rows for rows in splits.values())
-    count += taken if lists else 0
-    if taken < count:
+    count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
+    if taken < (count := count + taken * bool(lists)):
         print(
             f"warning: data.path {named} has {count} images, and {taken} are used, as {', '.join(splits)}; a word "
             "such as train, val or test in the name of a folder or file makes a split, and images in no split are left "
             f"out, as arrays beside pictures are, and what {' or '.join(LISTS)} do not list",
             file=sys.stderr,
         )
+
+
+def named_by(place: str, name: str) -> Iterator[str]:
+    """The files that a list in a folder names: images, and what goes with them, such as masks."""
+    table = LISTS[name](os.path.join(place, name))
+    columns = (table[each] for each in table.columns if each == "file_name" or str(each).endswith("_file_name"))
+    yield from (os.path.normpath(os.path.join(place, str(file))) for column in columns for file in column.dropna())
 
 
 def holds_arrays(folder: Path) -> bool:

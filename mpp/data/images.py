@@ -18,6 +18,8 @@ LONGEST = 16  # times the view's proportions: what of an image is resized for it
 Size = int | tuple[int, int]  # a side, or height and width
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 
+rand_augment = lru_cache(v2.RandAugment)
+
 
 def random_crop(image: Tensor, size: Size, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
     """The training crop: an inception crop resized to `size`, perhaps flipped; a function of (seed, epoch, index).
@@ -52,7 +54,7 @@ def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) ->
     """
     if magnitude == 0:
         return image
-    return transformed(rand_augment(magnitude), to_8_bits(image), seed, epoch, index)
+    return transformed(rand_augment(magnitude=magnitude), to_8_bits(image), seed, epoch, index)
 
 
 def to_8_bits(image: Tensor) -> Tensor:
@@ -66,12 +68,6 @@ def transformed(transform: Callable[[Tensor], Tensor], image: Tensor, seed: int,
     with torch.random.fork_rng(devices=[]):  # dropout, which may draw in this process, goes on as if nothing was drawn
         torch.default_generator.manual_seed(number)
         return transform(image)
-
-
-@lru_cache
-def rand_augment(magnitude: int) -> v2.RandAugment:
-    """torchvision's transform."""
-    return v2.RandAugment(magnitude=magnitude)
 
 
 def crop_box(

@@ -221,9 +221,9 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
     path = Path(config.init_from)
     folder = path.parent if path.suffix == ".safetensors" else encoder_folder(path)
     for name, own in zip(("mean", "std"), config.normalization(channels), strict=True):
-        theirs = trained_on(folder, name) or own
-        alike = len(theirs) != len(own) or torch.allclose(torch.tensor(theirs), torch.tensor(own))
-        if not alike and os.environ.get("RANK", "0") == "0":
+        theirs = trained_on(folder, name) if getattr(config, name) != "auto" else None  # which is measured later
+        other = theirs and len(theirs) == len(own) and any(abs(a - b) > 1e-6 for a, b in zip(theirs, own, strict=True))
+        if other and os.environ.get("RANK", "0") == "0":
             print(f"note: model.{name} is {list(own)}, and {path} learned with {list(theirs)}; give model.{name} that")
 
 
@@ -252,9 +252,9 @@ def trained_on(folder: Path, what: str) -> Any:
     """What an exported encoder says of its images: height and width as `input_size`, `mean`, `std`. None: nothing."""
     try:
         found = json.loads((folder / "config.json").read_text())["pretrained_cfg"][what]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return tuple(found[1:] if what == "input_size" else found)
+    return found and tuple(found[1:] if what == "input_size" else found)
 
 
 def export_encoder(
@@ -366,6 +366,7 @@ def create(
             break
     published = named and pretrained and not checkpoint
     hint = f"; without a network, {file} names a file with its weights" if published else ""
+    hint += " (random true, or init random, takes none)" if published and key == "encoder" else ""
     raise UserError(f"{key} is {encoder}, which cannot be loaded: {one_line(reason)}{hint}") from reason
 
 

@@ -112,7 +112,7 @@ def start(run: RunConfig) -> Accelerator:
         raise UserError(
             f"the launcher's configuration asks for {asked}; it must be MULTI_GPU, or FSDP with fsdp_version 2"
         )
-    check_alike(accelerator, precision)
+    check_alike(precision, "run.precision must name one")
     threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     if accelerator.device.type == "cpu" and not sharding(accelerator):  # who shares a model is short of memory
@@ -219,12 +219,11 @@ def check_address() -> None:
             )
 
 
-def check_alike(accelerator: Accelerator, precision: str) -> None:
-    """Refuse processes that round differently: each does Muon's products itself, so their weights would drift apart."""
-    own = f"{precision} ({'with' if bf16_is_native() else 'without'} bf16 in the hardware)"
-    found = dict.fromkeys(gather_object([own]))
+def check_alike(precision: str, allowed: str) -> None:
+    """Refuse processes that compute in other precisions, on machines of several kinds."""
+    found = dict.fromkeys(gather_object([precision]))
     if len(found) > 1:
-        raise UserError(f"the processes compute in {' and in '.join(found)}; all machines must have the same hardware")
+        raise UserError(f"the processes compute in {' and in '.join(found)}; {allowed}")
 
 
 def choose_precision(run: RunConfig) -> tuple[str, str]:

@@ -153,7 +153,7 @@ def documented_settings(
 
 def as_words(value: Any) -> str:
     """A value as the command line takes it."""
-    return value if isinstance(value, str) else json.dumps(plain(value))
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(plain(value))
 
 
 def check_files(config_class: type, arguments: Sequence[str]) -> None:
@@ -186,7 +186,7 @@ def explain(config_class: type, message: str) -> str:
         group, option = line.split("'")[1::2][:2]
         culprit = f"{group}.{option}"
     else:
-        return f"{line} (a list is written '[a, b]')" if "Union" in line else line
+        return f"{line} (a list is written '[a, b]')" if "tuple[" in line else line
     return unknown(config_class, culprit)
 
 

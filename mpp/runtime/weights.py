@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.hashing import sha256_of
 
 HUB = "hf-hub:"  # before the name of a model of the hub's, as timm has it
@@ -29,7 +29,10 @@ def encoder_folder(path: Path) -> Path:
     """The encoder folder at `path`: one itself, or in a run folder, or hf-hub:NAME, which is downloaded."""
     if str(path).startswith(HUB):
         files = ["config.json", "model.safetensors"]
-        path = Path(snapshot_download(str(path).removeprefix(HUB), allow_patterns=files))
+        try:
+            path = Path(snapshot_download(str(path).removeprefix(HUB), allow_patterns=files))
+        except (OSError, ValueError) as error:
+            raise UserError(f"no encoder at {path}: {one_line(error)}") from error
     for folder in (path / ENCODER, path):
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return folder

@@ -21,7 +21,8 @@ from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError
 from mpp.runtime.disk import appears
-from mpp.runtime.launch import SHARDED, start
+from mpp.runtime.hardware import bf16_is_native
+from mpp.runtime.launch import SHARDED, check_alike, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import differing, to_yaml
 from mpp.runtime.preemption import Preemption
@@ -54,6 +55,9 @@ def train(config: Any, build: Build) -> Path:
         The run folder, finished.
     """
     accelerator = start(config.run)
+    if config.optim.name == "muon":  # each process does its products itself: else the weights would drift apart
+        products = "bf16" if bf16_is_native() else "fp32"
+        check_alike(f"{products} (Muon's products)", "all machines must have the same hardware, or optim.name be adam")
     given, config = config, settled(config, accelerator)
     folder = open_run(config, accelerator)
     if from_main_process(accelerator, lambda: is_finished(folder, config.run.steps)):
@@ -136,6 +140,7 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         on_main_process(accelerator, lambda: write_record(folder, task.record() | first_weights(config)))
         flops = update_flops(task, layout.images, config.optim)
         set_timeout(TRAINING)
+        preemption.finish_step = accelerator.num_processes > 1  # several agree before their first step
         Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
 
