@@ -258,7 +258,9 @@ def rank(subject: Subject) -> tuple[Figure, Numbers]:
             found.append(subject.encoder(images, subject.config.representation, depths))
     by_depth = [torch.cat(parts).float() for parts in zip(*found, strict=True)]
     ranks = dict(zip(depths, effective_ranks(by_depth, subject.accelerator.device), strict=True))
-    return figures.plot_ranks(ranks, count), {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks}
+    shown = {"rank": (list(ranks), list(ranks.values()))}
+    figure = figures.plot_series(shown, f"effective rank of {count} images", across="depth (blocks)")
+    return figure, {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks}
 
 
 def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:

@@ -280,34 +280,6 @@ def bare(*panels) -> None:
         panel.set(xticks=[], yticks=[])
 
 
-def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) -> Figure:
-    """Accuracy against depth, a line and a band of one standard deviation for each value of `key`."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    depths = list(by_depth)
-    for number, name in enumerate(next(iter(by_depth.values()))):
-        means = np.array([100 * by_depth[depth][name]["mean"] for depth in depths])
-        spread = np.array([100 * by_depth[depth][name]["std"] for depth in depths])
-        color = PALETTE(number / max(len(by_depth[depths[0]]) - 1, 1) * 0.9)
-        axes.plot(depths, means, marker="o", color=color, label=f"{key} {name}")
-        axes.fill_between(depths, means - spread, means + spread, color=color, alpha=0.2, linewidth=0)
-    axes.set(xlabel="depth (blocks; stages of a ResNet)", ylabel="test accuracy (%)", xticks=depths)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    return figure
-
-
-def plot_ranks(ranks: dict[int, float], images: int) -> Figure:
-    """Effective rank of features against depth."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(list(ranks), list(ranks.values()), marker="o", color=PALETTE(0.1))
-    axes.set(xlabel="depth (blocks; stages of a ResNet)", ylabel="effective rank", xticks=list(ranks), ylim=(0, None))
-    axes.set_title(f"in how many directions the features of {images} images spread", fontsize=11)
-    axes.grid(alpha=0.3)
-    return figure
-
-
 def plot_series(
     lines: dict[str, tuple[Sequence[float], Sequence[float]]],
     label: str,
@@ -364,8 +336,15 @@ Curves = dict[str, dict[str, dict[float, dict[str, float]]]]
 """Panel -> line -> x -> mean and standard deviation of an accuracy."""
 
 
-def plot_depths(curves: Curves) -> Figure:
-    """Evaluation -> encoder -> depth -> accuracy on the dev split; an encoder with one depth is a line across."""
+def plot_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], key: str) -> Figure:
+    """Depth -> value of `key` -> accuracy on test images (of the readings of patches: mean IoU)."""
+    names = next(iter(by_depth.values()))
+    lines = {f"{key} {name}": {depth: of[name] for depth, of in by_depth.items()} for name in names}
+    return plot_depths({"": lines}, "test mean IoU (%)" if key == "reading" else "test accuracy (%)")
+
+
+def plot_depths(curves: Curves, label: str = "accuracy on the dev split (%)") -> Figure:
+    """Evaluation -> encoder -> depth -> accuracy; an encoder with one depth is a line across."""
     figure, panels = side_by_side(curves, "depth (blocks)")
     names = list(dict.fromkeys(name for encoders in curves.values() for name in encoders))
     for panel, encoders in zip(panels, curves.values(), strict=True):
@@ -376,7 +355,7 @@ def plot_depths(curves: Curves) -> Figure:
             else:
                 draw_line(panel, of_depth, name, color, MARKERS[names.index(name) % len(MARKERS)])
                 panel.set_xticks(list(of_depth))
-    panels[0].set_ylabel("accuracy on the dev split (%)")
+    panels[0].set_ylabel(label)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
