@@ -181,7 +181,7 @@ def damaged_files(checkpoint: Path) -> list[str]:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
     place = folder / "checkpoints"
-    found = place.iterdir() if place.exists() else ()  # not `glob`, for which a folder that cannot be read is empty
+    found = place.iterdir() if place.is_dir() else ()  # not `glob`, for which a folder that cannot be read is empty
     return sorted((path for path in found if COMPLETE.fullmatch(path.name)), key=step_of)
 
 
