@@ -52,8 +52,8 @@ def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) ->
     walked = [(place, names) for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :]]
     files = [(place, name) for place, names in walked for name in names if name[0] != "."]
     lists = [file for file in files if file[1] in LISTS]
-    listed = {path for place, name in lists for path in (os.path.join(place, name), *named_by(place, name))}
-    left = (name for place, name in files if os.path.join(place, name) not in listed)
+    listed = {path for place, name in lists for path in named_by(place, name)}
+    left = (name for place, name in files if os.path.normpath(os.path.join(place, name)) not in listed)
     found = Counter(os.path.splitext(name)[1].lower() for name in left)
     if any(found[each] for each in SHARD_FILES):
         return
@@ -69,9 +69,10 @@ def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) ->
 
 
 def named_by(place: str, name: str) -> Iterator[str]:
-    """The files that a list in a folder names: images, and what goes with them, such as masks."""
+    """A list in a folder, and the files that it names: images, and what goes with them, such as masks."""
     table = LISTS[name](os.path.join(place, name))
     columns = (table[each] for each in table.columns if each == "file_name" or str(each).endswith("_file_name"))
+    yield os.path.normpath(os.path.join(place, name))
     yield from (os.path.normpath(os.path.join(place, str(file))) for column in columns for file in column.dropna())
 
 

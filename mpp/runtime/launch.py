@@ -90,10 +90,7 @@ def start(run: RunConfig) -> Accelerator:
     AcceleratorState._reset_state()  # one process may do several runs, one after the other, each in its own precision
     sent = DDPCommunicationHookType.BF16 if run.reduction == "bf16" else DDPCommunicationHookType.NO
     cached = not asks_for_sharding()  # else autocast would hold a bf16 copy of all shards that were gathered
-    with (
-        unset(SHARDED),
-        unset(ACCUMULATION),
-    ):  # mpp shards and accumulates by itself
+    with unset(SHARDED), unset(ACCUMULATION):  # mpp shards and accumulates by itself
         accelerator = Accelerator(
             cpu=not uses_gpu(),
             mixed_precision="bf16" if precision == "bf16" else "no",
