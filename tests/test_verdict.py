@@ -125,6 +125,12 @@ def test_a_loss_that_rises_is_not_one_that_stays():
     assert CHECKS["nothing is learned"](lines, FACTS) is None
 
 
+def test_few_logged_updates_do_not_say_that_training_waits():
+    lines, facts, _ = SICK["waiting for data"]
+    waited = [line for line in lines if "speed/data_wait" in line]
+    assert CHECKS["waiting for data"](waited[:10], facts) and CHECKS["waiting for data"](waited[:9], facts) is None
+
+
 @pytest.mark.parametrize("check", ["overfitting", "features have peaked"])
 def test_losses_are_not_compared_where_targets_move(check):
     lines, facts, _ = SICK[check]
@@ -304,7 +310,7 @@ def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
 def test_a_slow_loader_is_seen(pretrain, monkeypatch):
     decode = ImageDataset.decode
     monkeypatch.setattr(ImageDataset, "decode", lambda *args: time.sleep(0.02) or decode(*args))
-    folder = pretrain("--data.cache_gb=0")
+    folder = pretrain("--data.cache_gb=0", "--run.steps=10")
     assert "waiting for data" in verdict_of(folder)["off"]
 
 

@@ -283,10 +283,11 @@ WAITING = 1 / 3
 def waiting_for_data(history: History, facts: Facts) -> str | None:
     """Training waits for images a third of its time or more: without, it would be half as fast again.
 
-    Healthy runs on one thread, which load the images themselves, waited for 8 to 21 %.
+    Healthy runs on one thread, which load the images themselves, waited for 8 to 21 %. Fewer logged updates than
+    `RECENT` say nothing: on a busy machine, three of some milliseconds each can all have waited.
     """
     waits = [wait for _, wait in series(history, "speed/data_wait")][-RECENT:]
-    if len(waits) < 3 or median(waits) < WAITING:
+    if len(waits) < RECENT or median(waits) < WAITING:
         return None
     return (
         f"training waits for images {median(waits):.0%} of its time; raise data.workers, or shrink the files once "
