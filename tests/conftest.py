@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,9 +30,15 @@ TINY = (
 
 
 def pytest_configure(config):
-    """Hide GPUs, before anything loads torch: only `pytest -m gpu` is about them."""
+    """Hide GPUs, before anything loads torch: only `pytest -m gpu` is about them. And the hub, and what is cached."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        del os.environ[name]
+    home = tempfile.TemporaryDirectory()
+    config.add_cleanup(home.cleanup)
+    # Commands have no hub but that of hub.py, on a port that no system gives away, and keep nothing of what they read.
+    os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
 
 
 def pytest_collection_finish():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import socket
 import struct
@@ -31,6 +32,7 @@ class Fault:
 class Hub(ThreadingHTTPServer):
     """Serves ROOT/USER/NAME/COMMIT/...; ROOT/USER/NAME/main says which commit the branch is at.
 
+    It is where HF_ENDPOINT says, which `conftest.py` sets before the server of forks starts: libraries read it once.
     The file ROOT/USER/NAME/access may say `gated` (for who has the token) or `disabled`. `faults` is a pattern of
     request lines ("GET /...") -> what happens to them; the first that matches counts. `asked` are all request lines.
     """
@@ -38,15 +40,11 @@ class Hub(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, root: Path):
-        super().__init__(("127.0.0.1", 0), Answer)
+        super().__init__(("127.0.0.1", urlsplit(os.environ["HF_ENDPOINT"]).port), Answer)
         self.root, self.lock = root, threading.Lock()
         self.faults: dict[str, Fault] = {}
         self.asked: list[str] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def fault(self, line: str) -> Fault | None:
         """What is to happen to this request; None: nothing."""

@@ -22,7 +22,7 @@ from conftest import HANGS, heed_interrupts, wait_until
 
 COMMANDS = ("supervised", "contrastive", "finetune", "compare", "features", "fewshot", "knn", "linear", "masked")
 COMMANDS = (*COMMANDS, "visualize")
-MODULES = {"pretrain": "mpp.pretrain"} | {name: f"evaluation.{name}" for name in COMMANDS}
+MODULES = {name: f"mpp.{name}" for name in ("pretrain", "prepare")} | {name: f"evaluation.{name}" for name in COMMANDS}
 context = multiprocessing.get_context("forkserver")
 LATER = ("docstring_parser", "scipy.io", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 context.set_forkserver_preload([*MODULES.values(), *LATER])  # also what a run would import on its way

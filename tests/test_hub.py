@@ -5,12 +5,14 @@ import os
 import resource
 import shutil
 import signal
-import sys
+from functools import partial
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, TINY, encoded, finished, picture, start_command, wait_until
+from conftest import ROOT, TINY, encoded, picture, wait_until
 from hub import ALWAYS, TOKEN, Fault, Hub
+from server import Command, environments_of
 
 from mpp.data.sources import BIRDS
 from mpp.runtime.preemption import EXIT_CODE, MARKER
@@ -40,19 +42,21 @@ def hub(tmp_path):
 
 
 @pytest.fixture
-def start(hub, tmp_path, monkeypatch):
-    """A run on a dataset of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
-    for name in [name for name in os.environ if name.startswith("HF_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def home():
+    """Where processes keep what they download: empty."""
+    home = Path(os.environ["HF_HOME"])
+    shutil.rmtree(home, ignore_errors=True)
+    return home
 
-    def start(*words, name="run", processes=1, path="somebody/birds"):
-        launch = ("-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={processes}")
-        command = (sys.executable, *([*launch, "--main_process_port=0"] if processes > 1 else []), "mpp/pretrain.py")
+
+@pytest.fixture
+def start(hub, home, tmp_path):
+    """A run on a dataset of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
+
+    def start(*words, name="run", processes=1, path="somebody/birds", token="", prepare=None):
         options = (*TINY, f"--data.path={path}", "--data.eval_split=null", f"--run.dir={tmp_path / name}")
-        return start_command(*command, *options, *words)
+        environments = [each | {"HF_TOKEN": token} for each in environments_of(processes, sharded=False)]
+        return Command("pretrain", *options, *words, environments=environments, prepare=prepare)
 
     return start
 
@@ -62,9 +66,10 @@ def run(start):
     """The same to its end: exit code, all that was said."""
 
     def run(*words, **options):
-        ended = finished(start(*words, **options))
-        assert f'File "{ROOT}' not in ended.stderr, ended.stderr  # a traceback of ours: the launcher has one of its own
-        return ended.returncode, ended.stdout + ended.stderr
+        command = start(*words, **options)
+        code = max(command.wait())
+        assert f'File "{ROOT}' not in command.said, command.said
+        return code, command.said
 
     return run
 
@@ -73,7 +78,7 @@ AWAY = (STREAMED, "--run.steps=24", "--data.shuffle_block=5")  # of a hub that g
 
 
 @pytest.fixture
-def undisturbed(hub, run, tmp_path):
+def undisturbed(hub, run, home, tmp_path):
     """The encoder of such a run that nothing happens to, and how many files it asks for; each kind is run once."""
 
     def undisturbed(processes=1, workers=0):
@@ -82,7 +87,7 @@ def undisturbed(hub, run, tmp_path):
             assert code == 0, said
             asked = sum("resolve" in line for line in hub.asked)
             KNOWN[processes, workers] = weights(tmp_path / "undisturbed"), asked
-            shutil.rmtree(tmp_path / "home")  # what was downloaded
+            shutil.rmtree(home)  # what was downloaded
         return KNOWN[processes, workers]
 
     return undisturbed
@@ -132,11 +137,10 @@ def test_what_is_cached_is_of_the_runs_commit_or_refused(hub, run, tmp_path, tal
 
 
 @WAYS
-def test_faults_that_pass_are_waited_out(hub, run, tmp_path, way, tally):
+def test_faults_that_pass_are_waited_out(hub, run, home, tmp_path, way, tally):
     """All that a hub and what is between can do to a download, one for each of the four shards; the same bits."""
-    (tmp_path / "home").mkdir()
     assert run(*way, name="undisturbed")[0] == 0
-    shutil.rmtree(tmp_path / "home")
+    shutil.rmtree(home)
     faults = (
         Fault(503, times=2),
         Fault(0, times=2),
@@ -160,7 +164,7 @@ def test_a_refusal_in_the_middle_is_not_tried_again(hub, run, status, tally):
     tally("hub: 401, 403, 404 in the middle of a stream: one line at once", 1)
 
 
-def test_access(hub, run, monkeypatch, tally):
+def test_access(hub, run, tally):
     """Not there, not that revision, gated, disabled: one line, at once. With a token: a run."""
     folder = hub.root / "somebody" / "birds"
     for says, access, options in (
@@ -171,9 +175,8 @@ def test_access(hub, run, monkeypatch, tally):
         (folder / "access").write_text(access)
         code, said = run(**options)
         assert code == 2 and says in said.splitlines()[-1] and "tried" not in said, said
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert run()[0] == 0
-    code, said = run("--data.revision=v9", name="v9")
+    assert run(token=TOKEN)[0] == 0
+    code, said = run("--data.revision=v9", name="v9", token=TOKEN)
     assert code == 2 and "v9" in said.splitlines()[-1] and "tried" not in said, said
     tally("hub: no such dataset or revision, gated, disabled: one line; with a token: a run", 5)
 
@@ -192,8 +195,8 @@ def test_a_hub_that_stays_away(hub, run, undisturbed, tmp_path, processes, tally
     assert weights(tmp_path / "run") == bits
     hub.faults["."] = Fault()
     code, said = run(*again, name="other", processes=processes)
-    (line,) = {line for line in said.splitlines() if line.startswith("error")}
-    assert code and "data.path is somebody/birds, which cannot be loaded" in line
+    lines = {line for line in said.splitlines() if line.startswith("error") and "another process is gone" not in line}
+    assert code and len(lines) == 1 and "data.path is somebody/birds, which cannot be loaded" in lines.pop(), said
     tally("hub: goes away for good before a run, and in the middle of a stream (one and two processes) *", 2)
 
 
@@ -205,9 +208,8 @@ def test_a_signal_while_the_hub_is_away(hub, start, run, undisturbed, tmp_path, 
     hub.faults["resolve"] = Fault(503, passed=asked - 4)
     waiting = start(*options, processes=processes)
     wait_until(lambda: hub.faults["resolve"].times < ALWAYS - 4 * processes)
-    os.killpg(waiting.pid, signal.SIGTERM)
-    ended = finished(waiting)
-    assert ended.returncode == (EXIT_CODE if processes == 1 else 1), ended.stderr
+    waiting.signal(signal.SIGTERM)
+    assert waiting.wait() == [EXIT_CODE] * processes, waiting.said
     marker = (tmp_path / "run" / MARKER).read_text()  # of a read that gave up: "while images could not be read"
     assert marker.startswith("SIGTERM, after step") and marker.endswith("a checkpoint is written\n"), marker
     assert 0 < newest_step(tmp_path / "run") < 24
@@ -230,31 +232,20 @@ def test_a_folder_of_images_is_no_stream(hub, run):
     assert run("--data.eval_split=test", **options)[0] == 0
 
 
-def test_a_download_that_fills_the_disk(hub, start, run, tally):
+def test_a_download_that_fills_the_disk(start, run, tally):
     """Files of 20 kB are full. The same command goes on where there is room."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        process = start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    ended = finished(process)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
-    assert "which cannot be loaded" in ended.stderr.splitlines()[-1] and "File too large" in ended.stderr
+    full = start(prepare=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000)))
+    assert full.wait() == [2] and "Traceback" not in full.said, full.said
+    assert "which cannot be loaded" in full.said.splitlines()[-1] and "File too large" in full.said
     assert run()[0] == 0
     tally("hub: a download fills the disk: one line; the same command goes on", 1)
 
 
-def test_prepare(hub, start, run, tmp_path, tally):
+def test_prepare(hub, home, run, tmp_path, tally):
     """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
     hub.faults["resolve"] = Fault(503, times=3)
-    made = finished(
-        start_command(
-            *(sys.executable, "-m", "mpp.prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}"),
-            "--rows=10",
-        )
-    )
-    assert made.returncode == 0 and hub.faults["resolve"].times == 0, made.stderr
+    made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10")
+    assert made.wait() == [0] and hub.faults["resolve"].times == 0, made.said
     code, said = run(STREAMED, path=str(tmp_path / "shards"))
     assert code == 0, said
     tally("hub: mpp prepare, from a hub that is away at first", 1)
