@@ -13,10 +13,10 @@ import ctypes
 import io
 import json
 import signal
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.data.decoding import UnreadableImage, read, to_ppm
+from mpp.data.hub import commit_of
+from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import contents, describe, find_image_column, load_splits, numbers_of, undecoded
 from mpp.errors import UserError
 from mpp.runtime import lock
@@ -40,7 +42,7 @@ from mpp.runtime.parsing import changed_keys, parse, to_yaml
 from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
 
-NOTES = ".prepare"  # hidden: what `datasets` finds beside the shards it takes for data
+NOTES, IMAGES = ".prepare", "images.json"  # hidden: what `datasets` finds beside the shards it takes for data
 
 
 class Shard(NamedTuple):
@@ -64,7 +66,7 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
         UnreadableImage: it cannot be decoded.
         UserError: the format cannot hold it.
     """
-    values = read(image, config.data)
+    values = np.ascontiguousarray(read(image, config.data))  # an upright view may run backwards
     small = min(values.shape[1:]) <= config.short_side
     as_it_is = isinstance(image, bytes) and config.data.bands is None and config.data.nodata is None
     if small and config.format == "jpeg" and as_it_is:
@@ -132,14 +134,16 @@ def name_of(cell: Any, root: str | None) -> str | None:
     return path.name or None
 
 
-def cut(config: PrepareConfig) -> list[Shard]:
-    """All splits, cut into shards.
+def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
+    """All splits, cut into shards, and what their images are: see mpp/data/record.py.
 
+    Args:
+        commit: which one of a dataset of the hub.
     Raises:
-        UserError: no such images, or the folder has shards of another number of them.
+        UserError: no such images.
     """
-    shards = []
-    for split, rows in load_splits(config.data).items():
+    shards, images = [], {}
+    for split, rows in load_splits(replace(config.data, revision=commit)).items():
         image_column = find_image_column(config.data, rows.features)
         label_column = config.data.label_column or ("label" if "label" in rows.features else None)
         require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
@@ -148,32 +152,37 @@ def cut(config: PrepareConfig) -> list[Shard]:
             columns.setdefault(label_column, "label")
         rows = rows.select_columns([*columns]).rename_columns(columns)
         rows = undecoded(rows, "image")
+        files = short_digest(image_files(rows, "image", config.data.read_retries))
+        images[split] = {"images": len(rows), "files": files, "revision": commit}
         order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
         for number in range(count):
             file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
             chosen = rows.select(order[number * config.rows : (number + 1) * config.rows])
             shards.append(Shard(split, file, chosen, config))
-    strangers = {path.name for path in Path(config.out).glob("data/*.parquet")} - {shard.file.name for shard in shards}
-    if strangers:
-        raise UserError(f"out is {config.out}, which has shards of other images: {', '.join(sorted(strangers)[:3])}")
-    return shards
+    return shards, images
 
 
-def open_folder(config: PrepareConfig, counts: Counter[str]) -> None:
-    """Check that the folder is new, or of the same settings and as many images of each split; note both."""
-    saved, counted = (Path(config.out) / NOTES / name for name in ("config.yaml", "images.json"))
-    if counted.is_file() and json.loads(counted.read_text()) != counts:
-        both = f"{counted.read_text()}, now {json.dumps(counts)}"
-        raise UserError(f"out is {config.out}, prepared of other images ({both})")
+def begun_with(config: PrepareConfig) -> dict[str, Any]:
+    """The images that the folder was begun with; {}: it is new."""
+    noted = Path(config.out) / NOTES / IMAGES
+    return json.loads(noted.read_text()) if noted.is_file() else {}
+
+
+def open_folder(config: PrepareConfig, images: dict[str, Any]) -> None:
+    """Check that the folder is new, or of the same settings and images; note both."""
+    saved, before = Path(config.out) / NOTES / "config.yaml", begun_with(config)
     if saved.is_file():
         different = changed_keys(config, saved)
         if different:
             raise UserError(f"out is {config.out}, prepared with another {', '.join(different)}; choose another out")
     elif any(path.name not in lock.FILES for path in Path(config.out).iterdir()):
         raise UserError(f"out is {config.out}, which holds something else; choose another out")
+    changed = differences(before, images) + [f"{split}: the split is gone" for split in {*before} - {*images}]
+    if changed:
+        raise UserError(f"out is {config.out}, prepared of other images ({'; '.join(changed)})")
     saved.parent.mkdir(parents=True, exist_ok=True)
     saved.write_text(to_yaml(config))
-    counted.write_text(json.dumps(counts))
+    saved.with_name(IMAGES).write_text(json.dumps(images))
 
 
 def begin() -> None:
@@ -203,22 +212,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.data.path is None:
         raise UserError("data.path is null; it must be a dataset of the hub, a folder, or a file")
     require(not Path(config.out).exists() or Path(config.out).is_dir(), "out", config.out, "a folder")
-    shards = cut(config)
+    commits = {noted["revision"] for noted in begun_with(config).values()} - {None}
+    shards, images = cut(config, commits.pop() if commits else commit_of(config.data))
     with hold(Path(config.out), "out"):
+        open_folder(config, images)
         summarize(config, write_missing(config, shards))
 
 
 def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
     """Write the shards that are not there; the notes of all."""
-    counts: Counter[str] = Counter()
-    for shard in shards:
-        counts[shard.split] += len(shard.rows)
-    open_folder(config, counts)
     missing = [shard for shard in shards if not (shard.file.is_file() and shard.notes.is_file())]
-    there, left = len(shards) - len(missing), sum(len(shard.rows) for shard in missing)
-    print(f"{describe(config.data)}: {counts.total()} images to {len(shards)} shards, {there} of them there already")
+    there, total = len(shards) - len(missing), sum(len(shard.rows) for shard in shards)
+    left = sum(len(shard.rows) for shard in missing)
+    print(f"{describe(config.data)}: {total} images to {len(shards)} shards, {there} of them there already")
     workers = min(config.workers or cores(), max(1, len(missing)))
-    with progress_bar(total=counts.total(), initial=counts.total() - left, unit="image", desc="preparing") as bar:
+    with progress_bar(total=total, initial=total - left, unit="image", desc="preparing") as bar:
         for shard in write_all(missing, workers):
             bar.update(len(shard.rows))
     return [json.loads(shard.notes.read_text()) for shard in shards]

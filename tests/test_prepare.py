@@ -4,6 +4,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import tarfile
 import warnings
 import zipfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import tifffile
 import torch
 from conftest import encoded, picture
 from PIL import Image
@@ -85,6 +87,15 @@ def test_a_line_of_pixels_stays_one(tmp_path):
         config = PrepareConfig(data=ImagesConfig(bands=(1, 2, 3)), out="out", short_side=8)
         with Image.open(io.BytesIO(prepare_image(file.getvalue(), config))) as found:
             assert found.mode == "RGB" and found.size == size
+
+
+def test_a_turned_tiff_of_many_bands_is_shrunk():
+    tifffile.imwrite(file := io.BytesIO(), picture(0, (80, 90)), extratags=[(274, "H", 1, 3, True)])
+    config = PrepareConfig(data=SourceConfig(bands=(3, 2, 1, 1), channels=4), out="out", format="npy", short_side=40)
+    expected = functional.resize(
+        torch.from_numpy(picture(0, (80, 90))[::-1, ::-1, [2, 1, 0, 0]].copy()).permute(2, 0, 1), [40]
+    )
+    assert torch.equal(decode(prepare_image(file.getvalue(), config), ImagesConfig(channels=4)), expected)
 
 
 def test_plain_pixels_lose_nothing(folder, tmp_path):
@@ -238,10 +249,14 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
         (folder / "train" / "cat" / "more.png").write_bytes(encoded(picture(0)))
         with pytest.raises(ValueError, match=r"prepared of other images .*30.*31"):
             main(options(folder, tmp_path / "out"))
-    for number in range(9):
-        (folder / "train" / "cat" / f"more{number}.png").write_bytes(encoded(picture(number)))
-    with pytest.raises(ValueError, match="which has shards of other images: train-00000-of-00004"):
-        main(options(folder, tmp_path / "out"))
+        (folder / "train" / "cat" / "more.png").replace(folder / "train" / "cat" / "empty.png")  # as many as before
+        with pytest.raises(ValueError, match="prepared with another rows"):
+            main(options(folder, tmp_path / "out", "--rows=9"))
+        with pytest.raises(ValueError, match=r"prepared of other images \(train: the files .* changed\)"):
+            main(options(folder, tmp_path / "out"))
+        shutil.rmtree(folder / "test")
+        with pytest.raises(ValueError, match="test: the split is gone"):
+            main(options(folder, tmp_path / "out"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="which holds something else"):
