@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import shutil
+import tarfile
 from itertools import zip_longest
 
 import datasets
@@ -16,7 +17,7 @@ from mpp.config import DataConfig, ImagesConfig
 from mpp.data import samples
 from mpp.data.samples import FOLDER, NOTES, ROWS
 from mpp.data.shards import Shards, load_streamed
-from mpp.errors import UserError
+from mpp.errors import ReadFailed, UserError
 from mpp.runtime.randomness import Stream, permutation
 
 SIZES = (3, 9, 1, 7, 5)  # rows of the shards
@@ -143,7 +144,7 @@ def test_a_folders_replicates_hold_out_the_same_and_never_train_on_it(tmp_path, 
 def test_a_damaged_shard_is_an_error_in_a_line(shards, cache):
     file = shards / "test-00000-of-00001.parquet"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(UserError, match=r"data.path .*cannot be (loaded|read as a stream): "):
+    with pytest.raises(UserError, match=r"data.path .*cannot be loaded: |test shard 0 is damaged after row 0: "):
         load(shards)
 
 
@@ -166,10 +167,30 @@ def test_a_torn_sample_is_read_anew(shards, cache, how):
         assert one.labels.tolist() == other.labels.tolist() and other.decode(0, ImagesConfig()).shape == (3, 64, 64)
 
 
+def test_reads_of_a_sample_that_fail_are_tried_again(shards, cache, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    read, failures = Shards.read, iter([OSError("away"), ConnectionError("reset"), OSError("away")])
+
+    def fails_at_first(self, *shard):
+        for error in failures:
+            raise error
+        return (yield from read(self, *shard))
+
+    _, *known = load(shards)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(Shards, "read", fails_at_first)
+    for one, other in zip(load(shards, read_retries=3)[1:], known, strict=True):
+        assert one.labels.tolist() == other.labels.tolist()
+    failures = iter([tarfile.ReadError("unexpected end of data")])
+    shutil.rmtree(cache)
+    with pytest.raises(UserError, match=r"shard \d is damaged after row 0: unexpected end of data; replace it"):
+        load(shards, read_retries=3)
+
+
 def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch):
     monkeypatch.setattr("mpp.data.samples.BLOCK", 2)
     blocks = Shards.blocks
-    for error, words in ((Killed("killed"), "killed"), (OSError("gone"), "data.path cannot be read as a stream: gone")):
+    for error, words in ((Killed("killed"), "killed"), (ReadFailed("gone"), "^gone$")):
 
         def breaks_off(self, shard, *rest, error=error):
             for number, block in enumerate(blocks(self, shard, 3, *rest[1:])):

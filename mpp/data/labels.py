@@ -19,15 +19,17 @@ from mpp.errors import UserError
 MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
 
 
-def find_label_column(column: str | None, features: datasets.Features, source: str) -> str | None:
+def find_label_column(
+    column: str | None, features: datasets.Features, source: str, key: str = "data.label_column"
+) -> str | None:
     """The column of the labels: the named one, or `label`; None where there is none.
 
     Args:
         column: named by the user.
-        source: the dataset, for the message.
+        source, key: the dataset and the setting, for the message.
     """
     if column is not None and column not in features:
-        raise UserError(f"data.label_column is {column}; {source} has {', '.join(features)}")
+        raise UserError(f"{key} is {column}; {source} has {', '.join(features)}")
     return next((name for name in (column, "label") if name in features), None)
 
 
@@ -57,15 +59,17 @@ class Labels:
         return pa.chunked_array([pa.array(self.names or [], pa.string()).take(known)])
 
 
-def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> Labels | None:
+def read_labels(
+    rows: datasets.Dataset, column: str | None, source: str, key: str = "data.label_column"
+) -> Labels | None:
     """The labels of each image: none, one, or (where the column holds lists) several. They stay where the rows are.
 
     Args:
-        column, source: see `find_label_column`.
+        column, source, key: see `find_label_column`.
     Returns:
         None where there is no such column.
     """
-    name = find_label_column(column, rows.features, source)
+    name = find_label_column(column, rows.features, source, key)
     if name is None:
         return None
     labels = whole_numbers(rows.select_columns([name]).with_format("arrow")[:].column(0))
@@ -76,7 +80,7 @@ def read_labels(rows: datasets.Dataset, column: str | None, source: str) -> Labe
         return Labels(name, labels, getattr(feature, "names", None))
     if column is None:
         return None  # something else is called `label`, and nobody asked for it
-    raise UserError(f"data.label_column is {column}, which holds no classes but {rows.features[column]}")
+    raise UserError(f"{key} is {column}, which holds no classes but {rows.features[column]}")
 
 
 def whole_numbers(labels: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -42,7 +42,7 @@ def sample(config: DataConfig) -> Iterator[Tensor]:
     """Training images, decoded; those that cannot be are left out."""
     if config.streaming:
         source, _, _ = load_streamed(config, 0, 1)
-        rows = (row for _, row in source.sample(SAMPLE, config.eval_seed))
+        rows = (row for _, row in source.sample(SAMPLE, config.eval_seed, config.read_retries))
     else:
         source = load_image_datasets(config)[0].choose(config.train_images, config.eval_seed)
         source = source.choose(SAMPLE, config.eval_seed)

@@ -8,7 +8,7 @@ library's `Dataset.from_generator` keeps rows there, too, but does not notice wh
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
 from mpp.data.folders import SHARD_FILES
-from mpp.data.sources import BIRDS, LOADING_ERRORS, describe
+from mpp.data.sources import BIRDS, describe
 from mpp.errors import UserError, one_line
 from mpp.runtime.disk import sync
 from mpp.runtime.lock import hold
@@ -71,7 +71,7 @@ def write(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Featu
     try:
         file = pa.OSFile(str(aside), "wb")
         with file, ArrowWriter(stream=file, features=features, writer_batch_size=BLOCK) as writer:
-            for row in readable(rows):
+            for row in rows:
                 writer.write(row)
             writer.finalize()
     except BaseException:
@@ -83,14 +83,6 @@ def write(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Featu
         sync(part)
         part.replace(part.with_suffix(""))
         sync(folder)
-
-
-def readable(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows; UserError where they cannot be read, as against written."""
-    try:
-        yield from rows
-    except LOADING_ERRORS as error:
-        raise UserError(f"data.path cannot be read as a stream: {one_line(error)}") from error
 
 
 def list_files(config: ImagesConfig) -> Files | None:

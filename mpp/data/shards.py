@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mpp.config import ImagesConfig, SourceConfig
+from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.folders import ARCHIVES, SHARD_FILES
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, retried
@@ -76,17 +76,46 @@ class Shards:
         """Of arrays, which a stream has as lists; None: image files."""
         return numbers_of(self.stream.features[self.image_column])
 
-    def blocks(self, shard: int, size: int, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
-        """The rows of a shard in lists of `size`, from list `skip` on."""
+    def blocks(self, shard: int, size: int, skip: int = 0, retries: int = 0) -> Iterator[list[dict[str, Any]]]:
+        """The rows of a shard in lists of `size`, from list `skip` on.
+
+        Args:
+            retries: how often a read that fails is tried again.
+        Raises:
+            UserError: the shard is damaged, or holds image files.
+            ReadFailed: it cannot be read.
+        """
+        rows: Iterator[list[dict[str, Any]]] | None = None
+        name = f"{self.split} shard {shard}"
+
+        def read() -> list[dict[str, Any]] | None:
+            nonlocal rows
+            rows = rows or self.read(shard, size, skip)
+            try:
+                return next(rows, None)
+            except NETWORK_ERRORS:
+                rows = None  # it is at its end now
+                raise
+            except UserError:
+                raise
+            except LOADING_ERRORS as error:
+                raise UserError(f"{name} is damaged after row {skip * size}: {one_line(error)}; replace it") from error
+
+        while found := retried(read, name, retries):
+            yield found
+            skip += 1
+
+    def read(self, shard: int, size: int, skip: int) -> Iterator[list[dict[str, Any]]]:
+        """The same, as the library reads them."""
         alone = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         # not by iterating: in a loader process the library would leave all but one of them without a row
         for columns in islice(alone.iter(batch_size=size), skip, None):  # datasets 4.0's skip guesses types anew
             if isinstance(columns[self.image_column][0], Image.Image):  # the library has decoded a file
                 without = "leave out data.streaming, or make shards by mpp prepare"
-                raise UserError(f"it holds image files, no shards: {without}")
+                raise UserError(f"data.path holds image files, no shards: {without}")
             yield [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def sample(self, limit: int, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def sample(self, limit: int, seed: int, retries: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """At least `limit` rows, each with its position in their order; fewer where the last shards are shorter.
 
         They are the beginnings of shards in a seeded order, so many shards at a time in turn. They are read shard by
@@ -98,7 +127,7 @@ class Shards:
                 return
             chosen = order[first : first + SAMPLED_SHARDS]
             for number, shard in enumerate(chosen):
-                rows = (row for block in self.blocks(int(shard), SAMPLED_ROWS) for row in block)
+                rows = (row for block in self.blocks(int(shard), SAMPLED_ROWS, 0, retries) for row in block)
                 for turn, row in enumerate(islice(rows, -(-limit // len(chosen)))):
                     yield first * limit + turn * SAMPLED_SHARDS + number, row
                     read += 1
@@ -207,7 +236,10 @@ class StreamedBatches(IterableDataset):
             own_shards = order[self.layout.rank * self.workers + worker :: self.layout.world_size * self.workers]
             empty = cursor.epoch < epoch or cursor == Cursor()
             for turn in range(cursor.turn, len(own_shards)):
-                for block, first, rows in self.blocks(int(own_shards[turn]), cursor.block):
+                shard, retries = int(own_shards[turn]), self.views.data.read_retries
+                blocks = self.shards.blocks(shard, self.size, cursor.block, retries)
+                for block, rows in enumerate(blocks, start=cursor.block):
+                    first = (shard << ROW_BITS) + block * self.size  # the number of its first image
                     views = replace(self.views, dataset=Block(self.shards, first, rows))
                     shuffled = permutation(Stream.BLOCK, self.views.seed, epoch, len(rows), index=first)
                     for row in range(cursor.row, len(rows)):
@@ -218,27 +250,6 @@ class StreamedBatches(IterableDataset):
             if barren == BARREN:
                 raise UserError(f"{self.shards.split}: shards {sorted(map(int, own_shards))} have no rows")
             cursor = Cursor()
-
-    def blocks(self, shard: int, block: int) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-        """From `block` on: its number, the number of its first image, its rows. A read that fails is tried again."""
-        rows: Iterator[list[dict[str, Any]]] | None = None
-        name = f"{self.shards.split} shard {shard}"
-
-        def read() -> list[dict[str, Any]] | None:
-            nonlocal rows
-            rows = rows or self.shards.blocks(shard, self.size, block)
-            try:
-                return next(rows, None)
-            except NETWORK_ERRORS:
-                rows = None  # it is at its end now
-                raise
-            except LOADING_ERRORS as error:
-                where = f"{name} is damaged after row {block * self.size}"
-                raise UserError(f"{where}: {one_line(error)}; replace it") from error
-
-        while found := retried(read, name, self.views.data.read_retries):
-            yield block, (shard << ROW_BITS) + block * self.size, found
-            block += 1
 
 
 def streaming_loader(
@@ -284,6 +295,9 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         others = Shards(others, column, held_out, [*range(others.num_shards)], files)
     else:
         cut = max(1, round(config.eval_fraction * train.num_shards))
+        if cut >= train.num_shards > 1:
+            allowed = f"smaller: of {train.num_shards} shards it leaves none to train on"
+            require(False, "data.eval_fraction", config.eval_fraction, allowed)
         if cut >= train.num_shards:
             raise UserError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
         order = permutation(Stream.CUT, config.cut_seed, 0, train.num_shards).tolist()
@@ -291,34 +305,39 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         others = Shards(train, column, "held out", sorted(order[:cut]), files)
     if find_label_column(config.label_column, train.features, describe(config)) is None:
         probed = 0
-    named = (config.label_column, config.eval_label_column or config.label_column)
+    column_of = (config.label_column, config.eval_label_column or config.label_column)
+    keys = ("data.label_column", "data.eval_label_column" if config.eval_label_column else "data.label_column")
     parts = [
-        sampled(config, shards, named[0], probed, config.eval_seed),
-        sampled(config, others, named[1], evaluated, config.cut_seed),
+        sampled(config, shards, column_of[0], keys[0], probed, config.eval_seed),
+        sampled(config, others, column_of[1], keys[1], evaluated, config.cut_seed),
     ]
-    labels = number_labels([read_labels(*part, describe(config)) for part in zip(parts, named, strict=True)])
+    labels = [
+        read_labels(rows, name, describe(config), key) for rows, name, key in zip(parts, column_of, keys, strict=True)
+    ]
     known = [
         ImageDataset(undecoded(rows.select_columns([column]), column), column, of_part, name)
-        for rows, of_part, name in zip(parts, labels, (config.split, others.split), strict=True)
+        for rows, of_part, name in zip(parts, number_labels(labels), (config.split, others.split), strict=True)
     ]
     return replace(shards, stream=train.select_columns([column])), known[0], known[1]
 
 
-def sampled(config: SourceConfig, shards: Shards, label: str | None, limit: int, seed: int) -> datasets.Dataset:
+def sampled(
+    config: SourceConfig, shards: Shards, label: str | None, key: str, limit: int, seed: int
+) -> datasets.Dataset:
     """A sample of the rows, images and labels, mapped from disk; see mpp/data/samples.py.
 
     Nothing is kept on disk where nobody knows what the stream is read from.
 
     Args:
-        label: column of the labels, if the user named it.
+        label, key: column of the labels, if the user named it, and by which setting.
     """
-    label = find_label_column(label, shards.stream.features, describe(config))
+    label = find_label_column(label, shards.stream.features, describe(config), key)
     columns = [shards.image_column, *([label] if label else [])]
     needed = replace(shards, stream=shards.stream.select_columns(columns))
     features = datasets.Features(needed.stream.features | {POSITION: datasets.Value("int64")})
     identity = {"files": shards.files, "name": config.name, "of": config.split, "split": shards.split}
     identity |= {"shards": shards.numbers, "columns": [*features], "rows": limit, "seed": seed, "turns": SAMPLED_SHARDS}
-    rows = (row | {POSITION: position} for position, row in needed.sample(limit, seed))
+    rows = (row | {POSITION: position} for position, row in needed.sample(limit, seed, config.read_retries))
     if shards.files:
         kept = keep(rows, features, identity)
     else:

@@ -197,16 +197,19 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
     held_out = held_out_name(config, list(splits))
     train = splits[config.split]
     column = find_image_column(config, train.features)
-    parts = {config.split: (train, config.label_column)}
+    parts = {config.split: (train, config.label_column, "data.label_column")}
+    key, named = "data.eval_label_column", config.eval_label_column
     if held_out is not None:
-        parts[held_out] = (splits[held_out], config.eval_label_column or config.label_column)
-    for name, (rows, _) in parts.items():
+        parts[held_out] = (splits[held_out], named, key) if named else (splits[held_out], *parts[config.split][1:])
+    elif named:
+        raise UserError(f"{key} is {named}; it must be left out: what is held out is cut from {config.split}")
+    for name, (rows, *_) in parts.items():
         if len(rows) == 0:
             raise UserError(f"{describe(config)}: its split {name} has no images")
-    labels = number_labels([read_labels(rows, name, describe(config)) for rows, name in parts.values()])
+    labels = number_labels([read_labels(rows, name, describe(config), key) for rows, name, key in parts.values()])
     loaded = [
         ImageDataset(undecoded(rows.select_columns([column]), column), column, of_split, name)
-        for (name, (rows, _)), of_split in zip(parts.items(), labels, strict=True)
+        for (name, (rows, *_)), of_split in zip(parts.items(), labels, strict=True)
     ]
     if held_out is None:
         loaded = loaded[0].cut(config.eval_fraction, config.cut_seed, "held out")
@@ -232,6 +235,9 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
         return datasets.load_dataset("parquet", data_files=files, streaming=streaming)
     path = Path(config.path).expanduser()
+    is_local = path.exists() or "://" in config.path
+    allowed = f"left out: {config.path} is no dataset of the hub"
+    require(not is_local or config.revision is None, "data.revision", config.revision, allowed)
     looks_local = config.path.startswith((".", "/", "~")) or (config.path.count("/") > 1 and "://" not in config.path)
     if looks_local and not path.exists():
         raise UserError(f"data.path is {config.path}, which does not exist")
