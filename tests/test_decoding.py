@@ -158,6 +158,15 @@ def test_photographs_of_16_bits_are_seen_as_those_of_8():
     grey = RGB[..., 0]
     shallow, deep = (tiff(p, photometric="miniswhite") for p in (grey, grey.astype(np.uint16) * 257))
     assert torch.equal(decode(deep, ImagesConfig()), decode(shallow, ImagesConfig()).float())
+    scan = tiff(grey.astype(np.uint16) * 16, photometric="miniswhite")  # 12 bits in 16
+    found = decode(scan, ImagesConfig(range=(0.0, 4080.0)))
+    assert torch.equal(found, decode(shallow, ImagesConfig()).float())
+    without = grey == next(v for v in grey.flat if 255 - v in grey)  # a value, and not what it is the opposite of
+    config = ImagesConfig(channels=1, range=(0.0, 4080.0), nodata=float(grey[without][0]) * 16)
+    missing = decode(scan, config)[0]
+    assert len(missing[without].unique()) == 1 and torch.equal(missing[~without], found[0][~without])
+    with pytest.raises(UnreadableImage, match=r"opacity of floating-point pixels .*; data\.bands chooses"):
+        decode(tiff(rgba.astype(np.float32), **opacity), ImagesConfig(range=(0.0, 255.0)))
 
 
 def test_black_and_white():

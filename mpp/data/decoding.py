@@ -62,6 +62,7 @@ def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
 
 def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """The same with the values and the type that the file has."""
+    inverted = 0  # bits of values, of which 0 is white
     try:
         if isinstance(image, np.ndarray):
             check_size(image.shape if image.ndim > 1 else (1, *image.shape, 1), config)
@@ -71,12 +72,13 @@ def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
         elif image.startswith((NPY, ZIP)):
             found = bands_first(read_npy(image, config), config)
         elif image.startswith(TIFF):
-            found = read_tiff(image, config)
+            found, inverted = read_tiff(image, config)
         elif header := DEEP_PNG.match(image):
             found = read_deep_png(image, header, config)
         else:
             found = read_picture(image, config)
-        return as_asked(found, config)
+        found = as_asked(found, config)
+        return black_is_zero(found, config.limits() or [(0, 2**inverted - 1)]) if inverted else found
     except UnreadableImage:
         raise
     except UnidentifiedImageError:
@@ -140,8 +142,8 @@ def check_numbers(dtype: np.dtype) -> None:
         raise UnreadableImage(f"{dtype} values, which are no integers or floating-point numbers")
 
 
-def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
-    """A TIFF of 8 bits as a picture, where one is asked for; else its bands (n, H, W).
+def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
+    """A TIFF of 8 bits as a picture, where one is asked for; else its bands (n, H, W). And its bits where 0 is white.
 
     They are the samples of its first page, or its channels or pages where each has one sample. Of a picture, pages are
     frames, of which the first counts, and a sample may be opacity.
@@ -155,7 +157,7 @@ def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
         as_pil = as_picture(config) or page.bitspersample == 1  # of faxes, which older releases of tifffile do not read
         if as_pil and page.bitspersample <= 8 and "C" not in series.axes:
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
-                return read_picture(data, config)
+                return read_picture(data, config), 0
         check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
         if page.samplesperpixel > 1 or len(series.pages) == 1 or (as_picture(config) and "C" not in series.axes):
             check_size(page.shape, config)
@@ -167,15 +169,19 @@ def read_tiff(data: bytes, config: ImagesConfig) -> NDArray:
             pixels, axes = series.asarray(), series.axes
         opaque = not set(page.extrasamples or ()) & set(ALPHA)
         inverted = as_picture(config) and page.photometric == WHITE_IS_ZERO and pixels.dtype.kind == "u"
-        orientation = page.tags.valueof(ORIENTATION, 1)
+        orientation, bits = page.tags.valueof(ORIENTATION, 1), page.bitspersample if inverted else 0
     bands = next((axis for axis in "SC" if axis in axes), next((axis for axis in axes if axis not in "YX"), ""))
     first = tuple(slice(None) if axis in f"YX{bands}" else 0 for axis in axes)
     left = [axis for axis in axes if axis in f"YX{bands}"]
     pixels = pixels[first].transpose([left.index(axis) for axis in f"{bands}YX"])
     pixels = upright(pixels if bands else pixels[None], orientation)
-    if inverted:
-        pixels = np.iinfo(pixels.dtype).max - pixels
-    return pixels if opaque or not as_picture(config) else on_white(pixels)
+    return (pixels if opaque or not as_picture(config) else on_white(pixels, not inverted)), bits
+
+
+def black_is_zero(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
+    """Integers (C, H, W) from white to black, from black to white; limits: see `data.range`."""
+    low, high = (np.array(ends, np.float64)[:, None, None] for ends in zip(*limits, strict=True))
+    return np.clip(low + high - pixels, 0, high).astype(pixels.dtype)
 
 
 def upright(pixels: NDArray, orientation: int) -> NDArray:
@@ -185,11 +191,13 @@ def upright(pixels: NDArray, orientation: int) -> NDArray:
     return pixels[:, ::-1] if orientation in (3, 4, 7, 8) else pixels
 
 
-def on_white(pixels: NDArray) -> NDArray:
+def on_white(pixels: NDArray, white_is_most: bool = True) -> NDArray:
     """Integers (n + 1, H, W), the last of which is opacity, laid on white: (n, H, W)."""
+    if pixels.dtype.kind == "f":
+        raise UnreadableImage("opacity of floating-point pixels has no agreed range; data.bands chooses the others")
     most = np.iinfo(pixels.dtype).max
     opacity = pixels[-1] / most
-    return np.rint(pixels[:-1] * opacity + most * (1 - opacity)).astype(pixels.dtype)
+    return np.rint(pixels[:-1] * opacity + white_is_most * most * (1 - opacity)).astype(pixels.dtype)
 
 
 def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray:
