@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -31,7 +31,7 @@ from mpp.pretrain import Pretraining
 from mpp.reconstructions import as_rgb, as_seen
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.parsing import parse
-from mpp.training.checks import UNREADABLE, Facts, findings
+from mpp.training.checks import RECENT, UNREADABLE, Facts, findings
 from mpp.training.feed import Feed
 from mpp.training.loop import Update
 from mpp.training.run import settled, with_moments
@@ -66,7 +66,8 @@ def check(config: Config) -> Path:
         UserError: a setting or images with which the run would not begin either.
     """
     accelerator = start_alone(config.run, "a check is made")
-    config, folder = settled(config, accelerator), Path(config.run.dir)
+    precision, folder = config.run.precision, Path(config.run.dir)
+    config = settled(config, accelerator)
     check_owner(config, folder)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
     missing: Missing = {}
@@ -82,7 +83,7 @@ def check(config: Config) -> Path:
         sections = [
             Section("images", "The images", images_blocks(task, found)),
             Section("crops", "What a crop looks like", crops_blocks(task, seen)),
-            Section("cost", "Memory, time, disk", cost_blocks(config, layout, timing, missing)),
+            Section("cost", "Memory, time, disk", cost_blocks(config, precision, layout, timing, missing)),
             Section("usual", "What was ever searched", usual_blocks(config)),
             Section("settings", "Settings", settings_rows(config)),
             Section("machine", "Versions and machine", machine_blocks()),
@@ -155,11 +156,10 @@ def verdict_points(
     """What the run would be, in sentences."""
     points = [(f"{task.describe_images()}", Link("why", "#images"))]
     if found:
-        looked = found.training + found.held_out
         sizes = found.sizes.most_common(1)
         size = f", mostly {sizes[0][0][0]} x {sizes[0][0][1]} pixels" if sizes else ""
         broken = f"{len(found.broken)} of them cannot be decoded" if found.broken else "all of them can be decoded"
-        points.append((f"{looked:,} images were looked at{size}: {broken}", Link("why", "#images")))
+        points.append((f"{found.looked_at:,} images were looked at{size}: {broken}", Link("why", "#images")))
     waits = f", of which it waits {timing.waiting / timing.update:.0%} for images" if timing.waiting else ""
     cost = Link("why", "#cost")
     points.append((f"An update takes {timing.update:.3g} s here{waits}, and {timing.memory:.2g} GB of memory", cost))
@@ -175,9 +175,9 @@ def warnings(task: Pretraining, config: Config, found: Survey | None, timing: Ti
     """What is off before anything is trained: the same checks, by the same names, as while it trains."""
     optim, run = config.optim, config.run
     facts = Facts(run.steps, optim.global_batch_size, optim.lr, optim.warmup(run.steps), optim.clip, **task.facts())
-    waiting = [{"step": step, "speed/data_wait": timing.waiting / timing.update} for step in (1, 2, 3)]
+    waiting = [{"step": step, "speed/data_wait": timing.waiting / timing.update} for step in range(RECENT)]
     said = [f"{check}: {message}" for check, message in findings(waiting, facts)]
-    if found and len(found.broken) > UNREADABLE * max(1, found.training + found.held_out):
+    if found and len(found.broken) > UNREADABLE * found.looked_at:
         said.append(f"unreadable images: {len(found.broken)} of those looked at, such as {found.broken[0]}")
     if shutil.disk_usage(existing(Path(run.dir))).free < disk(config, timing):
         said.append(
@@ -248,8 +248,8 @@ def crops_blocks(task: Pretraining, seen: Sequence[Batch]) -> list:
     return [picture(sheet(rows, side=64), alt, f"{alt}: grey patches are masked, others are copied from elsewhere.")]
 
 
-def cost_blocks(config: Config, layout: BatchLayout, timing: Timing, missing: Missing) -> list:
-    """What an update takes here, what a GPU would need, and the whole run."""
+def cost_blocks(config: Config, precision: str, layout: BatchLayout, timing: Timing, missing: Missing) -> list:
+    """What an update takes here, what a GPU would need at the precision that is asked for, and the whole run."""
     rows = [
         ["an update", f"{timing.update:.4g} s"],
         ["of which it waits for images", f"{timing.waiting:.4g} s"],
@@ -260,7 +260,8 @@ def cost_blocks(config: Config, layout: BatchLayout, timing: Timing, missing: Mi
         ["the run folder", f"{disk(config, timing) / 1e9:.3g} GB"],
     ]
     try:
-        peak = peak_memory(config, layout.batch_size, layout.accumulation_steps)
+        on_gpu = replace(config, run=replace(config.run, precision=precision))
+        peak = peak_memory(on_gpu, layout.batch_size, layout.accumulation_steps)
         rows.append(["on a GPU, counted: the peak of an update", f"{peak['total'] / 1e9:.3g} GB (mpp memory)"])
     except Exception as error:  # torch's tracker does not know every model
         missing["Memory on a GPU"] = f"it cannot be counted ({type(error).__name__})"

@@ -155,7 +155,9 @@ def embed(config: EmbedConfig) -> Path:
 def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
     """What a table is of: settings, weights and images."""
     kept = ("random", "img_size", "precision", "representation", "depth")
-    data = {name: getattr(config.data, name) for name in ("channels", "bands", "range", "nodata", "eval_crop")}
+    data = {
+        name: getattr(config.data, name) for name in ("channels", "bands", "range", "nodata", "max_pixels", "eval_crop")
+    }
     weights = fingerprint(Path(config.checkpoint or config.encoder))
     if config.random or not weights:
         kept += ("encoder", "seed")

@@ -42,7 +42,7 @@ from mpp.frozen_features import extract, pool
 from mpp.models.encoder import export_encoder, load_encoder, set_attention
 from mpp.runtime.disk import aside_of
 from mpp.runtime.launch import command, start_alone
-from mpp.runtime.weights import fingerprint
+from mpp.runtime.weights import encoder_folder, fingerprint
 
 MOST = 1e-4  # difference from PyTorch's numbers that is rounding
 CONFIG, WEIGHTS = "config.json", "model.safetensors"  # of timm's layout
@@ -77,16 +77,21 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         images: some, as they go in.
     """
     height, width = encoder.img_size
-    run = run_folder(config.encoder) or Path(config.encoder)
-    weights = Path(config.checkpoint).name if config.checkpoint else fingerprint(Path(config.encoder))
-    cards = () if config.random or config.checkpoint else (run / "encoder/README.md", run / "README.md")
-    card = next(filter(Path.is_file, cards), None)
+    path = Path(config.encoder)
+    run = run_folder(config.encoder) or path
+    card = None
+    if config.random:
+        weights = f"random, seed {config.seed}"
+    elif config.checkpoint or not path.exists():
+        weights = Path(config.checkpoint).name if config.checkpoint else config.encoder  # timm's name, or the hub's
+    else:
+        weights, card = fingerprint(path), encoder_folder(path) / "README.md"
     kind = "from 0 to 255" if config.normalize else "(pixels / 255 - mean) / std"
     out = {"tokens": "(batch, tokens, width)"}.get(config.representation, "(batch, width)")
     about = {
         "mpp": version("mpp"),
         "encoder": run.name,
-        "weights": f"random, seed {config.seed}" if config.random or not weights else weights,
+        "weights": weights,
         "architecture": encoder.model.pretrained_cfg.get("architecture"),
         "img_size": [height, width],
         "channels": encoder.channels,
@@ -104,7 +109,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         about |= {"output": f"features {out} float32"}
     if hasattr(encoder.model, "num_prefix_tokens"):
         about |= {"prefix_tokens": encoder.model.num_prefix_tokens, "grid": list(grid_of(encoder.model))}
-    return about | {"card": card.read_text() if card else ""}
+    return about | {"card": card.read_text() if card and card.is_file() else ""}
 
 
 def write_onnx(module: Exported, images: Tensor, config: ExportConfig, file: Path, about: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ accuracy, by which to choose between fine-tunings.
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,12 @@ from evaluation.suite.networks import HeadedEncoder, zero_head
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import parse_with_images
 from mpp.config import require
-from mpp.data.views import BatchLayout, ViewDataset
+from mpp.data.views import Batch, BatchLayout, ViewDataset
 from mpp.errors import Diverged, UserError
 from mpp.models.encoder import checkpoint_activations
 from mpp.runtime.launch import command
 from mpp.runtime.weights import fingerprint
+from mpp.training.checkpoint import Cursors
 from mpp.training.run import train
 from mpp.training.tracking import Tracker, last_evaluation, last_scalars
 
@@ -70,10 +71,13 @@ class Finetuning(Classification):
         """The training images that are left out, as they are evaluated on."""
         return self.left_out and self.evaluation.add(self.views(self.left_out))
 
+    def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
+        self.spare  # noqa: B018  as `judged`
+        return super().batches(start, cursors)
+
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        _, spare = self.judged, self.spare  # loader processes know the sets that are there at the first batch
         found = super().evaluate(model, step, tracker)
-        return found | ({"dev/accuracy": self.judge(model, spare, tracker)["accuracy"]} if spare else {})
+        return found | ({"dev/accuracy": self.judge(model, self.spare, tracker)["accuracy"]} if self.spare else {})
 
 
 def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[str, float]:

@@ -31,6 +31,8 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
         images: of a forward pass, on one GPU that holds the whole model (not sharded).
         passes: forward passes of an update; from the second one on the gradients are there.
     """
+    if config.model.attention == "auto":
+        config = replace(config, model=replace(config.model, attention="fused"))  # as on a GPU
     with torch.device("meta"):
         model, objective = build_model(config)
     grid, patch_size = cell_grid(model.encoder)
@@ -75,8 +77,6 @@ def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count as the command line, or `arguments`, say."""
     config = parse(Config, arguments, prog="python evaluation/memory.py")
-    if config.model.attention == "auto":
-        config = replace(config, model=replace(config.model, attention="fused"))  # as on a GPU
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
     images, passes = layout.batch_size, layout.accumulation_steps
     found = peak_memory(config, images, passes)

@@ -47,7 +47,7 @@ from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.randomness import FIXED
-from mpp.runtime.weights import run_of
+from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import progress_bar
 
@@ -95,7 +95,7 @@ class Subject(NamedTuple):
 def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     """Original, corrupted, predicted and true patches of held-out images, and the entropy of what is predicted."""
     config = subject.config
-    if config.random or config.checkpoint or not is_pretraining(subject.run):
+    if config.random or config.checkpoint or not is_pretraining(subject.run) or Path(config.encoder).name == BEST:
         raise Unavailable("only the folder of a pre-training run has the head that predicts")
     try:
         task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)

@@ -75,9 +75,11 @@ def extract_features(
     size, device = tuple(built_for or wanted["input_size"])[-2:], next(encoder.parameters()).device
     crops = torch.stack([centre_crop(to_pixels(each, config), size, wanted["crop_pct"]) for each in images])
     normalize = Normalize(wanted["mean"], wanted["std"]).to(device)
-    found = []
+    found, training = [], encoder.training
+    encoder.eval()  # timm builds models in train mode
     for batch in crops.split(AT_ONCE):
         found += features_at(encoder, normalize(batch.to(device)), [len(stages(encoder))], representation)
+    encoder.train(training)
     return torch.cat(found).cpu()
 
 

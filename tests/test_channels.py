@@ -348,10 +348,11 @@ def test_color_operations_round_what_is_deeper_than_8_bits():
 def test_features_of_images_in_memory(pretrain, four, bands):
     folder = pretrain(*four, "--model.img_size=[16,32]")
     _, held_out = load_image_datasets(SourceConfig(path=str(bands), channels=4, eval_split="test"))
-    encoder = mpp.load_encoder(folder)
+    encoder = mpp.load_encoder(folder, drop_path_rate=0.9)
     images = torch.stack([held_out.decode(i, DataConfig(channels=4, range=(0.0, 16000.0))) for i in range(3)])
     found = mpp.extract_features(encoder, images)
     assert found.shape == (3, 16)
+    assert torch.equal(mpp.extract_features(encoder.train(), images), found) and encoder.training  # as timm builds them
     with pytest.raises(UserError, match=r"a tensor \(B, 4, H, W\), of torch\.uint8 or from 0 to 255"):
         mpp.extract_features(encoder, images[:, :3])
     with pytest.raises(UserError, match="up to"):

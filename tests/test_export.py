@@ -1,7 +1,9 @@
 """Encoders as files for elsewhere: the same numbers as PyTorch's, for every kind, and what is refused."""
 
 import json
+import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,8 +68,16 @@ def test_a_card_goes_with_the_weights_that_it_is_of(finished_run, tmp_path):
         written = tmp_path / "encoder.safetensors"
         assert written.stat().st_mode == written.with_name("encoder.safetensors.json").stat().st_mode
     named = ExportConfig(encoder="vit_tiny_patch16_224", checkpoint=str(file), format="safetensors")
-    about = export.describe_file(named, load_frozen(str(finished_run)), torch.zeros(0))
+    frozen = load_frozen(str(finished_run))
+    about = export.describe_file(named, frozen, torch.zeros(0))
     assert about["weights"] == "model.safetensors" and not about["card"]
+    best = shutil.copytree(finished_run, tmp_path / "run") / "encoder_best"
+    (best.parent / "encoder").rename(best)
+    (best / "README.md").write_text("the best")
+    shutil.copytree(finished_run / "encoder", best.parent / "encoder")
+    for encoder, weights, card in ((str(best), fingerprint(file), "the best"), ("vit_tiny_patch16_224",) * 2 + ("",)):
+        about = export.describe_file(replace(named, encoder=encoder, checkpoint=None), frozen, torch.zeros(0))
+        assert (about["weights"], about["card"]) == (weights, card)
 
 
 def test_all_tokens_of_normalized_images_of_another_size_one_at_a_time(finished_run, tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, encoded, picture
@@ -18,6 +19,7 @@ from evaluation.suite.findings import Question, write_findings
 from evaluation.suite.page import Link, Page, Section, Table, Text, render
 from evaluation.suite.page import picture as as_picture
 from mpp import pretrain as command
+from mpp.config import Config
 from mpp.errors import UserError
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--images=2", "--compared=12")
@@ -249,7 +251,7 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     folder = pretrain("--run.check=true", *images, without="--optim.warmup")
     said = capsys.readouterr().out
     for words in (
-        *("26 images were looked at, mostly 40 x 48 pixels: 1 of them cannot be decoded", "An update takes "),
+        *("27 images were looked at, mostly 40 x 48 pixels: 1 of them cannot be decoded", "An update takes "),
         *("4 updates take", "GB are free", "look at: duplicates across the cut: 100%", "look at: a long warm-up"),
         *("look at: unreadable images: 1", "run.steps is 4, outside of what was ever searched here (400 to 8000)"),
     ):
@@ -259,6 +261,13 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     assert "Nearly the same image in both" in words and [path.name for path in folder.iterdir()] == ["check.html"]
     pretrain(*images, without="--optim.warmup")
     assert (folder / "encoder").is_dir() and (folder / "check.html").is_file()
+
+
+def test_a_check_warns_of_loading_that_is_slow():
+    task = SimpleNamespace(facts=lambda: {})
+    for waiting, warns in ((0.5, True), (0.2, False)):
+        said = check.warnings(task, Config(), None, check.Timing(1.0, waiting, 1.0, 1.0))
+        assert any(each.startswith("waiting for data: training waits for images 50%") for each in said) == warns
 
 
 def test_a_check_with_images_that_are_not_there_is_one_line(tmp_path):

@@ -100,6 +100,8 @@ def test_shares_of_patches_are_counted():
     (shares,) = class_shares(mask, (2, 2), 3, 255)
     expected = [[[0.75, 0, 0.25], [0, 0.25, 0]], [[0, 1, 0], [0.25, 0, 0.75]]]
     assert shares[0].tolist() == expected
+    (shares,) = class_shares(mask % 255, (2, 2), 3, None)
+    assert shares[0].tolist() == [[[0.75, 0, 0.25], [0.75, 0.25, 0]], *expected[1:]]
 
 
 def some_features(seed: int = 0) -> PatchFeatures:

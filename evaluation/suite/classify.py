@@ -1,6 +1,6 @@
 """Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED
+from mpp.training.checkpoint import Cursors
 from mpp.training.flops import executed_flops
 from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker
@@ -86,6 +87,10 @@ class Classification(ImageTask):
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"accuracy": float(sums["right"] / sums["images"])}
+
+    def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
+        self.judged  # noqa: B018  loader processes know the sets that are there when they start
+        return super().batches(start, cursors)
 
     @cached_property
     def judged(self) -> ViewDataset:

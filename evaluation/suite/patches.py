@@ -26,7 +26,16 @@ from evaluation.suite.run_images import positions
 from mpp.config import ImagesConfig, require
 from mpp.data.decoding import FORMATS, UnreadableImage, check_size
 from mpp.data.images import centre_crop
-from mpp.data.sources import BIRDS, ImageDataset, contents, describe, load_image_datasets, load_splits, undecoded
+from mpp.data.sources import (
+    BIRDS,
+    ImageDataset,
+    contents,
+    describe,
+    held_out_name,
+    load_image_datasets,
+    load_splits,
+    undecoded,
+)
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UserError
@@ -139,12 +148,13 @@ def load_masked(data: MaskedDataConfig) -> tuple[Masked, Masked]:
     """Images with masks to learn from, and those that are held out.
 
     Raises:
-        UserError: no such column.
+        UserError: no such split or column.
     """
     if data.path is None:
         return birds_with_outlines(data)
     splits = load_splits(data)
-    features = splits[data.split].features if data.split in splits else {}
+    held_out_name(data, list(splits))  # refuses a split that is not there
+    features = splits[data.split].features
     images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     others = [name for name in images if name != data.mask_column]
     if data.image_column is None and len(others) == 1:
@@ -254,7 +264,7 @@ def class_shares(
     """Which share of each patch is of each class, (b, h, w, C) by blocks of images; ignored pixels are of none."""
     for block in torch.from_numpy(masks).split(max(1, NUMBERS // (classes * masks[0].size))):
         numbers = block.long()
-        counted = numbers != ignore_index
+        counted = numbers != (-1 if ignore_index is None else ignore_index)
         one_hot = F.one_hot(numbers.where(counted, 0), classes) * counted[..., None]
         yield F.adaptive_avg_pool2d(one_hot.movedim(-1, 1).float(), grid).movedim(1, -1)
 

@@ -49,9 +49,9 @@ class Survey:
     """What was found."""
 
     training: int = 0
-    """Training images looked at."""
+    """Training images looked at that can be decoded."""
     held_out: int = 0
-    """Held-out images looked at."""
+    """Held-out images looked at that can be decoded."""
     broken: list[str] = field(default_factory=list)
     """Images that cannot be decoded, and why."""
     sizes: Counter = field(default_factory=Counter)
@@ -68,6 +68,11 @@ class Survey:
     classes: dict[str, float] = field(default_factory=dict)
     """Class -> its share of the labelled training images."""
 
+    @property
+    def looked_at(self) -> int:
+        """Images looked at, the broken ones with them."""
+        return self.training + self.held_out + len(self.broken)
+
 
 KNOWN: dict[tuple, Survey] = {}  # runs of one process are often on the same images
 
@@ -75,7 +80,7 @@ KNOWN: dict[tuple, Survey] = {}  # runs of one process are often on the same ima
 def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, seconds: float = 10.0) -> Survey:
     """Look at a seeded choice of the images, for so many seconds at most; once in the life of a process."""
     read = (data.channels, data.bands, data.range, data.nodata, data.max_pixels, data.cut_seed)
-    key = (train.rows._fingerprint, held_out.rows._fingerprint, *read, seconds)
+    key = (train.rows._fingerprint, held_out.rows._fingerprint, *read)
     if key not in KNOWN:
         KNOWN[key] = look(train, held_out, data, seconds)
     return KNOWN[key]
