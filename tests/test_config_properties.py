@@ -146,9 +146,11 @@ def test_a_warm_up_ends_before_its_run(config_class):
 
 MAE = ["--network.name=autoencoder", "--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
 STUDENT = ["--distill.teacher={teacher}"]
+PER_PATCH = ["--objective.name=pixels", "--objective.normalize=patch"]
 NEED = [  # a command, a setting, beside what it has no effect, beside what it has one (None: there is nothing)
     (Config, "objective.normalize=patch", [[], ["--objective.name=hog"]], ["--objective.name=pixels"]),
     (Config, "objective.loss=l1", [[], ["--objective.name=grid_color"]], ["--objective.name=hog"]),
+    (Config, "objective.bits=2", [["--objective.name=hog"], PER_PATCH], ["--objective.name=pixels"]),
     (Config, "objective.grid=2", [[], ["--objective.name=pixels"]], ["--objective.name=grid_color"]),
     (Config, "objective.cell=4", [[]], ["--objective.name=hog"]),
     (Config, "corruption.block=3", [[], ["--corruption.pattern=blockwise"]], ["--corruption.pattern=blocks"]),
@@ -173,6 +175,8 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (SupervisedConfig, "distill.weight=0.3", [[]], STUDENT),
     (SupervisedConfig, "distill.teacher_sha256=abc", [[]], STUDENT),
     (ContrastiveConfig, "views.jitter_probability=0.5", [["--views.jitter=0"]], []),
+    (FinetuneConfig, "checkpoint=w.safetensors", [["--init=random"]], []),
+    (LinearConfig, "checkpoint=w.safetensors", [["--random=true"]], []),
     (LinearConfig, "lr=0.1", [[]], ["--solver=sgd"]),
     (LinearConfig, "epochs=3", [[]], ["--solver=sgd"]),
     (LinearConfig, "sgd_batch_size=3", [[]], ["--solver=sgd"]),

@@ -53,7 +53,7 @@ class WhichEncoderConfig:
     encoder: str = "runs/birds"
     """Run folder, encoder folder, hf-hub:NAME, timm model name (with its published weights), floor:pixels or
     floor:colors."""
-    checkpoint: str | None = None
+    checkpoint: str | None = needs(None, random=False)
     """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
     random: bool = False
     """Take the architecture with random weights: the floor that pre-training has to beat."""
@@ -183,5 +183,8 @@ class ReportConfig(EncoderConfig):
     """At most so many held-out images are neighbours of each other, and on the map."""
 
     def __post_init__(self):
+        for name in ("checkpoint", "random", "seed", "img_size"):
+            value = getattr(self, name)
+            require(value == getattr(EncoderConfig, name), name, value, "left out: a report is of a run's own encoder")
         require(self.images >= 1, "images", self.images, "at least 1")
         require(self.compared >= 2, "compared", self.compared, "at least 2")

@@ -91,7 +91,7 @@ class FinetuneConfig:
 
     encoder: str = "runs/birds"
     """Run folder, encoder folder, hf-hub:NAME, or timm model name (with its published weights)."""
-    checkpoint: str | None = None
+    checkpoint: str | None = needs(None, init="encoder")
     """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
     init: Literal["encoder", "random"] = "encoder"
     """random: the same architecture and recipe from random weights."""

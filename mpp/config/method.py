@@ -73,7 +73,7 @@ class ObjectiveConfig:
     (data2vec), or 1 less the cosine (EVA), which is for features. null: l2, of features smooth_l1."""
     normalize: Literal["none", "patch"] = needs("none", name="pixels")
     """patch: of pixels, each patch is predicted less its own mean and over its own deviation (MAE)."""
-    bits: int = 3
+    bits: int = needs(3, name=("mean_color", "grid_color", "pixels"), normalize="none")
     """Bits per channel of the colour objectives and of every accuracy: 3 bits of RGB are 512 colours. Of all channels
     together it is 12 at most, but where each has its own softmax."""
     factorized: bool = needs(False, name=("mean_color", "grid_color"))

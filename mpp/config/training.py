@@ -74,7 +74,8 @@ class OptimConfig:
     global_batch_size: int = 32
     """Images per update over all processes, which share them out; accumulation follows from data.batch_size."""
     weight_decay: float = 0.1
-    """Weight decay, times the learning rate; none on biases, norms, tokens and position embeddings."""
+    """Weight decay, times the learning rate; sgd's is L2, which momentum adds up (0.9: tenfold). None on biases, norms,
+    tokens and position embeddings."""
     layer_decay: float | None = None
     """Each layer's learning rate, as a share of that of the layer above it (BEiT and MAE fine-tune with 0.65 to 0.75).
     null: one rate for all."""

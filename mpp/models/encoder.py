@@ -221,10 +221,10 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
     path = Path(config.init_from)
     folder = path.parent if path.suffix == ".safetensors" else encoder_folder(path)
     for name, own in zip(("mean", "std"), config.normalization(channels), strict=True):
-        theirs = trained_on(folder, name) if getattr(config, name) != "auto" else None  # which is measured later
+        theirs = trained_on(folder, name)
         other = theirs and len(theirs) == len(own) and any(abs(a - b) > 1e-6 for a, b in zip(theirs, own, strict=True))
         if other and os.environ.get("RANK", "0") == "0":
-            print(f"note: model.{name} is {list(own)}, and {path} learned with {list(theirs)}; give model.{name} that")
+            print(f"note: model.{name} is {list(own)}, and {path} learned with {list(theirs)}")
 
 
 def of_these_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
