@@ -271,6 +271,13 @@ def test_a_page_says_what_was_measured(page, comparisons):
         ), row
 
 
+@pytest.mark.parametrize("page", [RESULTS / "when_it_pays.md", ROOT / "README.md"], ids=lambda page: page.stem)
+def test_the_answer_in_words_says_what_was_measured(page):
+    (answer,) = (part for part in page.read_text().split("\n\n") if part.startswith("**On CIFAR-10 "))
+    said = ACCURACY.findall(answer.replace("\n", " "))
+    assert len(said) >= 3 and {*said} <= {each for of in accuracies("cifar10").values() for each in of.values()}
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)
 def test_published_results_are_found_by_their_digests(path, tmp_path):
     """So `extends` computes none of them again."""
