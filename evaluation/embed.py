@@ -1,15 +1,16 @@
-"""The features of all images of a dataset, as a table for a data base or a notebook.
+"""The features of all images of a dataset, as a table for a database or a notebook.
 
     python evaluation/embed.py --encoder runs/birds --data.path FOLDER --out features.parquet
 
 A row for each image: `file`, `split`, `features` (as many float32 as the encoder is wide) and `error`. An image that
-cannot be decoded has no features, and its error says why. The same command goes on where it was broken off.
+cannot be decoded has no features, and its error says why. The same command goes on where it was broken off. With
+`--representation logits` the features are what a trained classifier says of each class.
 """
 
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils.data import Dataset
 from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, encoder_of
 from evaluation.suite.run_images import parse_with_images
+from evaluation.suite.teachers import Teacher, classifier_at
 from mpp.config import RunConfig, require
 from mpp.data.decoding import UnreadableImage
 from mpp.data.images import Size, centre_crop
@@ -77,21 +79,39 @@ def all_images(data: ProbeDataConfig) -> list[ImageDataset]:
     ]
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What is computed of images (B, C, H, W): numbers (B, D)."""
+
+    of: Callable[[Tensor], Tensor]
+    img_size: Size
+
+
+def computed(encoder: FrozenEncoder | ColorFloor, config: EmbedConfig, accelerator: Accelerator) -> Computed:
+    """The features that are asked for, or the logits of the run.
+
+    Raises:
+        UserError: no such depth, or no run of a classifier.
+    """
+    if config.representation == "logits":
+        teacher = Teacher(*classifier_at(config.encoder, config.data.channels, "encoder")[:2])
+        return Computed(teacher.to(accelerator.device), teacher.img_size)
+    deepest = len(encoder.stages)
+    require(config.depth == "last" or 1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}")
+    depths = [deepest if config.depth == "last" else config.depth]
+    return Computed(lambda images: encoder(images, config.representation, depths)[0], encoder.img_size)
+
+
 def features_of(
-    encoder: FrozenEncoder | ColorFloor,
-    dataset: ImageDataset,
-    chosen: range,
-    config: EmbedConfig,
-    accelerator: Accelerator,
+    numbers: Computed, dataset: ImageDataset, chosen: range, config: EmbedConfig, accelerator: Accelerator
 ) -> Iterator[tuple[list[int], np.ndarray, list[str]]]:
     """Indices, features (B, D) and errors of some images, by batches."""
-    depth = len(encoder.stages) if config.depth == "last" else config.depth
-    views = OrBroken(dataset, config.data, encoder.img_size)
+    views = OrBroken(dataset, config.data, numbers.img_size)
     size = config.data.batch_size or 64
     batches = [list(chosen[first : first + size]) for first in range(0, len(chosen), size)]
     for indices, (images, errors) in zip(batches, loader(views, batches, together), strict=True):
         with torch.no_grad(), accelerator.autocast():
-            (found,) = encoder(images.to(accelerator.device), config.representation, [depth])
+            found = numbers.of(images.to(accelerator.device))
         yield indices, found.float().cpu().numpy(), errors
 
 
@@ -133,8 +153,7 @@ def embed(config: EmbedConfig) -> Path:
     run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run, "a table is written")
     encoder = encoder_of(config).to(accelerator.device)
-    deepest = len(encoder.stages)
-    require(config.depth == "last" or 1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}")
+    numbers = computed(encoder, config, accelerator)
     crop = config.data.eval_crop or encoder.crop_pct
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=crop))
     splits = all_images(config.data)
@@ -144,7 +163,7 @@ def embed(config: EmbedConfig) -> Path:
     is_done(out, about)  # what is refused leaves no folder
     with hold(parts, "out"), deaths_explained():
         if not is_done(out, about):
-            join(write_parts(parts, encoder, splits, config, accelerator, about), out)
+            join(write_parts(parts, numbers, splits, config, accelerator, about), out)
     shutil.rmtree(parts, ignore_errors=True)
     errors = pq.read_table(out, columns=["error"])["error"]
     broken = len(errors) - errors.null_count
@@ -175,7 +194,7 @@ def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, A
 
 def write_parts(
     folder: Path,
-    encoder: FrozenEncoder | ColorFloor,
+    numbers: Computed,
     splits: Sequence[ImageDataset],
     config: EmbedConfig,
     accelerator: Accelerator,
@@ -191,7 +210,7 @@ def write_parts(
                 files.append(file)
                 if not is_of(file, about):
                     aside = file.with_suffix(".partial")
-                    found = features_of(encoder, dataset, chosen, config, accelerator)
+                    found = features_of(numbers, dataset, chosen, config, accelerator)
                     pq.write_table(table_of(counted(found, bar), dataset, about), aside)
                     aside.replace(file)
                 else:

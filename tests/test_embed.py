@@ -1,5 +1,7 @@
 """Features as a table: the encoder's own, broken images named, resumed to the same rows."""
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -8,7 +10,11 @@ from conftest import encoded, picture
 from PIL import Image
 
 import mpp
-from evaluation import embed
+from evaluation import embed, finetune
+from evaluation.suite.teachers import classifier_at
+from mpp.config import ImagesConfig
+from mpp.data.decoding import decode
+from mpp.data.images import centre_crop
 from mpp.errors import UserError
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
@@ -107,6 +113,25 @@ def test_weights_count_and_neither_their_folder_nor_a_seed_that_nothing_draws(im
     embed.main([f"--encoder={moved}", "--seed=1", *words])
     with pytest.raises(UserError, match="it must be a new file"):
         embed.main([f"--encoder={moved}", "--random=true", *words])
+
+
+def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run, tmp_path):
+    (images / "cat" / "broken.png").unlink()
+    words = ["--data.eval_fraction=0.3", "--lrs=0.1", "--run.steps=3", "--data.workers=0", "--run.threads=1"]
+    tuned, file = tmp_path / "tuned", tmp_path / "logits.parquet"
+    finetune.main([f"--encoder={finished_run}", f"--data.path={images}", f"--run.dir={tuned}", *words])
+    words = [f"--data.path={images}", f"--out={file}", "--representation=logits", *FAST]
+    embed.main([f"--encoder={tuned / 'lr_0.1'}", *words])
+    rows = pq.read_table(file).to_pylist()
+    network, size, classes = classifier_at(str(tuned / "lr_0.1"), 3, "encoder")
+    for row in rows[::5]:
+        image = centre_crop(decode(Path(row["file"]).read_bytes(), ImagesConfig()), size, 0.875)
+        expected = network.eval()(image[None].float())[0].detach()
+        assert len(row["features"]) == classes == 2 and np.allclose(row["features"], expected, atol=1e-5)
+    with pytest.raises(UserError, match=r"encoder is .*; it must be the folder of a finished supervised or fine-tuned"):
+        embed.main([f"--encoder={finished_run}", *words])
+    with pytest.raises(UserError, match="representation is logits; it must be another one beside depth"):
+        embed.main([f"--encoder={tuned / 'lr_0.1'}", *words, "--depth=1"])
 
 
 def test_images_of_one_type_and_broken_ones_make_a_batch():

@@ -90,8 +90,9 @@ class FeaturesConfig(EncoderConfig):
 class EmbedConfig(EncoderConfig):
     """The features of all images of a dataset, as a table."""
 
-    representation: Representation = "mean"
-    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    representation: Literal["class", "mean", "both", "logits"] = "mean"
+    """`class` token, `mean` of the patches, or `both`. Or the `logits` of a supervised or fine-tuned run: what its head
+    says of each class."""
     depth: int | Literal["last"] = "last"
     """After how many blocks. last: the encoder's output."""
     out: str = operational("features.parquet")
@@ -102,6 +103,9 @@ class EmbedConfig(EncoderConfig):
 
     def __post_init__(self):
         require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
+        as_trained = (self.depth, self.checkpoint, self.random, self.img_size) == ("last", None, False, None)
+        allowed = "another one beside depth, checkpoint, random or img_size: logits are of a run as it was trained"
+        require(as_trained or self.representation != "logits", "representation", "logits", allowed)
 
 
 @dataclass(frozen=True)

@@ -63,38 +63,47 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Teac
     folder = Path(config.teacher)
     found, known = fingerprint(folder), config.teacher_sha256
     require(found == known, "distill.teacher_sha256", known, f"{found}, that of {folder}, or null")
-    run = run_folder(config.teacher)
-    network, img_size, own = classifier_of_timm(folder, channels) if run is None else classifier_of_run(run, channels)
+    network, img_size, own = classifier_at(config.teacher, channels, SETTING)
     if own != classes:
         raise UserError(f"{SETTING} is {folder}, which knows {own} classes; these images have {classes}")
     return Teacher(network, img_size)
 
 
-def classifier_of_timm(folder: Path, channels: int) -> Classifier:
+def classifier_at(encoder: str, channels: int, setting: str) -> Classifier:
+    """A run's or timm's; `channels` of the images, and `setting` that names it.
+
+    Raises:
+        UserError: no classifier there, or one of other channels.
+    """
+    run = run_folder(encoder)
+    return classifier_of_timm(encoder, channels, setting) if run is None else classifier_of_run(run, channels, setting)
+
+
+def classifier_of_timm(folder: str, channels: int, setting: str) -> Classifier:
     """What timm's own folder has, with its head."""
-    model = create(str(folder), num_classes=None)
+    model = create(folder, num_classes=None)
     classes = getattr(model, "num_classes", 0)
-    require(classes > 0, SETTING, folder, A_TEACHER)
+    require(classes > 0, setting, folder, A_TEACHER)
     if not uses_gpu():
         set_attention(model, fused=False)
     frozen = FrozenEncoder(model)
-    check_channels(frozen, channels, SETTING)
+    check_channels(frozen, channels, setting)
     return nn.Sequential(frozen.normalize, model), frozen.img_size, classes
 
 
-def classifier_of_run(run: Path, channels: int) -> Classifier:
+def classifier_of_run(run: Path, channels: int, setting: str) -> Classifier:
     """What a run with labels came to. encoder/ has no head: it is in the newest checkpoint."""
-    require(learned_labels(str(run)) is not None, SETTING, run, A_TEACHER)
+    require(learned_labels(str(run)) is not None, setting, run, A_TEACHER)
     checkpoints = complete_checkpoints(run)[-1:]
     whole = bool(checkpoints) and not damaged_files(checkpoints[0])
-    require(whole, SETTING, run, "a run whose newest checkpoint is there and whole: the head is in it")
+    require(whole, setting, run, "a run whose newest checkpoint is there and whole: the head is in it")
     saved, classes, frozen = saved_settings(run), outputs_of(checkpoints[0] / MODEL), load_frozen(str(run))
-    check_channels(frozen, channels, SETTING)
+    check_channels(frozen, channels, setting)
     network = as_trained(frozen, saved, classes)
     restore_trained(run, network, OptimConfig(**saved["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the digest is of these
     same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
-    require(same, SETTING, run, "a run whose newest checkpoint has the weights of its encoder/")
+    require(same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
     return network, frozen.img_size, classes
 
 
