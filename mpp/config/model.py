@@ -36,8 +36,8 @@ class ModelConfig:
     """Where learned, learned_2d and sincos_2d are added (paper, Table 8). stem: once, before the blocks; every: to the
     input of each block, each block its own; every_shared: the same to each."""
     stride: int | None = None
-    """Pixels from one patch to the next, a divisor of the patch size: smaller, and patches overlap (paper, section 3).
-    Then whole cells of pixels are corrupted, as large as a patch, and predicted. null: the patch size."""
+    """Pixels from one patch to the next, a divisor of the patch size: smaller, and patches overlap. Then whole
+    cells of pixels are corrupted, as large as a patch, and predicted. null: the patch size."""
     mixing: Literal["full", "axial"] = "full"
     """axial: each block is two, attention along rows with its MLP, and along columns with another (paper, D.6). There
     is no [class] then; the mean of the patches is the feature."""

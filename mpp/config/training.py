@@ -86,7 +86,8 @@ class OptimConfig:
     clip: float | None = 1.0
     """Largest global norm of the gradient. null: no clipping."""
     average: float | None = None
-    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. null: none."""
+    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. After t updates
+    it is at most (1 + t) / (10 + t), so that first weights are forgotten. null: none."""
 
     def warmup(self, steps: int) -> int:
         """Updates of warm-up in a run of so many."""

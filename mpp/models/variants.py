@@ -22,7 +22,7 @@ __all__ = ["VariantViT"]  # timm adds the models that are registered here
 
 
 class OverlappingPatchEmbed(PatchEmbed):
-    """Patches that overlap: they are `stride` pixels apart, which is a divisor of their side (paper, section 3.1)."""
+    """Patches that overlap: they are `stride` pixels apart, which is a divisor of their side."""
 
     def __init__(self, *args: Any, stride: int, **options: Any):
         self.stride = stride
