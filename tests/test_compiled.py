@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
-from conftest import TINY, read_metrics
+from conftest import ROOT, TINY, read_metrics
 from server import Command
 from torch._dynamo.utils import counters
 
@@ -30,6 +32,29 @@ def as_one_graph(folder, dies_at=None):
         return result
 
     Update.__call__ = noted
+
+
+SIGNALLED = """
+import subprocess, torch
+from mpp.training.parallel import start_compilers
+from torch._inductor.async_compile import AsyncCompile
+
+start_compilers(torch.device("cuda"))  # the processes need no GPU
+compilers = AsyncCompile.process_pool()
+compilers.process.terminate()
+try:
+    compilers.process.wait(2)
+except subprocess.TimeoutExpired:
+    print("alive")
+compilers.shutdown()
+"""
+
+
+@pytest.mark.faults
+def test_the_signal_of_a_launcher_does_not_end_compilers():
+    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", SIGNALLED], env=env, capture_output=True, text=True)
+    assert ended.stdout == "alive\n", ended.stderr
 
 
 @pytest.mark.faults

@@ -3,6 +3,7 @@
 import os
 import platform
 import resource
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -16,7 +17,7 @@ from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfi
 from mpp.config import Config, RunConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime import launch
-from mpp.runtime.hardware import bf16_is_native, uses_gpu
+from mpp.runtime.hardware import arithmetic, bf16_is_native, uses_gpu
 from mpp.runtime.launch import (
     check_address,
     check_promise,
@@ -28,6 +29,7 @@ from mpp.runtime.launch import (
 from mpp.runtime.parsing import known_keys
 from mpp.training.loop import Update
 
+OWN = "10.0.0.2"  # an address of this machine
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -198,23 +200,31 @@ def test_a_process_that_others_wait_for_is_said_to_be_gone(message, said):
 
 
 @pytest.mark.parametrize(
-    ("address", "environment", "refused"),
+    ("addresses", "environment", "refused"),
     [
-        ("127.0.1.1", {}, True),  # Debian's default
-        ("10.0.0.2", {}, False),
-        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
-        ("127.0.1.1", {"LOCAL_WORLD_SIZE": "4"}, False),  # one machine
-        ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}, False),
+        (["127.0.1.1"], {}, r"resolves to 127\.0\.1\.1, which"),  # Debian's default
+        ([], {}, "resolves to no address of its own"),
+        (["10.255.255.7"], {}, "resolves to no address of its own"),  # another machine's
+        (["10.255.255.7", OWN], {}, ""),
+        ([OWN], {}, ""),
+        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, ""),
+        (["127.0.1.1"], {"LOCAL_WORLD_SIZE": "4"}, ""),  # one machine
+        (["127.0.1.1"], {"MASTER_ADDR": "127.0.0.1"}, ""),
     ],
 )
-def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, address, environment, refused):
+def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, addresses, environment, refused):
+    def resolve(name, port, type):
+        if not addresses:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, type, 6, "", (address, port)) for address in addresses]
+
     for name, value in ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"} | environment).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("socket.gethostbyname", lambda name: address)
+    is_own = launch.is_own
+    monkeypatch.setattr(launch, "is_own", lambda kind, address: address[0] == OWN or is_own(kind, address))
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
     if refused:
-        with pytest.raises(
-            UserError, match=r"resolves to 127\.0\.1\.1, which .*; GLOO_SOCKET_IFNAME must be the network"
-        ):
+        with pytest.raises(UserError, match=f"{refused}.*; GLOO_SOCKET_IFNAME must be the network interface"):
             check_address()
     else:
         check_address()
@@ -263,7 +273,7 @@ def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
     with pytest.raises(UserError, match=r"the processes compute in fp32 and in bf16; run\.precision must name one"):
         pretrain("--optim.name=adam")
     others.clear()
-    others |= {f"{each} (Muon's products)": "other products" for each in ("fp32", "bf16")}
+    others |= {f"{arithmetic()} (Muon's products)": "other products"}
     with pytest.raises(UserError, match=r"Muon's products\) and in other products; all machines must have the same"):
         pretrain()
     pretrain("--optim.name=adam", "--run.steps=1")

@@ -3,18 +3,20 @@
 import os
 import signal
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, launched, read_metrics
+from conftest import TINY, encoded, launched, picture, read_metrics
 from safetensors.torch import load_file, save_file
-from server import Command, context, die_at
+from server import Command, context, die_at, environments_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import mpp.pretrain
 from evaluation import features, supervised
 from evaluation.suite.classify import Classification
 from evaluation.suite.extraction import load_features
@@ -50,6 +52,24 @@ def apart(folder: Path) -> None:
 def test_a_run_folder_that_is_not_shared_is_noticed_at_the_start(tmp_path):
     two = Command("pretrain", *TINY, "--run.dir=run", processes=2, prepare=partial(apart, tmp_path))
     assert two.wait() == [2, 2] and two.said.count("run.dir is run, which not all processes see; all nodes must") == 2
+
+
+def own_images(folder: Path) -> None:
+    """Each process has a copy of the images, as nodes have that copied them to their own disks."""
+    load = mpp.pretrain.load_image_datasets
+    mpp.pretrain.load_image_datasets = lambda data: load(replace(data, path=f"{folder}/{os.environ['RANK']}/images"))
+
+
+def test_nodes_that_see_other_images_are_refused(tmp_path):
+    for rank, count in ((0, 20), (1, 19)):
+        (tmp_path / str(rank) / "images").mkdir(parents=True)
+        for number in range(count):
+            (tmp_path / str(rank) / "images" / f"{number}.png").write_bytes(encoded(picture(number)))
+    nodes = [each | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"} for each in environments_of(2, sharded=False)]
+    words = (*TINY, f"--data.path={tmp_path / '0' / 'images'}", f"--run.dir={tmp_path / 'run'}")
+    two = Command("pretrain", *words, environments=nodes, prepare=partial(own_images, tmp_path))
+    assert two.wait() == [2, 2], two.said
+    assert two.said.count("see other images at data.path: train: number of images was 19, is 18;") == 2, two.said
 
 
 @pytest.mark.faults

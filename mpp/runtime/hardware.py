@@ -28,6 +28,15 @@ def bf16_is_native() -> bool:
     return any(getattr(torch.cpu, ask, bool)() for ask in asks)
 
 
+def arithmetic() -> str:
+    """What computes matrix products: where two processes have the same, the bits of their products are."""
+    kind = "bf16" if bf16_is_native() else "fp32"
+    if not uses_gpu():
+        return f"{kind} by {torch.backends.cpu.get_cpu_capability()}"
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{kind} by CUDA {card.major}.{card.minor} with {card.multi_processor_count} multiprocessors"
+
+
 def reuse_memory() -> None:
     """Keep the memory that an update on the CPU frees for the next one, up to 1 GB, in place of handing it back.
 

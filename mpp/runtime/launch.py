@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -201,19 +201,36 @@ def check_promise() -> None:
 
 
 def check_address() -> None:
-    """Refuse several machines where this one's name leads to itself alone: gloo would tell the others that address."""
+    """Refuse several machines where this one's name leads to itself alone, or nowhere.
+
+    gloo would tell the others that it is at 127.0.0.1.
+    """
     env, name = os.environ, socket.gethostname()
     several = int(env.get("WORLD_SIZE", 1)) > int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1)))
     local = env.get("MASTER_ADDR") in (None, "localhost", "127.0.0.1")
     if not several or local or "GLOO_SOCKET_IFNAME" in env:
         return
-    with suppress(OSError):
-        address = socket.gethostbyname(name)
-        if address.startswith("127."):
-            raise UserError(
-                f"this machine's name, {name}, resolves to {address}, which other machines cannot reach; "
-                "GLOO_SOCKET_IFNAME must be the network interface that they share, such as eth0"
-            )
+    try:
+        found = [(kind, *address) for kind, *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)]
+    except OSError:
+        found = []
+    own = next((address for kind, *address in found if is_own(kind, address)), None)
+    if own is None or own[0].startswith("127.") or own[0] == "::1":
+        where = (
+            f"resolves to {own[0]}, which other machines cannot reach" if own else "resolves to no address of its own"
+        )
+        allowed = "the network interface that they share, such as eth0"
+        raise UserError(f"this machine's name, {name}, {where}; GLOO_SOCKET_IFNAME must be {allowed}")
+
+
+def is_own(kind: socket.AddressFamily, address: list) -> bool:
+    """Whether a socket can listen at an address: it is this machine's."""
+    try:
+        with socket.socket(kind, socket.SOCK_STREAM) as trial:
+            trial.bind(tuple(address))
+    except OSError:
+        return False
+    return True
 
 
 def check_alike(precision: str, allowed: str) -> None:

@@ -13,6 +13,8 @@ without it):
 - The agreement before each step. Signals do not reach all processes in the same step, and images can be missing on one
   alone. A process that stops by itself leaves the others waiting for its gradients. They agree over gloo, on the host:
   no step waits for a GPU.
+- The early marker. Many steps of a GPU are compiled, checkpoints are compared, datasets are indexed before processes
+  agree for the first time, and a launcher kills after 30 seconds: what was asked to stop has the marker at once.
 """
 
 import os
@@ -72,6 +74,7 @@ class Preemption:
         self.finish_step = False  # whether there is a step to finish
         self.waiting = False  # whether the step waits for what it needs
         self.asked = ""  # the first signal's name
+        self.marked, self.marking = False, threading.RLock()  # a signal may come while the marker is written
         self.several = accelerator.num_processes > 1
 
     def __enter__(self) -> "Preemption":
@@ -84,7 +87,11 @@ class Preemption:
             self.listener.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if self.asked and kind is not None and not issubclass(kind, Preempted):  # what fails is not repeated for ever
+            self.marked = True
+            if self.accelerator.is_main_process:
+                (self.folder / MARKER).unlink(missing_ok=True)
         if hasattr(self, "listener"):
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
@@ -105,9 +112,17 @@ class Preemption:
 
     def mark(self, reason: str, where: str) -> None:
         """Leave the marker."""
-        if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / MARKER).write_text(f"{reason}, {where}\n")
+        with self.marking:
+            self.marked = True
+            if self.accelerator.is_main_process:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / MARKER).write_text(f"{reason}, {where}\n")
+
+    def mark_early(self) -> None:
+        """Leave the marker before the run has stopped, unless it has."""
+        with self.marking:
+            if not self.marked:
+                self.mark(self.asked, "not stopped yet")
 
     def listen(self) -> None:
         """Read the numbers of signals as they come; 0 is the end."""
@@ -115,6 +130,7 @@ class Preemption:
         while number := os.read(self.reader, 1)[0]:
             if number in SIGNALS and not self.asked:
                 self.asked, first = signal.Signals(number).name, time.monotonic()
+                threading.Thread(target=self.mark_early, daemon=True).start()  # the disk may hang
             elif number in SIGNALS and time.monotonic() - first > ECHO:
                 os._exit(128 + number)
 

@@ -5,6 +5,7 @@ optimiser, and the whole model where somebody looks at it.
 """
 
 import copy
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -45,11 +46,27 @@ def prepare(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run:
     return (Sharded if sharding(accelerator) else Replicated)(model, accelerator, optim, run)
 
 
+def start_compilers(device: torch.device) -> None:
+    """Start the processes by which inductor compiles for a GPU, where SIGTERM does not reach them.
+
+    A launcher sends it to all that belongs to a process. Without them the step that is to be finished could not be.
+    """
+    if device.type == "cuda":
+        from torch._inductor.async_compile import AsyncCompile
+
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))  # a mask is inherited
+        try:
+            AsyncCompile.warm_pool()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Replicated:
     """One process, or several by DDP, as Accelerate prepares them."""
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         if run.compile:
+            start_compilers(accelerator.device)
             model.compile()
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.trained, self.optimizer = accelerator.prepare(model, build_optimizer(model, optim))
@@ -86,6 +103,7 @@ class Sharded:
         again = sharding(accelerator).reshard_after_forward
         blocks = units(model)
         if run.compile:  # a graph for each rate of drop path
+            start_compilers(self.device)
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
             # From this cache torch 2.15 takes the graph of a block with another rate, without a word.
             functorch_config.enable_autograd_cache = False

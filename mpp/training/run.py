@@ -17,11 +17,12 @@ from accelerate.utils import broadcast_object_list, gather_object, release_memor
 
 from mpp.data.hub import commit_of
 from mpp.data.moments import channel_moments
+from mpp.data.record import differences
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError
 from mpp.runtime.disk import appears
-from mpp.runtime.hardware import bf16_is_native
+from mpp.runtime.hardware import arithmetic
 from mpp.runtime.launch import SHARDED, check_alike, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import differing, to_yaml
@@ -56,8 +57,9 @@ def train(config: Any, build: Build) -> Path:
     """
     accelerator = start(config.run)
     if config.optim.name == "muon":  # each process does its products itself: else the weights would drift apart
-        products = "bf16" if bf16_is_native() else "fp32"
-        check_alike(f"{products} (Muon's products)", "all machines must have the same hardware, or optim.name be adam")
+        check_alike(
+            f"{arithmetic()} (Muon's products)", "all machines must have the same hardware, or optim.name be adam"
+        )
     given, config = config, settled(config, accelerator)
     folder = open_run(config, accelerator)
     if from_main_process(accelerator, lambda: is_finished(folder, config.run.steps)):
@@ -137,12 +139,34 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         on_main_process(accelerator, lambda: write_config(config, folder))
         if not all(gather_object([appears(folder / CONFIG)])):
             raise UserError(f"run.dir is {folder}, which not all processes see; all nodes must share it")
-        on_main_process(accelerator, lambda: write_record(folder, task.record() | first_weights(config)))
+        images = same_on_all_nodes(task.record, accelerator)
+        on_main_process(accelerator, lambda: write_record(folder, images | first_weights(config)))
         flops = update_flops(task, layout.images, config.optim)
         set_timeout(TRAINING)
         preemption.finish_step = accelerator.num_processes > 1  # several agree before their first step
         Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
+
+
+def same_on_all_nodes(record: Callable[[], dict[str, Any]], accelerator: Accelerator) -> dict[str, Any]:
+    """Which images the run is of, as each node has it.
+
+    Raises:
+        UserError: a node has others: copies on their own disks, say. Its cut and its order would be others.
+    """
+    own: Any = None
+    if accelerator.is_local_main_process:
+        try:
+            own = record()
+        except UserError as error:  # to be raised by all processes
+            own = error
+    first, *others = (each for each in gather_object([own]) if each is not None)
+    for found in (first, *others):
+        if isinstance(found, UserError):
+            raise found
+        if changed := differences(first, found):
+            raise UserError(f"the nodes see other images at data.path: {'; '.join(changed)} on another node")
+    return first
 
 
 def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:

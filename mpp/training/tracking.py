@@ -47,7 +47,7 @@ class Tracker:
     def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
         self.accelerator, self.folder = accelerator, folder
         self.metrics, self.unreadable = folder / "metrics.jsonl", folder / "unreadable.txt"
-        self.named = set(self.unreadable.read_text().splitlines()) if self.unreadable.exists() else set()
+        self.named = self.known_unreadable()
         step = step or -1  # without a checkpoint the untrained model is logged again
         if accelerator.is_main_process:
             keep_until(self.metrics, step)
@@ -104,7 +104,11 @@ class Tracker:
 
     def count_unreadable(self) -> int:
         """Different images that could not be decoded so far, by all processes and in all lives of the run."""
-        return len(set(self.unreadable.read_text().splitlines())) if self.unreadable.exists() else 0
+        return len(self.known_unreadable())
+
+    def known_unreadable(self) -> set[str]:
+        """The lines of unreadable.txt, in which nodes may have written over each other."""
+        return set(self.unreadable.read_text(errors="replace").splitlines()) if self.unreadable.exists() else set()
 
 
 def wandb_id(folder: Path) -> str:
