@@ -278,18 +278,29 @@ class Job:
             self.prepare()
             evaluate = EVALUATIONS[self.case.evaluation.command][1]
             try:
-                evaluate(self.writing_to(self.report))
+                evaluate(self.own(self.writing_to(self.report)))
                 report = json.loads(self.report.read_text())
             except Diverged as error:  # fine-tuning
                 write_json(self.report, {"diverged": str(error), "comparison": self.looked_at()})
                 raise
             write_json(self.report, report | {"comparison": self.looked_at()})
 
+    def own(self, config: Any) -> Any:
+        """The config with a folder for these images alone: a finished fine-tuning is not one of others."""
+        if self.case.evaluation.command != "finetune":
+            return config
+        folder = f"{config.run.dir}-{digest_of(images_at(config.data) or {})}"
+        return replace(config, run=replace(config.run, dir=folder))
+
+    def never_trained(self) -> bool:
+        """Whether the training diverged of the encoder, or of who teaches it."""
+        taught = self.teacher is not None and self.teacher.never_trained()
+        return taught or (self.divergence.is_file() and not self.case.encoder.random)
+
     def rows(self) -> list[Row]:
         """The results that the report has; none where there is no report."""
         entry, seed, evaluation, dataset = self.case
-        never_trained = self.divergence.is_file() and not entry.random
-        report = {"diverged": True} if never_trained else self.found()
+        report = {"diverged": True} if self.never_trained() else self.found()
         if report is None:
             return []
         pflop = self.training_pflop()
@@ -324,7 +335,8 @@ def executed(run: Path) -> float:
     """PFLOP that a run, its teacher and the run that it began from executed; UserError where nothing says so."""
     own, saved = last_scalars(run, "compute/pflop")["compute/pflop"], saved_settings(run)
     teacher = teacher_of(parse_saved(Config, run / "config.yaml")) if "objective" in saved else None
-    others = (saved.get("distill") or {}).get("teacher"), (saved.get("model") or {}).get("init_from")
+    others = [(saved.get("distill") or {}).get("teacher"), (saved.get("model") or {}).get("init_from")]
+    others += [saved.get("checkpoint") or saved.get("encoder")] if saved.get("init") == "encoder" else []
     return own + sum(executed(run_folder(str(each)) or Path(each)) for each in (teacher, *others) if each)
 
 

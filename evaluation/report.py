@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 from PIL import Image
@@ -24,7 +25,7 @@ from evaluation.suite.figures import plot_map
 from evaluation.suite.gallery import look_at, losses_of, nearest_neighbours, plane, predicted, sheet
 from evaluation.suite.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
 from evaluation.suite.reports import percent
-from evaluation.suite.run_images import parse_with_images, run_folder
+from evaluation.suite.run_images import parse_with_images, run_folder, variant
 from mpp.config import Config, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
@@ -62,7 +63,7 @@ def report(config: ReportConfig) -> Path:
     missing: Missing = {}
     sections = [
         Section("curves", "Curves", curves_of_run(history, missing)),
-        Section("features", "What the features know", features_blocks(folder, history, missing)),
+        Section("features", "What the features know", features_blocks(config, folder, history, missing)),
         *picture_sections(config, folder, history, missing),
         Section("images", "Unreadable images", unreadable_blocks(folder)),
         Section("settings", "Settings, and how to repeat this", settings_blocks(folder)),
@@ -174,16 +175,17 @@ def next_steps(folder: Path, history: History, steps: int | None, done: int, tre
 # --- sections ---
 
 
-def features_blocks(folder: Path, history: History, missing: Missing) -> list:
+def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list:
     """kNN and rank by depth, and what the evaluation commands found."""
     blocks = features_of_run(history, missing)
-    rows = []
+    rows, beside = [], Path(config.out).parent if config.out else folder
     for file in sorted((folder / "evaluation").glob("*.json")):
         try:
             found = json.loads(file.read_text())
             summary = found.get("summary") or {}
             rows += [
-                [Link(file.stem, f"evaluation/{file.name}"), name, percent(each)] for name, each in summary.items()
+                [Link(file.stem, quote(os.path.relpath(file, beside))), name, percent(each)]
+                for name, each in summary.items()
             ]
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is no report of an evaluation"
@@ -206,24 +208,24 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
         subject = visualize.subject_of(drawing)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
-        kept = drawn_blocks(None, folder, {})
+        kept = drawn_blocks(None, folder, drawing, {})
         return [Section("pictures", DRAWN_TITLE, kept)] if kept else []
     with deaths_explained():
         made = [
-            ("pictures", DRAWN_TITLE, lambda: drawn_blocks(subject, folder, missing)),
+            ("pictures", DRAWN_TITLE, lambda: drawn_blocks(subject, folder, drawing, missing)),
             ("neighbours", "Nearest neighbours", lambda: neighbour_blocks(config, subject, history)),
             ("extremes", "Predicted best and worst", lambda: extreme_blocks(config, subject, folder)),
         ]
         return [Section(name, title, available(title, make, missing)) for name, title, make in made]
 
 
-def drawn_blocks(subject: visualize.Subject | None, folder: Path, missing: Missing) -> list:
+def drawn_blocks(subject: visualize.Subject | None, folder: Path, drawing: VisualizeConfig, missing: Missing) -> list:
     """Pictures of `mpp visualize`: those that are there and newer than the encoder; the others are drawn.
 
     Without the images, which are the subject's, none is drawn.
     """
     made, blocks = (folder / "encoder" / "config.json").stat().st_mtime, []
-    place = folder / "evaluation" / "pictures"
+    place = folder / "evaluation" / f"pictures{variant(drawing)}"
     for name, alt in DRAWN.items():
         file = place / f"{name}.png"
         if file.is_file() and file.stat().st_mtime >= made:
@@ -262,8 +264,9 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
     caption = f"Left, a held-out image; then the {neighbours.shape[1]} most like it of {len(chosen)}, by cosine at "
     caption += f"depth {depth}."
     if shown.labels is not None and (shown.labels[queries] >= 0).any():
-        alike = shown.labels[neighbours] == shown.labels[queries][:, None]
-        caption += f" {alike.sum()} of these {alike.size} have the label of their query."
+        known = (shown.labels[neighbours] >= 0) & (shown.labels[queries] >= 0)[:, None]
+        alike = known & (shown.labels[neighbours] == shown.labels[queries][:, None])
+        caption += f" {alike.sum()} of {known.sum()} have the label of their query."
     headings = ["query", *(f"nearest {k}" for k in range(1, 1 + neighbours.shape[1]))]
     alt = "Held-out images, each beside those whose features are most like its own"
     return [

@@ -38,7 +38,7 @@ from evaluation.suite.patches import (
     masked_views,
 )
 from evaluation.suite.probing import judge
-from evaluation.suite.reports import report_path, table, write_report
+from evaluation.suite.reports import events_of, report_path, table, write_report
 from evaluation.suite.run_images import check_unseen, parse_with_images, variant
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
@@ -256,7 +256,7 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
         chosen = np.unique(np.linspace(0, count - 1, min(config.images, count)).astype(int))
         figure = picture(encoder, splits[1], chosen, shown, config)
         figure.savefig(path.with_suffix(".pictures.png"), dpi=DPI)
-        with SummaryWriter(str(path.with_suffix(""))) as writer:
+        with SummaryWriter(str(events_of(path))) as writer:
             writer.add_figure("segmentation", figure)
         print(f"wrote {path.with_suffix('.pictures.png')}")
     return report

@@ -212,6 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.data.path is None:
         raise UserError("data.path is null; it must be a dataset of the hub, a folder, or a file")
     require(not Path(config.out).exists() or Path(config.out).is_dir(), "out", config.out, "a folder")
+    images, out = Path(config.data.path).expanduser(), Path(config.out).resolve()
+    inside = images.is_dir() and out.is_relative_to(images.resolve())
+    require(not inside, "out", config.out, f"outside of {images}: its shards would be read as images")
     commits = {noted["revision"] for noted in begun_with(config).values()} - {None}
     shards, images = cut(config, commits.pop() if commits else commit_of(config.data))
     with hold(Path(config.out), "out"):

@@ -7,6 +7,7 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -219,14 +220,18 @@ def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
     """Pre-train as a config says: `mpp.pretrain({"data.path": "FOLDER", "run.steps": 600})`, in a notebook say.
 
     Args:
-        config: settings by name, as on the command line, `config` among them; or a whole config. None: the default.
+        config: settings by name, as on the command line, `config` (a file or several) among them; or a whole config.
+            None: the default.
     Returns:
         The run folder, finished: `mpp.load_encoder` takes it.
     Raises:
         UserError: a setting that has no effect, or anything that the command would say in one line.
     """
     if not isinstance(config, Config):
-        config = parse(Config, [f"--{name}={as_words(value)}" for name, value in (config or {}).items()])
+        given = dict(config or {})
+        files = given.pop("config", [])
+        words = [f"--config={file}" for file in ([files] if isinstance(files, str | os.PathLike) else files)]
+        config = parse(Config, words + [f"--{name}={as_words(value)}" for name, value in given.items()])
     refuse_idle(config)
     return run(config)
 

@@ -638,6 +638,11 @@ OTHER = {"name": "c", "encoder": "b", "train": "pretrain", "train_options": {"ru
         ({"encoders": [{"name": "a"}]}, "encoders: {'name': 'a'} is not {name, encoder"),
         ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
         ({"evaluations": [{"name": "a", "command": "magic"}]}, "command is magic; it must be fewshot or knn"),
+        ({"encoders": [{"name": 0.25, "encoder": "b"}]}, "encoders: name is 0.25; it must be text, in quotes"),
+        (
+            {"evaluations": [{"name": "a", "command": "knn", "options": None}]},
+            "evaluations: a: options is None; it must",
+        ),
         ({"questions": [{"name": "a", "encoders": ["b"]}]}, "questions: a is b; it must be one of random, floor"),
         ({"questions": [{"name": "a", "plot": "lines"}]}, "questions: encoders is None; it must be {name: number}"),
         ({"encoders": [{"name": "a", "encoder": "b", "seeds": 3}]}, "encoders: a: seeds is 3; it must be a list"),

@@ -7,7 +7,7 @@ from conftest import ROOT
 
 from mpp.config import Config
 from mpp.errors import UserError
-from mpp.runtime.parsing import changed_keys, flatten, parse, to_yaml
+from mpp.runtime.parsing import as_words, changed_keys, flatten, parse, to_yaml
 
 OVERLAYS = [ROOT / "configs" / "rivals" / f"{name}.yaml" for name in ("simmim", "mae", "mae_mean_color", "maskfeat")]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + OVERLAYS
@@ -48,6 +48,7 @@ def test_files_and_overrides_compose_in_order():
     config = parse(Config, [*files, f"--config={ROOT}/configs/corruption_15.yaml", "--optim.lr=0.5"])
     assert (config.run.steps, config.corruption.rate, config.optim.lr) == (100_000, 0.15, 0.5)
     assert config.model.name == "vit_base_patch16_224"
+    assert parse(Config, ["--run.steps=700", "--config", "cifar10"]).run.steps == 700  # wherever the file stands
 
 
 def test_numbers_of_a_plain_model_have_defaults_and_a_named_one_keeps_its_own():
@@ -73,7 +74,12 @@ def test_only_plumbing_may_change(tmp_path):
         (["--run.stepz=3"], ["run.stepz", "run.steps"]),
         (["--optim.learning_rate=3"], ["optim.learning_rate", "optim.lr"]),
         (["--nonsense=3"], ["nonsense", "corruption"]),
-        (["stray"], ["stray"]),
+        (["stray"], ["unknown word stray: settings are --NAME VALUE, and a list is '[a, b]'"]),
+        (["--model.img_size", "128", "1024"], ["unknown word 1024"]),
+        (["--data.path="], ["data.path is empty; leave it out"]),
+        (["--model.init_from="], ["model.init_from is empty"]),
+        (["--run.step=3"], ["unknown setting run.step: did you mean run.steps?"]),
+        (["--data.crop_ratio=[0.75,.inf]"], ["data.crop_ratio"]),
         (["--run.steps=many"], ["run.steps", "int", "many"]),
         (["--run.steps=0"], ["run.steps", "at least 1"]),
         (["--run.dir=~/here"], ["run.dir is ~/here", "without ~"]),
@@ -95,13 +101,33 @@ def test_errors_are_one_line_that_names_the_culprit(arguments, words):
         assert word in message
 
 
-@pytest.mark.parametrize("text", ["run: {stepz: 3}", "run: {steps: many}", "nonsense: {a: 1}", "run: [", "- 1"])
-def test_errors_in_files_are_one_line(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run: {stepz: 3}", r"unknown setting run\.stepz: .* \(in .*bad\.yaml\)"),
+        ("run: {steps: many}", "many"),
+        ("nonsense: {a: 1}", "nonsense"),
+        ("run: [", "while parsing"),
+        ("- 1", ""),
+        ("run:\n", r"bad\.yaml: run is null; it must have settings below it, or be left out"),
+        ("run: 3", "run is 3"),
+        ("optim: {lr: 1}\nrun: {steps: 3}\noptim: {lr: 2}", "optim stands there twice"),
+        ("run: {steps: 3, steps: 4}", "steps stands there twice"),
+    ],
+)
+def test_errors_in_files_are_one_line(tmp_path, text, words):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError) as error:
-        parse(Config, ["--config", str(file)])
+    with pytest.raises(UserError, match=words) as error:
+        parse(Config, ["--config", str(file), "--run.seed=3"])
     assert "\n" not in str(error.value)
+
+
+def test_numbers_that_a_parser_takes_for_options_or_text():
+    for word in ("-3.4028235e+38", "-9999", "-.5"):
+        assert parse(Config, ["--data.nodata", word]).data.nodata == float(word)
+    assert parse(Config, [f"--data.nodata={as_words(float('nan'))}"]).data.nodata == "nan"
+    assert as_words(float("-inf")) == "-.inf"
 
 
 @pytest.mark.parametrize("text", ["modle: {}", "modle: {width: 3}", "modle: 3", "model: {widht: 3}", "model.widht: 3"])

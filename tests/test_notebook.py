@@ -18,7 +18,7 @@ import timm, mpp
 assert timm.is_model("mpp_vit") and "accelerate" not in sys.modules
 config = {"run.dir": sys.argv[1], "run.steps": 2, "run.precision": "fp32", "run.threads": 1, "run.report": False}
 config |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 32, "data.workers": 0}
-folder = mpp.pretrain(config | {"data.eval_images": 8})
+folder = mpp.pretrain(config | {"data.eval_images": 8, "config": ["birds", "corruption_15"], "corruption.rate": 0.5})
 assert mpp.pretrain(config | {"data.eval_images": 8}) == folder  # it is finished
 config = mpp.Config()
 encoder = mpp.load_encoder(folder)

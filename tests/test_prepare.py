@@ -257,6 +257,8 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
         shutil.rmtree(folder / "test")
         with pytest.raises(ValueError, match="test: the split is gone"):
             main(options(folder, tmp_path / "out"))
+    with pytest.raises(ValueError, match=r"out is .*shards; it must be outside of .*images: its"):
+        main(options(folder, folder / "shards"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="which holds something else"):

@@ -287,7 +287,7 @@ def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
         tmp_path / "out", questions, rows, {}, {SCRIPT: [tmp_path / f"run {SCRIPT}"], "floor": [Path("floor:x")]}
     )
     seen, words = read(tmp_path / "out" / "report.html")
-    assert f"few-shot on birds: best is {SCRIPT} with 60.0 % (beside floor 40.0 %)" in words
+    assert f"few-shot 5 on birds: best is {SCRIPT} with 60.0 % (beside floor 40.0 %)" in words
     assert "1 trainings diverged" in words and "there are no results yet" in words and seen.tags["img"] == 1
     assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in seen.values("href")
 

@@ -35,6 +35,7 @@ class ThroughputConfig:
 
     def __post_init__(self):
         at_least(self, 1, "batch_size", "rounds", "jpeg_side")
+        at_least(self, 0, "workers")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Settings of commands that judge a frozen encoder."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -132,6 +133,7 @@ class SegmentationConfig(EncoderConfig):
         require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
         at_least(self, 1, "steps", "images_a_step", "neighbours", "patches")
         require(self.temperature > 0, "temperature", self.temperature, "above 0")
+        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
         require(self.images >= 0, "images", self.images, "0 or more")
 
 

@@ -356,7 +356,8 @@ def plot_depths(curves: Curves, label: str = "accuracy on the dev split (%)") ->
                 draw_line(panel, of_depth, name, color, MARKERS[names.index(name) % len(MARKERS)])
                 panel.set_xticks(list(of_depth))
     panels[0].set_ylabel(label)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    drawn = {name: line for panel in panels for line, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 

@@ -37,6 +37,7 @@ RANK = "rank"
 COMPUTE = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and their axis."""
 
+BASELINES = ("two nearest", "nearest", "most frequent")  # of masked patches: cases that no encoder made
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 
 
@@ -230,7 +231,12 @@ def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figu
         drawn = [row for row in of_kind(rows, "test") if place(question, row) is not None]
         if question.lines is not None:
             named = question.lines.items()  # one encoder may begin several lines
-            drawn = [row | {"case": line} for line, encoders in named for row in drawn if row["encoder"] in encoders]
+            drawn = [
+                row | {"case": f"{line} {row['case']}".strip()}
+                for line, encoders in named
+                for row in drawn
+                if row["encoder"] in encoders
+            ]
         curves = curves_of(drawn, "case", partial(place, question))
         return plot_lines(curves, COMPUTE.get(question.x, question.x)) if drawn else None
     tested = columns_of([*of_kind(rows, "test"), *without_a_result(rows)])
@@ -292,13 +298,16 @@ def reports_of(folder: Path, runs: Sequence[Path]) -> list[Link]:
 def page_of(folder: Path, rows: list[Row], sections: Sequence[Section], about: dict[str, str]) -> Page:
     """The comparison as a page: what was best, then a section for each question."""
     tested, verdict = of_kind(rows, "test"), []
-    for dataset, evaluation in dict.fromkeys((row["dataset"], row["evaluation"]) for row in tested):
-        of_it = [row for row in tested if (row["dataset"], row["evaluation"]) == (dataset, evaluation)]
+    for key in dict.fromkeys((row["dataset"], row["evaluation"], row["case"]) for row in tested):
+        dataset, evaluation, case = key
+        if case in BASELINES:
+            continue
+        of_it = [row for row in tested if (row["dataset"], row["evaluation"], row["case"]) == key]
         means = {name: spread([row for row in of_it if row["encoder"] == name]) for name in unique(of_it, "encoder")}
         best = max(means, key=lambda name: means[name]["mean"])
         others = [f"{name} {100 * found['mean']:.1f} %" for name, found in means.items() if name != best]
         beside = f" (beside {', '.join(others[:6])}{' ...' if len(others) > 6 else ''})" if others else ""
-        said = f"{evaluation} on {dataset}: best is {best} with {cell(means[best])} %{beside}, the mean over all cases"
+        said = f"{f'{evaluation} {case}'.strip()} on {dataset}: best is {best} with {cell(means[best])} %{beside}"
         verdict.append((said, Link("why", "#question_0") if sections else None))
     lost = len({(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")})
     warnings = [f"{lost} trainings diverged: see the tables"] if lost else []

@@ -142,7 +142,7 @@ def mpp_bare(bench: Bench) -> Peer:
 
 def timm_model(bench: Bench, fused: bool) -> tuple[nn.Module, Tensor, Tensor]:
     """timm's model with its classification head, images and labels."""
-    model = timm.create_model(bench.model).to(bench.accelerator.device)
+    model = timm.create_model(bench.model, num_classes=1000).to(bench.accelerator.device)
     set_attention(model, fused)
     images = torch.randn(bench.batch_size, *model.pretrained_cfg["input_size"], device=bench.accelerator.device)
     return model, images, torch.randint(0, 1000, (bench.batch_size,), device=bench.accelerator.device)

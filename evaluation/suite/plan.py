@@ -97,6 +97,10 @@ def entries(kind: type, values: Sequence[dict[str, Any]], key: str, **defaults: 
             made.append(kind(**copy.deepcopy(defaults) | value))
         except TypeError as error:
             raise UserError(f"{key}: {value} is not {{{', '.join(kind.__dataclass_fields__)}}}: {error}") from None
+        require(isinstance(made[-1].name, str), f"{key}: name", made[-1].name, "text, in quotes")
+        for part in ("options", "train_options"):
+            given = getattr(made[-1], part, {})
+            require(isinstance(given, dict), f"{key}: {made[-1].name}: {part}", given, "settings, or left out")
     names = [entry.name for entry in made]
     require(len(set(names)) == len(names), f"{key}: names", names, "all different")
     return made

@@ -66,6 +66,11 @@ def write_json(path: Path, value: Any) -> None:
     aside.replace(path)
 
 
+def events_of(path: Path) -> Path:
+    """The folder of a report's TensorBoard events."""
+    return path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
+
+
 def write_report(path: Path, report: dict[str, Any], key: str) -> None:
     """Write a probe's JSON, TensorBoard scalars and, where there are several depths, the plot; print the table."""
     write_json(path, report)
@@ -75,8 +80,7 @@ def write_report(path: Path, report: dict[str, Any], key: str) -> None:
         [str(depth) if depth else "-", *(percent(of_depth[n]) for n in names)] for depth, of_depth in by_depth.items()
     ]
     print(table(["depth", *(f"{key} {name}" for name in names)], rows))
-    events = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
-    with SummaryWriter(str(events)) as writer:
+    with SummaryWriter(str(events_of(path))) as writer:
         for depth, of_depth in by_depth.items():
             for name, summary in of_depth.items():
                 writer.add_scalar(f"accuracy_by_depth/{key}_{name}", 100 * summary["mean"], int(depth))

@@ -20,7 +20,7 @@ from mpp.config import SourceConfig, refuse_idle, sides
 from mpp.data.record import record
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
-from mpp.runtime.parsing import as_words, read
+from mpp.runtime.parsing import as_words, files_first, read
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import commit_begun_with, saved_settings
 
@@ -41,7 +41,7 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
         config_class: has `encoder` and `data`.
         arguments: the command line's words; None: `sys.argv[1:]`.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = files_first(sys.argv[1:] if arguments is None else arguments)
     config: Any = read(config_class, words, prog)
     named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     run = None if getattr(config, "features", None) else run_folder(config.encoder)

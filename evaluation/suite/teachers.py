@@ -18,7 +18,7 @@ from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.models.encoder import create, set_attention
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import encoder_folder, fingerprint
+from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
 from mpp.training.run_folder import saved_settings
 
@@ -75,6 +75,7 @@ def classifier_at(encoder: str, channels: int, setting: str) -> Classifier:
     Raises:
         UserError: no classifier there, or one of other channels.
     """
+    require(Path(encoder).name != BEST, setting, encoder, "the run folder: no head is kept beside encoder_best")
     run = run_folder(encoder)
     return classifier_of_timm(encoder, channels, setting) if run is None else classifier_of_run(run, channels, setting)
 

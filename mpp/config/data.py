@@ -124,7 +124,7 @@ class DataConfig(SourceConfig):
         low, high = self.crop_area
         require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
         low, high = self.crop_ratio
-        require(0 < low <= high, "data.crop_ratio", list(self.crop_ratio), "two ascending positive numbers")
+        require(0 < low <= high < math.inf, "data.crop_ratio", list(self.crop_ratio), "two ascending positive numbers")
 
 
 @dataclass(frozen=True)

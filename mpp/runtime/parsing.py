@@ -8,7 +8,9 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import os
+import re
 import sys
 import textwrap
 from argparse import ArgumentError
@@ -35,6 +37,7 @@ USUAL = {"mask_ratio": "corruption.rate", "masking_ratio": "corruption.rate", "e
 USUAL |= {"num_heads": "model.heads", "lr": "optim.lr", "weight_decay": "optim.weight_decay", "epochs": "run.steps"}
 USUAL |= {"num_workers": "data.workers", "batch_size": "data.batch_size", "output_dir": "run.dir", "seed": "run.seed"}
 """What settings are called elsewhere -> here."""
+NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
 CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
 PACKAGE = Path(__file__).parent.parent
 CONFIGS = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), PACKAGE)
@@ -51,15 +54,15 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
     Raises:
         UserError: one line that names the wrong key or value and what is allowed, or a setting that has no effect.
     """
-    config = read(config_class, arguments, prog)
+    config = read(config_class, files_first(sys.argv[1:] if arguments is None else arguments), prog)
     refuse_idle(config)
     return config
 
 
-def read(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
+def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None = None) -> ConfigT:
     """The same, where settings may have no effect, since not all of them were given by somebody."""
     parser = parser_of(config_class, prog)
-    arguments = with_packaged_configs(sys.argv[1:] if arguments is None else arguments)
+    arguments = joined_numbers(with_packaged_configs(arguments))
     if {"-h", "--help"} & set(arguments):
         show_help(help_of(config_class, prog))
     try:
@@ -68,7 +71,33 @@ def read(config_class: type[ConfigT], arguments: Sequence[str] | None = None, pr
     except (ArgumentError, yaml.YAMLError) as error:
         raise UserError(explain(config_class, str(error))) from None
     values.pop("config")
-    return config_class(**vars(parser.instantiate(values)))
+    config = config_class(**vars(parser.instantiate(values)))
+    for key, field, value in settings(config):  # as of a shell's variable that is not set
+        if value == "" and field.default != "":
+            raise UserError(f"{key} is empty; leave it out, or give it a value")
+    return config
+
+
+def files_first(arguments: Sequence[str]) -> list[str]:
+    """The command line with the files before all else: settings win over files, wherever they stand."""
+    files: list[str] = []
+    others: list[str] = []
+    for before, word in zip(("", *arguments), arguments, strict=False):
+        is_file = word.startswith("--config=") or "--config" in (word, before)
+        (files if is_file else others).append(word)
+    return files + others
+
+
+def joined_numbers(arguments: Sequence[str]) -> list[str]:
+    """The command line with `--name -1e3` as `--name=-1e3`: Python's parser takes such numbers for options."""
+    result: list[str] = []
+    for word in arguments:
+        before = result[-1] if result else ""
+        if before.startswith("--") and "=" not in before and NEGATIVE.fullmatch(word):
+            result[-1] = f"{before}={word}"
+        else:
+            result.append(word)
+    return result
 
 
 def with_packaged_configs(arguments: Sequence[str]) -> list[str]:
@@ -96,14 +125,15 @@ def config_file(name: str) -> str:
     if packaged.is_file():
         return str(packaged)
     names = (str(file.relative_to(CONFIGS).with_suffix("")) for file in CONFIGS.rglob("*.yaml"))
-    raise UserError(f"--config is {name}, which is no file; configs by name are {', '.join(sorted(names))}")
+    ours = sorted(each for each in names if not each.startswith("accelerate"))  # those are the launcher's
+    raise UserError(f"--config is {name}, which is no file; configs by name are {', '.join(ours)}")
 
 
 @lru_cache
 def parser_of(config_class: type, prog: str | None) -> ArgumentParser:
     """The parser of a config; it takes longer to make than to use."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(exit_on_error=False, prog=prog, description=config_class.__doc__)
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, prog=prog, description=config_class.__doc__)
     parser.add_argument("--config", action="config", help=CONFIG_HELP)
     parser.add_class_arguments(config_class)
     return parser
@@ -153,25 +183,46 @@ def documented_settings(
 
 def as_words(value: Any) -> str:
     """A value as the command line takes it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return yaml.safe_dump(value).split()[0]  # .nan, .inf
     return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(plain(value))
 
 
 def check_files(config_class: type, arguments: Sequence[str]) -> None:
-    """Raise UserError at a key that nothing has, in a file of the command line: the parser accepts `modle: {}`."""
-    settings_and_groups = {part for key in known_keys(config_class) for part in (key, key.rpartition(".")[0])}
+    """Raise UserError at a key that nothing has, or that stands twice, in a file of the command line.
+
+    The parser accepts `modle: {}`, and of two `optim:` the first would not count. It stumbles over an empty `run:`.
+    """
+    groups = {key.rpartition(".")[0] for key in known_keys(config_class)}
+    settings_and_groups = {*known_keys(config_class), *groups}
     joined = (argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config="))
     apart = (after for before, after in itertools.pairwise(arguments) if before == "--config")
     for file in map(Path, (*joined, *apart)):
         if file.is_file():
             try:
-                written = yaml.safe_load(file.read_text())
+                text = file.read_text()
             except UnicodeDecodeError as error:
                 raise UserError(f"--config is {file}, which is no text: {error}") from None
+            written, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
             for group, values in written.items() if isinstance(written, dict) else ():
                 names = values if isinstance(values, dict) and group in settings_and_groups else {}
                 for key in (str(group), *(f"{group}.{name}" for name in names)):
                     if key not in settings_and_groups:
-                        raise UserError(unknown(config_class, key))
+                        raise UserError(f"{unknown(config_class, key)} (in {file})")
+                if group in groups and not isinstance(values, dict):
+                    allowed = "it must have settings below it, or be left out"
+                    raise UserError(f"{file}: {group} is {as_words(values)}; {allowed}")
+            for key in twice(root):
+                raise UserError(f"{file}: {key} stands there twice")
+
+
+def twice(node: yaml.Node | None) -> Iterator[str]:
+    """Keys that stand twice in a mapping, or in a mapping below it."""
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
+        yield from (str(name) for name in names if names.count(name) > 1 and name != "<<")
+        for _, below in node.value:
+            yield from twice(below)
 
 
 def explain(config_class: type, message: str) -> str:
@@ -182,6 +233,8 @@ def explain(config_class: type, message: str) -> str:
         culprit = word.removeprefix("--").split("=")[0]
         if not word.startswith("--") and culprit in known_keys(config_class):
             return f"unknown word {word}: did you mean --{word}?"
+        if not word.startswith("-"):
+            return f"unknown word {word}: settings are --NAME VALUE, and a list is '[a, b]'"
     elif "does not accept option" in line:
         group, option = line.split("'")[1::2][:2]
         culprit = f"{group}.{option}"
