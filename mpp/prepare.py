@@ -34,7 +34,7 @@ from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import contents, describe, find_image_column, load_splits, numbers_of, undecoded
 from mpp.errors import UserError
 from mpp.runtime import lock
-from mpp.runtime.disk import sync
+from mpp.runtime.disk import sync, write_whole
 from mpp.runtime.hardware import cores
 from mpp.runtime.launch import command
 from mpp.runtime.lock import hold
@@ -154,6 +154,10 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
         rows = undecoded(rows, "image")
         files = short_digest(image_files(rows, "image", config.data.read_retries))
         images[split] = {"images": len(rows), "files": files, "revision": commit}
+        if label_column:
+            labels = rows.select_columns(["label"]).with_format("arrow")[:].column(0)
+            parts = str(rows.features["label"]).encode(), json.dumps(labels.to_pylist(), default=str).encode()
+            images[split]["labels"] = short_digest(list(parts))
         order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
         for number in range(count):
             file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
@@ -181,8 +185,8 @@ def open_folder(config: PrepareConfig, images: dict[str, Any]) -> None:
     if changed:
         raise UserError(f"out is {config.out}, prepared of other images ({'; '.join(changed)})")
     saved.parent.mkdir(parents=True, exist_ok=True)
-    saved.write_text(to_yaml(config))
-    saved.with_name(IMAGES).write_text(json.dumps(images))
+    write_whole(saved, to_yaml(config))
+    write_whole(saved.with_name(IMAGES), json.dumps(images))
 
 
 def begin() -> None:

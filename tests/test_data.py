@@ -151,6 +151,37 @@ def test_something_else_called_label_is_no_label_unless_asked_for(tmp_path):
         load_image_datasets(DataConfig(path=str(tmp_path / "a.parquet"), label_column="label"))
 
 
+def test_what_lies_beside_pictures_is_none(tmp_path, capsys):
+    """Texts beside them, sidecars and overviews; links to folders are named."""
+    for number in range(8):
+        (tmp_path / "images" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        file = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        for name, data in (
+            (file, encoded(picture(number))),
+            (f"{file}.ovr", encoded(picture(1))),
+            (f"{file}.xmp", b"x"),
+        ):
+            Path(name).write_bytes(data)
+        file.with_suffix(".txt").write_text("0 0.5 0.5 1 1")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "images" / "c").symlink_to(tmp_path / "c")
+    train, held_out = load_image_datasets(DataConfig(path=str(tmp_path / "images"), eval_fraction=0.25))
+    names = [Path(part.name(index)).name for part in (train, held_out) for index in range(len(part))]
+    assert sorted(names) == [f"{number}.png" for number in range(8)] and set(train.labels) == {0, 1}
+    assert "images/c: links to folders are not followed" in capsys.readouterr().err
+
+
+def test_pictures_of_several_lists_are_in_the_order_of_their_names(tmp_path):
+    for part in "dbca":
+        (tmp_path / part).mkdir()
+        for number in range(3):
+            (tmp_path / part / f"{number}.png").write_bytes(encoded(picture(number)))
+        (tmp_path / part / "metadata.csv").write_text("file_name\n2.png\n0.png\n1.png\n")
+    splits = load_splits(DataConfig(path=str(tmp_path)))
+    rows = splits["train"].cast_column("image", datasets.Image(decode=False))
+    assert [row["image"]["path"] for row in rows] == [f"{tmp_path}/{p}/{n}.png" for p in "abcd" for n in range(3)]
+
+
 def test_a_seeded_choice_of_training_images(image_folder):
     config = DataConfig(path=str(image_folder), eval_fraction=0.25)
     train, _ = load_image_datasets(config)

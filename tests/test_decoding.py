@@ -147,7 +147,9 @@ def test_photographs_of_16_bits_are_seen_as_those_of_8():
     rgba = np.dstack([RGB, alpha])
     expected = decode(encoded(rgba), ImagesConfig())
     opacity = dict(photometric="rgb", extrasamples=["unassalpha"])
-    for data in (tiff(rgba.astype(np.uint16) * 257, **opacity), png_encode(rgba.astype(np.uint16) * 257)):
+    laid = np.rint(RGB * (alpha / 255)[..., None])  # premultiplied
+    laid = tiff(np.dstack([laid, alpha]).astype(np.uint16) * 257, photometric="rgb", extrasamples=["assocalpha"])
+    for data in (laid, tiff(rgba.astype(np.uint16) * 257, **opacity), png_encode(rgba.astype(np.uint16) * 257)):
         found = decode(data, ImagesConfig())
         assert found.dtype == torch.float32 and (found - expected).abs().max() <= 1
         assert decode(data, ImagesConfig(channels=4)).shape == (4, 40, 48)
@@ -161,6 +163,8 @@ def test_photographs_of_16_bits_are_seen_as_those_of_8():
     scan = tiff(grey.astype(np.uint16) * 16, photometric="miniswhite")  # 12 bits in 16
     found = decode(scan, ImagesConfig(range=(0.0, 4080.0)))
     assert torch.equal(found, decode(shallow, ImagesConfig()).float())
+    flat = decode(tiff(grey, photometric="miniswhite"), ImagesConfig(channels=1, range=(0.0, 255.0)))[0]
+    assert torch.equal(flat, 255 - torch.from_numpy(grey).float())
     without = grey == next(v for v in grey.flat if 255 - v in grey)  # a value, and not what it is the opposite of
     config = ImagesConfig(channels=1, range=(0.0, 4080.0), nodata=float(grey[without][0]) * 16)
     missing = decode(scan, config)[0]

@@ -265,6 +265,19 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
         main(options(folder, tmp_path / "other"))
 
 
+def test_other_labels_are_not_mixed(tmp_path):
+    files = tmp_path / "data.parquet"
+    cells = [{"bytes": encoded(picture(number)), "path": None} for number in range(4)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    words = [f"--data.path={files}", f"--out={tmp_path / 'out'}", "--workers=1"]
+    for labels in ([0, 1, 0, 1], [0, 1, 1, 1]):
+        datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features).to_parquet(files)
+        if labels[2] == 0:
+            main(words)
+    with pytest.raises(UserError, match=r"prepared of other images \(train: labels changed\)"):
+        main(words)
+
+
 def test_the_command(folder, tmp_path, monkeypatch, capsys):
     """As `python -m mpp.prepare` runs it."""
     monkeypatch.setattr("sys.argv", ["mpp.prepare", *options(folder, tmp_path / "out")])

@@ -35,8 +35,10 @@ def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
         assert (data.flip, data.eval_crop) == shown
     assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
     named = [variant(parse_with_images(KnnConfig, given, "knn")) for given in (words, words[:1])]
-    assert named == ["_elsewhere", ""]  # the run's own images are as usual
-    assert variant(KnnConfig(encoder=str(tmp_path))) == "_birds"  # the package's, from Python
+    named += [variant(KnnConfig(encoder=str(tmp_path)))]  # the package's, from Python
+    named += [variant(parse_with_images(KnnConfig, [*words, "--data.label_column=kind"], "knn"))]
+    assert [name.rpartition("_")[0] for name in named] == ["_elsewhere", "", "_birds", "_elsewhere"]
+    assert named[1] == "" and named[0] != named[3]  # the run's own images are as usual
 
 
 def test_a_hub_that_did_not_answer_at_the_start_does_not_keep_a_run_from_going_on():

@@ -17,7 +17,7 @@ import numpy as np
 
 from evaluation.config import EncoderConfig
 from mpp.config import SourceConfig, refuse_idle, sides
-from mpp.data.record import record
+from mpp.data.record import record, short_digest
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.parsing import as_words, files_first, read
@@ -87,8 +87,10 @@ def variant(config: EncoderConfig) -> str:
     parts += [f"random_{config.seed}"] if config.random else []
     parts += [Path(config.checkpoint).stem] if config.checkpoint else []
     parts += [f"{'x'.join(map(str, dict.fromkeys(sides(config.img_size))))}px"] if config.img_size else []
-    parts += [re.sub(r"[^\w.-]+", "_", Path(path).name)] if path and path != own else []
-    parts += ["birds"] if own and path is None else []  # the package's, where the run is of others
+    if path != own and (path or own):  # named for a person, and by a digest, since names recur
+        images = [str(getattr(config.data, name)) for name in OF_THE_IMAGES if hasattr(config.data, name)]
+        name = re.sub(r"[^\w.-]+", "_", Path(path).name) if path else "birds"
+        parts += [name, short_digest(["\n".join(images).encode()])[:6]]
     parts += [representation] if representation != "mean" else []
     parts += [f"depth_{depth}"] if depth != "last" else []
     return "".join(f"_{part}" for part in parts)

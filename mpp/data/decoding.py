@@ -35,7 +35,7 @@ DEEP_PNG = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x04\x06]
 PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 BANDS_AS_ONE = 4  # for data.max_pixels
-ALPHA = (1, 2)  # extra samples of a TIFF that are opacity
+PREMULTIPLIED, OPACITY = 1, 2  # extra samples of a TIFF
 WHITE_IS_ZERO, ORIENTATION = 0, 274  # of TIFF: a photometric interpretation, and a tag
 LUMA = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
 
@@ -155,7 +155,8 @@ def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
         series = file.series[0]
         page = series.pages[0]
         as_pil = as_picture(config) or page.bitspersample == 1  # of faxes, which older releases of tifffile do not read
-        if as_pil and page.bitspersample <= 8 and "C" not in series.axes:
+        turned = page.photometric == WHITE_IS_ZERO and (config.range or config.nodata is not None)  # not PIL's business
+        if as_pil and page.bitspersample <= 8 and "C" not in series.axes and not (turned and page.bitspersample == 8):
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
                 return read_picture(data, config), 0
         check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
@@ -167,7 +168,7 @@ def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
                 raise UnreadableImage("some of its channels are in other files")
             check_size(series.shape, config)
             pixels, axes = series.asarray(), series.axes
-        opaque = not set(page.extrasamples or ()) & set(ALPHA)
+        extra = set(page.extrasamples or ())
         inverted = as_picture(config) and page.photometric == WHITE_IS_ZERO and pixels.dtype.kind == "u"
         orientation, bits = page.tags.valueof(ORIENTATION, 1), page.bitspersample if inverted else 0
     bands = next((axis for axis in "SC" if axis in axes), next((axis for axis in axes if axis not in "YX"), ""))
@@ -175,13 +176,15 @@ def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
     left = [axis for axis in axes if axis in f"YX{bands}"]
     pixels = pixels[first].transpose([left.index(axis) for axis in f"{bands}YX"])
     pixels = upright(pixels if bands else pixels[None], orientation)
-    return (pixels if opaque or not as_picture(config) else on_white(pixels, not inverted)), bits
+    if as_picture(config) and extra & {PREMULTIPLIED, OPACITY}:
+        pixels = on_white(pixels, not inverted, PREMULTIPLIED in extra)
+    return pixels, bits
 
 
 def black_is_zero(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
     """Integers (C, H, W) from white to black, from black to white; limits: see `data.range`."""
     low, high = (np.array(ends, np.float64)[:, None, None] for ends in zip(*limits, strict=True))
-    return np.clip(low + high - pixels, 0, high).astype(pixels.dtype)
+    return np.clip(low + high - pixels, 0, np.iinfo(pixels.dtype).max).astype(pixels.dtype)
 
 
 def upright(pixels: NDArray, orientation: int) -> NDArray:
@@ -191,13 +194,14 @@ def upright(pixels: NDArray, orientation: int) -> NDArray:
     return pixels[:, ::-1] if orientation in (3, 4, 7, 8) else pixels
 
 
-def on_white(pixels: NDArray, white_is_most: bool = True) -> NDArray:
-    """Integers (n + 1, H, W), the last of which is opacity, laid on white: (n, H, W)."""
+def on_white(pixels: NDArray, white_is_most: bool = True, premultiplied: bool = False) -> NDArray:
+    """Integers (n + 1, H, W), the last of which is opacity (that may be in the others already), laid on white."""
     if pixels.dtype.kind == "f":
         raise UnreadableImage("opacity of floating-point pixels has no agreed range; data.bands chooses the others")
     most = np.iinfo(pixels.dtype).max
     opacity = pixels[-1] / most
-    return np.rint(pixels[:-1] * opacity + white_is_most * most * (1 - opacity)).astype(pixels.dtype)
+    laid = pixels[:-1] * (1 if premultiplied else opacity) + white_is_most * most * (1 - opacity)
+    return np.rint(np.minimum(laid, most)).astype(pixels.dtype)
 
 
 def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray:

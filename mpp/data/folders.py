@@ -5,13 +5,14 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pandas as pd
+import pyarrow.compute as pc
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from mpp.runtime.lock import hold
@@ -19,6 +20,7 @@ from mpp.runtime.lock import hold
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 ARRAY_FILES = (".npy", ".npz")
+TEXTS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml")  # what the library may take a folder of pictures for
 LISTS = {"metadata.csv": pd.read_csv, "metadata.jsonl": partial(pd.read_json, lines=True)}
 LISTS |= {"metadata.parquet": pd.read_parquet}
 """What says which images of a folder count, and how it is read: by the library that `datasets` reads it with."""
@@ -45,12 +47,50 @@ def unpacked(archive: Path) -> Path:
     return whole
 
 
+def load_folder(folder: Path, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A folder's splits: of arrays, of pictures, or what `load` makes of it, which is the library's guess.
+
+    The library goes by the first files' most common extension, so that pictures beside a text each are texts to it. It
+    takes `scene.tif.ovr` for a picture, and gives those of several lists in an order that differs from process to
+    process.
+    """
+    names = [name for _, _, names in os.walk(folder) for name in names if name[0] != "."]
+    lists = sum(name in LISTS for name in names)
+    ends = {end_of(name) for name in names if name not in LISTS}
+    pictures = not ends.isdisjoint(ImageFolder.EXTENSIONS) and ends.isdisjoint(SHARD_FILES)
+    if not pictures:
+        arrays = ends.isdisjoint((*ImageFolder.EXTENSIONS, *SHARD_FILES)) and not ends.isdisjoint(ARRAY_FILES)
+        return load_arrays(str(folder)) if arrays else load()
+    guessed = ends.isdisjoint(TEXTS) or (folder / "README.md").is_file()  # which may say what the splits are
+    splits = load() if guessed else datasets.load_dataset("imagefolder", data_dir=str(folder))
+    beside = any(end_of(os.path.splitext(name)[0]) in ImageFolder.EXTENSIONS for name in names)
+    return {name: in_order(rows) for name, rows in splits.items()} if beside or lists > 1 else splits
+
+
+def end_of(name: str) -> str:
+    """A file name's last extension."""
+    return os.path.splitext(name)[1].lower()
+
+
+def in_order(rows: datasets.Dataset) -> datasets.Dataset:
+    """The rows whose files are pictures, by the names of these."""
+    if "image" not in rows.column_names:
+        return rows
+    paths = pc.struct_field(rows.data.column("image"), "path").to_pylist()
+    kept = [index for index, path in enumerate(paths) if end_of(path or "") in ImageFolder.EXTENSIONS]
+    return rows.select(sorted(kept, key=lambda index: paths[index])).flatten_indices()
+
+
 def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) -> None:
     """Say that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
     if os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
         return
-    walked = [(place, names) for place, _, names in os.walk(folder) if "/." not in place[len(str(folder)) :]]
-    files = [(place, name) for place, names in walked for name in names if name[0] != "."]
+    walked = [each for each in os.walk(folder) if "/." not in each[0][len(str(folder)) :]]
+    links = [os.path.join(place, each) for place, folders, _ in walked for each in folders]
+    if links := [each for each in links if os.path.islink(each)]:
+        unread = "links to folders are not followed; link the files, or copy the folder"
+        print(f"warning: data.path {named} has {links[0]}: {unread}", file=sys.stderr)
+    files = [(place, name) for place, _, names in walked for name in names if name[0] != "."]
     lists = [file for file in files if file[1] in LISTS]
     listed = {path for place, name in lists for path in named_by(place, name)}
     left = (name for place, name in files if os.path.normpath(os.path.join(place, name)) not in listed)
@@ -74,17 +114,6 @@ def named_by(place: str, name: str) -> Iterator[str]:
     columns = (table[each] for each in table.columns if each == "file_name" or str(each).endswith("_file_name"))
     yield os.path.normpath(os.path.join(place, name))
     yield from (os.path.normpath(os.path.join(place, str(file))) for column in columns for file in column.dropna())
-
-
-def holds_arrays(folder: Path) -> bool:
-    """Whether a folder's images are arrays: it has some, and no pictures or shards beside them."""
-    found = False
-    for _, _, names in os.walk(folder):
-        ends = {os.path.splitext(name)[1].lower() for name in names}
-        if not ends.isdisjoint((*ImageFolder.EXTENSIONS, *SHARD_FILES)):
-            return False
-        found = found or not ends.isdisjoint(ARRAY_FILES)
-    return found
 
 
 def load_arrays(folder: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def short_digest(parts: Iterator[bytes] | list[bytes]) -> str:
 def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:
     """What the image files of a split are known by: number, names from their common folder on, bytes of some."""
     yield f"{len(rows)}\n".encode()
-    looked_at = np.unique(np.linspace(0, len(rows) - 1, SAMPLED).astype(int)).tolist()
+    looked_at = np.unique(np.linspace(0, len(rows) - 1, SAMPLED).astype(int)).tolist() if len(rows) else []
     if not is_encoded(rows.features[column]):  # arrays have no names
         cells = (rows[index][column] for index in looked_at)
         yield from (repr(cell.tolist() if isinstance(cell, np.ndarray) else cell).encode() for cell in cells)

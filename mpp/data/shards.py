@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import ImagesConfig, SourceConfig, require
-from mpp.data.folders import ARCHIVES, SHARD_FILES
+from mpp.data.folders import ARCHIVES, LISTS, SHARD_FILES
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, retried
 from mpp.data.record import image_files, short_digest
@@ -362,7 +362,7 @@ def open_streams(
     """
     path = Path(config.path or "").expanduser()
     elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
-    sharded = elsewhere or any(next(path.rglob(f"*{end}"), None) for end in SHARD_FILES)
+    sharded = elsewhere or any(file.name not in LISTS for end in SHARD_FILES for file in path.rglob(f"*{end}"))
     if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
         return load_splits(config, streaming=True), list_files(config), {}
     splits = load_splits(config)

@@ -37,6 +37,7 @@ LOADING_ERRORS = (  # what the library and those below it raise for what a user 
 )
 for _end in ARRAY_FILES:  # the library would make lists of an array, and nothing of several
     WebDataset.DECODERS.pop(_end.removeprefix("."), None)
+ENCODED = ("binary", "large_binary", "string", "large_string")  # image files, or their names
 BIRDS = Path(__file__).parent.parent / "birds"
 
 
@@ -258,7 +259,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
         if not path.is_dir():
             return from_the_hub(load, config)
-        splits = folders.load_arrays(found) if folders.holds_arrays(path) else load()
+        splits = folders.load_folder(path, load)
         folders.warn_of_images_left_out(path, config.path, splits)
         return splits
     except LOADING_ERRORS as error:
@@ -345,7 +346,7 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
 
 def is_encoded(feature: Any) -> bool:
     """Whether a column holds image files, or their names."""
-    return isinstance(feature, datasets.Image) or getattr(feature, "dtype", None) in ("binary", "string")
+    return isinstance(feature, datasets.Image) or getattr(feature, "dtype", None) in ENCODED
 
 
 def is_array(feature: Any) -> bool:
