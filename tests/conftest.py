@@ -29,16 +29,23 @@ TINY = (
 )
 
 
+OF_OTHERS = ("HF_", "ACCELERATE_", "SLURM_", "PMI_", "OMPI_", "MV2_", "TORCHELASTIC_", "WORLD_SIZE", "RANK", "LOCAL_")
+OF_OTHERS += ("MASTER_", "OMP_NUM_THREADS")  # of who started the tests: a job, a launcher
+
+
 def pytest_configure(config):
     """Hide GPUs, before anything loads torch: only `pytest -m gpu` is about them. And the hub, and what is cached."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for name in [name for name in os.environ if name.startswith("HF_")]:
+    for name in [name for name in os.environ if name.startswith(OF_OTHERS) or name.lower().endswith("_proxy")]:
         del os.environ[name]
     home = tempfile.TemporaryDirectory()
     config.add_cleanup(home.cleanup)
     # Commands have no hub but that of hub.py, on a port that no system gives away, and keep nothing of what they read.
     os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
+    # What compiles does compile, and not for Triton beside.
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{home.name}/inductor", "TRITON_CACHE_DIR": f"{home.name}/triton"}
+    os.environ["TORCH_WARM_POOL"] = "0"
 
 
 def pytest_collection_finish():
@@ -178,11 +185,12 @@ def kill_group(process: subprocess.Popen) -> None:
     process.communicate()
 
 
-def wait_until(condition, poll: float = 0.02) -> None:
-    """Poll until the condition holds."""
+def wait_until(condition, poll: float = 0.02, of=None) -> None:
+    """Poll until the condition holds, while the command `of` runs."""
     end = time.monotonic() + HANGS
     while not condition():
         assert time.monotonic() < end, "waited in vain"
+        assert of is None or not of.ended, of.said[-2000:]
         time.sleep(poll)
 
 

@@ -137,6 +137,13 @@ def note_waits(name: str, args, kwargs, there: bool, stays: bool) -> None:
         note("copy to the device" if stays else "copy to the host")
 
 
+def compute_as_gpus_do() -> None:
+    """Muon's products are bf16 there, whatever this CPU has."""
+    from mpp.training import optim
+
+    optim.bf16_is_native = lambda: True
+
+
 def cast_automatically() -> None:
     """What autocast does on a device: bf16 for products, float32 for sums."""
     library = torch.library.Library("aten", "IMPL")
@@ -213,6 +220,7 @@ def pretend(file: Path, commands: tuple[str, ...] = ()) -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device=...) is made on the host, and copied
     made_on_the_device()
     cast_automatically()
+    compute_as_gpus_do()
     to = torch.nn.Module.to
 
     def to_device(self, *args, **kwargs):

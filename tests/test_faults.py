@@ -74,7 +74,7 @@ def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> i
         if life % 2:
             wait_until(lambda run=run: is_writing(folder) or run.ended, poll=0)
         else:
-            time.sleep(0.3 * rng.random())
+            time.sleep(0.1 * rng.random())
         assert not run.ended, f"it ended before kill {life}: {run.said[-2000:]}"
         run.kill()
         halves += is_writing(folder) and life > 0
@@ -89,7 +89,7 @@ def test_20_kills_of_pretraining(tmp_path, tally):
     options = [
         *TINY,
         RARE,
-        "--run.steps=700",
+        "--run.steps=450",
         "--run.checkpoint_every=5",
         "--data.workers=1",
         "--data.cache_gb=0",
@@ -143,7 +143,7 @@ def test_preemption(tmp_path, tally, number, processes):
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
     waits = partial(wait_for_signal_at, 20, processes - 1)
     run = Command("pretrain", *options, f"--run.dir={stopped}", processes=processes, prepare=waits)
-    wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 10)
+    wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 10, of=run)
     run.signal(number)
     assert run.wait() == [EXIT_CODE] * processes, run.said[-3000:]
     step = newest_step(stopped)
@@ -166,7 +166,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path, tally):
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=2))
     waits = partial(wait_for_signal_at, 20, 1)
     run = Command("pretrain", *options, f"--run.dir={stopped}", processes=2, prepare=waits)
-    wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 3)
+    wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 3, of=run)
     os.kill(run.processes[1].pid, 15)
     assert run.wait() == [EXIT_CODE] * 2
     assert 0 < newest_step(stopped) <= 21
@@ -178,7 +178,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path, tally):
 def test_a_signal_under_the_launcher(tmp_path, tally):
     """Its agent passes the signal on to processes that have it already: no second signal."""
     options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=100000", "--run.checkpoint_every=100000"]
-    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29633"]
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     run, metrics = start_command(*launch, "mpp/pretrain.py", *options), tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
     os.killpg(run.pid, 15)
@@ -208,7 +208,7 @@ def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path,
     finish(Command("pretrain", *TINY, f"--run.dir={tmp_path / 'encoder'}"))
     options = [*sized, f"--encoder={tmp_path / 'encoder'}", "--lrs=[0.1,0.01]", f"--run.dir={tmp_path / 'run'}"]
     run = Command("finetune", *options, prepare=linger)
-    wait_until(lambda: (tmp_path / "run" / "dev_lr_0.1" / "evaluating").exists())
+    wait_until(lambda: (tmp_path / "run" / "dev_lr_0.1" / "evaluating").exists(), of=run)
     run.signal(15)
     assert run.wait() == [EXIT_CODE], run.said[-2000:]
     first = tmp_path / "run" / "dev_lr_0.1"
@@ -229,7 +229,7 @@ def dawdle() -> None:
 def test_a_signal_before_a_runs_first_step_leaves_the_folder_usable(tmp_path, tally):
     """Its marker is all that there is: the same command begins."""
     run = Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", prepare=dawdle)
-    wait_until(lambda: "building" in run.said)
+    wait_until(lambda: "building" in run.said, of=run)
     run.signal(15)
     assert run.wait() == [EXIT_CODE], run.said[-2000:]
     assert [path.name for path in (tmp_path / "run").iterdir()] == [MARKER]
@@ -242,7 +242,7 @@ def test_a_signal_before_training_ends_at_once(tmp_path, tally):
     finish(Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=2"))
     (tmp_path / "run" / "encoder").rename(tmp_path / "moved")
     run = Command("pretrain", *TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=2", prepare=dawdle)
-    wait_until(lambda: "building" in run.said)
+    wait_until(lambda: "building" in run.said, of=run)
     run.signal(15)
     assert run.wait() == [EXIT_CODE], run.said[-2000:]
     assert (tmp_path / "run" / MARKER).read_text() == "SIGTERM, between steps\n"
@@ -274,10 +274,10 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
     ]
     run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=partial(stall, tmp_path))
     metrics, signals = tmp_path / "run" / "metrics.jsonl", tmp_path / "signals"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, of=run)
     for count in (1, 2):  # a signal and its echo
         run.signal(15)
-        wait_until(lambda count=count: signals.exists() and signals.read_text().count("heard") == count)
+        wait_until(lambda count=count: signals.exists() and signals.read_text().count("heard") == count, of=run)
     assert not run.ended  # it waits for its checkpoint
     (tmp_path / "later").touch()
     run.signal(15)
@@ -434,11 +434,11 @@ def test_images_go_away_while_a_run_reads_them(tmp_path, image_folder, tally, pr
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
     prepare = partial(wait_at, 20, tmp_path / "gone")
     run = Command("pretrain", *options, f"--run.dir={cut}", processes=processes, prepare=prepare)
-    wait_until(lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) > 10)
+    wait_until(lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) > 10, of=run)
     image_folder.rename(away)
     (tmp_path / "gone").touch()
     if back:
-        wait_until(lambda: "tried again for 183 s" in run.said)
+        wait_until(lambda: "tried again for 183 s" in run.said, of=run)
         away.rename(image_folder)
         finish(run)
     else:
@@ -467,6 +467,7 @@ def test_a_bomb_is_refused_in_little_memory(tally):
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=refuse, args=(huge_png(), sender))
     process.start()
+    sender.close()  # what is not sent is not waited for
     error, megabytes = receiver.recv()
     process.join()
     assert "pixels" in error and megabytes < 20
@@ -522,7 +523,7 @@ def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
 
 def lose_a_fork(file: Path) -> None:
     """The first loader process hangs in its fork, as one that waits for a lock which nobody will open."""
-    workers.BEGINS = 2.0
+    workers.BEGINS = 5.0
 
     def hang() -> None:
         with contextlib.suppress(FileExistsError):
@@ -569,19 +570,20 @@ def test_what_is_not_finite_stops_every_process(tmp_path, tally):
 
 def test_one_of_two_processes_dies(tmp_path, tally):
     """Under the real launcher: the other one does not wait for ever."""
-    arguments = [*TINY, RARE, "--run.steps=300", "--run.checkpoint_every=5"]
-    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29631"]
+    arguments = [*TINY, RARE, "--run.steps=100", "--run.checkpoint_every=5"]
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     folder, whole = tmp_path / "run", tmp_path / "whole"
     finish(Command("pretrain", *arguments, f"--run.dir={whole}", processes=2))
     run = start_command(*launch, "mpp/pretrain.py", *arguments, f"--run.dir={folder}")
-    wait_until(lambda: newest_step(folder) >= 10)
+    wait_until(lambda: newest_step(folder) >= 5)
     started = psutil.Process(run.pid).children(recursive=True)
     ranks = {p.environ().get("RANK"): p for p in reversed(started)}  # a process, not what it started
+    wait_until(lambda: newest_step(folder) >= 10)
     ranks["1"].kill()
     out, err = run.communicate(timeout=HANGS)
     assert run.returncode != 0, out + err
     assert not any(psutil.pid_exists(ranks[rank].pid) for rank in "01")
-    assert 10 <= newest_step(folder) < 300
+    assert 10 <= newest_step(folder) < 100
     finish(Command("pretrain", *arguments, f"--run.dir={folder}", processes=2))
     assert weights(folder) == weights(whole)
     tally("one of two processes dies", 1)
@@ -623,7 +625,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tally):
         "--data.cache_gb=0",
     ]
     first = Command("pretrain", *options)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 2)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 2, of=first)
     second = Command("pretrain", *options)
     assert second.wait() == [2] and not first.ended
     assert f"which process {first.processes[0].pid} on " in second.said and "is writing" in second.said
@@ -640,7 +642,14 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tally):
 def test_5000_steps_leak_nothing(tmp_path, tally, capsys):
     """Resident memory and open files; the drift of the step time is printed, not asserted."""
     folder, files = tmp_path / "run", []
-    options = [*TINY, "--run.steps=5000", "--run.log_every=50", "--run.eval_every=250", "--run.checkpoint_every=250"]
+    options = [
+        *TINY,
+        "--model.depth=1",
+        "--run.steps=5000",
+        "--run.log_every=50",
+        "--run.eval_every=250",
+        "--run.checkpoint_every=250",
+    ]
     run = Command("pretrain", *options, "--data.workers=1", "--data.cache_gb=0", f"--run.dir={folder}")
     process = psutil.Process(run.processes[0].pid)
     while not run.ended:

@@ -126,7 +126,7 @@ def test_two_hosts_train_as_one(hosts, undisturbed, tmp_path, sharded, tally):
 
 def test_a_link_that_is_cut_for_10_seconds(hosts, undisturbed, tmp_path, tally):
     run = hosts.start(tmp_path / "run", prepare=patient)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 5)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5, of=run)
     hosts.link("down")
     time.sleep(10)
     assert newest_step(tmp_path / "run") < 60
@@ -139,7 +139,7 @@ def test_a_link_that_is_cut_for_10_seconds(hosts, undisturbed, tmp_path, tally):
 def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
     """Both give up with a line (after 5 s in place of 20 minutes); what was trained until then is not lost."""
     run = hosts.start(tmp_path / "run", prepare=unhurried)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 5)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5, of=run)
     hosts.link("down")
     codes = run.wait()
     hosts.link("up")
@@ -153,7 +153,7 @@ def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
 @pytest.mark.parametrize("fault", ["dies", "reset"])
 def test_a_host_or_its_connections_are_gone(hosts, undisturbed, tmp_path, fault, tally):
     run = hosts.start(tmp_path / "run", prepare=patient)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 5)
+    wait_until(lambda: newest_step(tmp_path / "run") >= 5, of=run)
     if fault == "dies":
         os.kill(run.processes[1].pid, signal.SIGKILL)
     else:

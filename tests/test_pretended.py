@@ -36,10 +36,10 @@ def choices(config: type, name: str) -> list[str]:
 
 
 PRETRAIN = {f"objective {name}": [f"--objective.name={name}"] for name in OBJECTIVES}
-PRETRAIN |= {f"pattern {name}": [f"--corruption.pattern={name}"] for name in PATTERNS}
-PRETRAIN |= {f"position {name}": [f"--model.position={name}"] for name in choices(ModelConfig, "position")}
+PRETRAIN |= {f"pattern {name}": [f"--corruption.pattern={name}"] for name in PATTERNS if name != "random"}
+PRETRAIN |= {f"position {name}": [f"--model.position={name}"] for name in choices(ModelConfig, "position")[1:]}
 PRETRAIN |= {f"position {name}": [f"--model.position_at={name}"] for name in ("every", "every_shared")}
-PRETRAIN |= {f"optimiser {name}": [f"--optim.name={name}"] for name in choices(OptimConfig, "name")}
+PRETRAIN |= {f"optimiser {name}": [f"--optim.name={name}"] for name in choices(OptimConfig, "name")[1:]}
 UNSEEN = ["--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
 PRETRAIN |= {f"network {name}": [f"--network.name={name}", *UNSEEN] for name in NETWORKS}
 PRETRAIN |= {

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, encoded, launched, picture, read_metrics
+from conftest import HANGS, TINY, encoded, launched, picture, read_metrics
 from safetensors.torch import load_file, save_file
 from server import Command, context, die_at, environments_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -230,6 +230,6 @@ def test_interleave_is_the_inverse_of_sharing_out(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(HANGS)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0, 0]

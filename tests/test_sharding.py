@@ -204,18 +204,20 @@ def test_two_processes_hold_a_half_each(tmp_path, width):
 def test_a_signal_stops_a_sharded_run_with_a_checkpoint(tmp_path):
     words = (*TINY, "--run.steps=100000", "--run.checkpoint_every=100000", f"--run.dir={tmp_path / 'run'}")
     run = Command("pretrain", *words, processes=2, sharded=True)
-    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(read_metrics(tmp_path / "run")) > 1)
+    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(read_metrics(tmp_path / "run")) > 1, of=run)
     run.signal(signal.SIGTERM)
     assert run.wait() == [75, 75], run.said
     assert newest_step(tmp_path / "run") >= 2 and (tmp_path / "run/preempted").exists()
 
 
-def test_the_config_of_two_cpu_processes_that_shard(tmp_path):
-    config = ("--config_file", "configs/accelerate/fsdp_cpu_2.yaml", "--main_process_port", "29635")
+@pytest.mark.parametrize("name", ["cpu_2", "fsdp_cpu_2"])
+def test_the_configs_of_two_cpu_processes(tmp_path, name):
+    config = ("--config_file", f"configs/accelerate/{name}.yaml", "--main_process_port", "0")
     words = (*TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=1", "--run.precision=bf16", "--run.reduction=bf16")
     run = Command("pretrain", *words, environments=launched(tmp_path / "launched", config))
     assert run.wait() == [0, 0], run.said
-    assert "2 processes on cpu, 1 CPU threads each, bf16 (run.precision), sharded (FSDP2)" in run.said
+    sharded = ", sharded (FSDP2)" * (name == "fsdp_cpu_2")
+    assert f"2 processes on cpu, 1 CPU threads each, bf16 (run.precision){sharded}\n" in run.said
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
 
 

@@ -21,7 +21,8 @@ SAME = (
     "Polyak",
     "layer decay",
     "moving average",
-    "every",
+    "position every",
+    "network predictor",
 )
 KINDS = {name: [*TINY, *options] for name, options in PRETRAIN.items() if not name.startswith(SAME)}
 CARDS = {80: ["objective mean_color", "MAE"], 90: KINDS}  # A100: the same code, so two kinds do; H100
