@@ -258,6 +258,10 @@ class Job:
         """UserError where the encoder is there, and was trained on other images or from other weights than today's."""
         before, now = images_of(self.weights) or {}, images_at(self.training.data) or {}
         parts = {part: {"files": of_part["files"]} for part, of_part in now.items()} | first_weights(self.training)
+        for part, of_part in now.items():
+            was = before.get(part, {})
+            if was.get("labels") and was.get("images") == of_part["images"]:  # all of them were learned from
+                parts[part]["labels"] = of_part["labels"]
         changed = differences(before, parts)
         if changed:
             raise UserError(

@@ -20,7 +20,7 @@ from evaluation.suite.extraction import Features
 from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.suite.run_images import record_of
-from mpp.config import Config
+from mpp.config import Config, SourceConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.parsing import parse
@@ -688,6 +688,13 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     (tmp_path / "encoder" / "data.json").write_text('{"train": {"files": "others"}}')
     small.write_text(yaml.safe_dump(config | {"encoders": [encoder]}))
     with pytest.raises(UserError, match=r"encoder began otherwise than it would now \(train: the files .*\)"):
+        judge()
+    began = {
+        part: dict(known) for part, known in record_of(SourceConfig(path=tiny["data.path"], eval_split=None)).items()
+    }
+    began["train"]["labels"] = "others"
+    (tmp_path / "encoder" / "data.json").write_text(json.dumps(began))
+    with pytest.raises(UserError, match=r"than it would now \(train: labels changed\)"):
         judge()
     tiny |= {"model.init_from": str(tmp_path / "start")}
     (tmp_path / "start").mkdir()
