@@ -72,7 +72,7 @@ class Finetuning(Classification):
         return self.left_out and self.evaluation.add(self.views(self.left_out))
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
-        self.spare  # noqa: B018  as `judged`
+        _ = self.spare  # as `judged`
         return super().batches(start, cursors)
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:

@@ -89,7 +89,7 @@ class Classification(ImageTask):
         return {"accuracy": float(sums["right"] / sums["images"])}
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
-        self.judged  # noqa: B018  loader processes know the sets that are there when they start
+        _ = self.judged  # loader processes know the sets that are there when they start
         return super().batches(start, cursors)
 
     @cached_property
