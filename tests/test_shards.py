@@ -327,6 +327,10 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
         (["--data.train_images=5"], r"data\.train_images chooses among indexed images"),
         (["--data.split=training"], r"data\.split is training; .* has train, test"),
         (["--data.image_column=label"], r"data\.image_column is label"),
+        (
+            ["--data.eval_split=null", "--data.eval_fraction=0.95"],
+            r"data\.eval_fraction is 0\.95; .* smaller: of 6 shards",
+        ),
     ],
 )
 def test_what_a_stream_cannot_do_is_said(pretrain, parquet, settings, words):

@@ -295,10 +295,10 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         others = Shards(others, column, held_out, [*range(others.num_shards)], files)
     else:
         cut = max(1, round(config.eval_fraction * train.num_shards))
-        if cut >= train.num_shards > 1:
-            allowed = f"smaller: of {train.num_shards} shards it leaves none to train on"
-            require(False, "data.eval_fraction", config.eval_fraction, allowed)
-        if cut >= train.num_shards:
+        leaves_some = cut < max(2, train.num_shards)  # of one shard, the fraction is not at fault
+        allowed = f"smaller: of {train.num_shards} shards it leaves none to train on"
+        require(leaves_some, "data.eval_fraction", config.eval_fraction, allowed)
+        if train.num_shards <= 1:
             raise UserError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
         order = permutation(Stream.CUT, config.cut_seed, 0, train.num_shards).tolist()
         shards = Shards(train, column, config.split, sorted(order[cut:]), files, rows)
