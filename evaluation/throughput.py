@@ -119,7 +119,7 @@ def megabytes(config: ThroughputConfig, name: str, answer: Any) -> None:
 
 
 def measure_memory(config: ThroughputConfig) -> dict[str, float]:
-    """Peer -> peak memory in MB."""
+    """Peer -> peak memory in MiB."""
     context, found = multiprocessing.get_context("spawn"), {}
     for name in TRAINING | FORWARD:
         receiver, sender = context.Pipe(duplex=False)
@@ -197,7 +197,7 @@ def show(result: dict[str, Any]) -> None:
         row += [f"{rate / 1e9:.0f}", f"{rate / result['ceiling']:.0%}", "-" if memory is None else f"{memory:.0f}"]
         rows.append([name, *row])
     print(f"\n{result['config']['model']}, batch {batch}, {result['precision']}, {result['machine']}")
-    heads = ["step", "ms", "images/s", "executed GFLOP an image", "executed GFLOP/s", "of the ceiling", "MB"]
+    heads = ["step", "ms", "images/s", "executed GFLOP an image", "executed GFLOP/s", "of the ceiling", "MiB"]
     print(table(heads, rows))
     for name in (name for name in CEILINGS if name in result["seconds"]):
         rate = result["flops"][name] / statistics.median(result["seconds"][name])
