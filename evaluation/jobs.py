@@ -290,10 +290,10 @@ class Job:
             write_json(self.report, report | {"comparison": self.looked_at()})
 
     def own(self, config: Any) -> Any:
-        """The config with a folder for these images alone: a finished fine-tuning is not one of others."""
+        """The config with a folder for these images and weights alone: a finished fine-tuning is not one of others."""
         if self.case.evaluation.command != "finetune":
             return config
-        folder = f"{config.run.dir}-{digest_of(images_at(config.data) or {})}"
+        folder = f"{config.run.dir}-{digest_of(self.looked_at())}"
         return replace(config, run=replace(config.run, dir=folder))
 
     def never_trained(self) -> bool:

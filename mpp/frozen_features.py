@@ -75,11 +75,14 @@ def extract_features(
     size, device = tuple(built_for or wanted["input_size"])[-2:], next(encoder.parameters()).device
     crops = torch.stack([centre_crop(to_pixels(each, config), size, wanted["crop_pct"]) for each in images])
     normalize = Normalize(wanted["mean"], wanted["std"]).to(device)
-    found, training = [], encoder.training
+    found, training = [], {module: module.training for module in encoder.modules()}
     encoder.eval()  # timm builds models in train mode
-    for batch in crops.split(AT_ONCE):
-        found += features_at(encoder, normalize(batch.to(device)), [len(stages(encoder))], representation)
-    encoder.train(training)
+    try:
+        for batch in crops.split(AT_ONCE):
+            found += features_at(encoder, normalize(batch.to(device)), [len(stages(encoder))], representation)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
     return torch.cat(found).cpu()
 
 

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import io
 import json
+import shlex
 import signal
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -28,8 +29,8 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
-from mpp.data.decoding import UnreadableImage, read, to_ppm
-from mpp.data.hub import commit_of
+from mpp.data.decoding import TIFF, UnreadableImage, read, to_ppm
+from mpp.data.hub import commit_of, of_the_hub
 from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import contents, describe, find_image_column, load_splits, numbers_of, undecoded
 from mpp.errors import UserError
@@ -68,7 +69,8 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     """
     values = np.ascontiguousarray(read(image, config.data))  # an upright view may run backwards
     small = min(values.shape[1:]) <= config.short_side
-    as_it_is = isinstance(image, bytes) and config.data.bands is None and config.data.nodata is None
+    plain = config.data.bands is None and config.data.nodata is None
+    as_it_is = plain and isinstance(image, bytes) and not image.startswith(TIFF)  # of which 0 may be white
     if small and config.format == "jpeg" and as_it_is:
         return image
     if config.format != "npy" and values.dtype != np.uint8:
@@ -172,15 +174,21 @@ def begun_with(config: PrepareConfig) -> dict[str, Any]:
     return json.loads(noted.read_text()) if noted.is_file() else {}
 
 
-def open_folder(config: PrepareConfig, images: dict[str, Any]) -> None:
-    """Check that the folder is new, or of the same settings and images; note both."""
-    saved, before = Path(config.out) / NOTES / "config.yaml", begun_with(config)
+def check_settings(config: PrepareConfig) -> Path:
+    """Where the settings of the folder are; UserError where they are others, or something else is in there."""
+    out, saved = Path(config.out), Path(config.out) / NOTES / "config.yaml"
     if saved.is_file():
         different = changed_keys(config, saved)
         if different:
-            raise UserError(f"out is {config.out}, prepared with another {', '.join(different)}; choose another out")
-    elif any(path.name not in lock.FILES for path in Path(config.out).iterdir()):
-        raise UserError(f"out is {config.out}, which holds something else; choose another out")
+            raise UserError(f"out is {out}, prepared with another {', '.join(different)}; choose another out")
+    elif out.is_dir() and any(path.name not in lock.FILES for path in out.iterdir()):
+        raise UserError(f"out is {out}, which holds something else; choose another out")
+    return saved
+
+
+def open_folder(config: PrepareConfig, images: dict[str, Any]) -> None:
+    """Check that the folder is new, or of the same settings and images; note both."""
+    saved, before = check_settings(config), begun_with(config)
     changed = differences(before, images) + [f"{split}: the split is gone" for split in {*before} - {*images}]
     if changed:
         raise UserError(f"out is {config.out}, prepared of other images ({'; '.join(changed)})")
@@ -219,8 +227,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images, out = Path(config.data.path).expanduser(), Path(config.out).resolve()
     inside = images.is_dir() and out.is_relative_to(images.resolve())
     require(not inside, "out", config.out, f"outside of {images}: its shards would be read as images")
+    check_settings(config)
     commits = {noted["revision"] for noted in begun_with(config).values()} - {None}
-    shards, images = cut(config, commits.pop() if commits else commit_of(config.data))
+    shards, images = cut(config, commits.pop() if commits and of_the_hub(config.data) else commit_of(config.data))
     with hold(Path(config.out), "out"):
         open_folder(config, images)
         summarize(config, write_missing(config, shards))
@@ -250,7 +259,7 @@ def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listed}:")
         print("\n".join(f"  {line}" for line in dropped[:10]))
     channels = f" --data.channels {config.data.channels}" if config.data.channels != 3 else ""
-    command = f"accelerate launch mpp/pretrain.py --data.path {config.out}{channels}"
+    command = f"mpp pretrain --data.path {shlex.quote(config.out)}{channels}"
     print(f"next: {command}    (--data.streaming true: without an index)")
 
 

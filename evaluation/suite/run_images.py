@@ -17,6 +17,7 @@ import numpy as np
 
 from evaluation.config import EncoderConfig
 from mpp.config import SourceConfig, refuse_idle, sides
+from mpp.data.hub import of_the_hub
 from mpp.data.record import record, short_digest
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
@@ -74,8 +75,10 @@ def run_folder(encoder: str) -> Path | None:
 def images_of_run(run: Path) -> list[tuple[str, Any]]:
     """The settings that say which images a run is of, by name."""
     saved = saved_settings(run)["data"]
-    saved["revision"] = commit_begun_with(run) or saved.get("revision")
-    return [(name, saved[name]) for name in OF_THE_IMAGES if name in saved]
+    images = {name: saved[name] for name in OF_THE_IMAGES if name in saved}
+    if of_the_hub(SourceConfig(**images)):  # a folder here may have the dataset's name by now
+        return [*(images | {"revision": commit_begun_with(run) or saved.get("revision")}).items()]
+    return [*(images | {"revision": None}).items()]
 
 
 def variant(config: EncoderConfig) -> str:

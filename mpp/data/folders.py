@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import datasets
 import pandas as pd
 import pyarrow.compute as pc
+from datasets.packaged_modules import _EXTENSION_TO_MODULE
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from mpp.runtime.lock import hold
@@ -20,7 +22,18 @@ from mpp.runtime.lock import hold
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 ARRAY_FILES = (".npy", ".npz")
-TEXTS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml")  # what the library may take a folder of pictures for
+NOT_READ = (
+    ".heic",
+    ".heif",
+    ".avif",
+    ".jxl",
+    ".dng",
+    ".cr2",
+    ".cr3",
+    ".nef",
+    ".arw",
+)  # pictures that nobody here decodes
+SAYS_SPLITS = re.compile(r"\A---\s.*?^(configs|dataset_info):.*?^---", re.DOTALL | re.MULTILINE)
 LISTS = {"metadata.csv": pd.read_csv, "metadata.jsonl": partial(pd.read_json, lines=True)}
 LISTS |= {"metadata.parquet": pd.read_parquet}
 """What says which images of a folder count, and how it is read: by the library that `datasets` reads it with."""
@@ -50,21 +63,36 @@ def unpacked(archive: Path) -> Path:
 def load_folder(folder: Path, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """A folder's splits: of arrays, of pictures, or what `load` makes of it, which is the library's guess.
 
-    The library goes by the first files' most common extension, so that pictures beside a text each are texts to it. It
-    takes `scene.tif.ovr` for a picture, and gives those of several lists in an order that differs from process to
+    The library goes by the first files' most common extension, so that pictures beside a text or a video each are texts
+    or videos to it. It takes `scene.tif.ovr` for a picture, and gives those of several lists in an order that differs from process to
     process.
     """
     names = [name for _, _, names in os.walk(folder) for name in names if name[0] != "."]
+    warn_of_what_is_not_read(folder, names)
     lists = sum(name in LISTS for name in names)
     ends = {end_of(name) for name in names if name not in LISTS}
     pictures = not ends.isdisjoint(ImageFolder.EXTENSIONS) and ends.isdisjoint(SHARD_FILES)
     if not pictures:
         arrays = ends.isdisjoint((*ImageFolder.EXTENSIONS, *SHARD_FILES)) and not ends.isdisjoint(ARRAY_FILES)
         return load_arrays(str(folder)) if arrays else load()
-    guessed = ends.isdisjoint(TEXTS) or (folder / "README.md").is_file()  # which may say what the splits are
+    guessed = ends.isdisjoint({*_EXTENSION_TO_MODULE} - {*ImageFolder.EXTENSIONS}) or says_splits(folder)
     splits = load() if guessed else datasets.load_dataset("imagefolder", data_dir=str(folder))
     beside = any(end_of(os.path.splitext(name)[0]) in ImageFolder.EXTENSIONS for name in names)
     return {name: in_order(rows) for name, rows in splits.items()} if beside or lists > 1 else splits
+
+
+def says_splits(folder: Path) -> bool:
+    """Whether the folder's README.md is a card that says what the splits are, as the hub's datasets have it."""
+    card = folder / "README.md"
+    return card.is_file() and SAYS_SPLITS.match(card.read_text(errors="replace")) is not None
+
+
+def warn_of_what_is_not_read(folder: Path, names: list[str]) -> None:
+    """Say, once, that a folder has pictures of a kind that nobody here decodes: a phone's, or a camera's raw ones."""
+    found = Counter(end for end in map(end_of, names) if end in NOT_READ and end not in ImageFolder.EXTENSIONS)
+    if found and os.environ.get("RANK", "0") == "0":
+        what = ", ".join(f"{count} {end} files" for end, count in found.items())
+        print(f"warning: data.path {folder} has {what}, which mpp does not read; convert them to JPEG", file=sys.stderr)
 
 
 def end_of(name: str) -> str:
@@ -87,7 +115,8 @@ def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) ->
         return
     walked = [each for each in os.walk(folder) if "/." not in each[0][len(str(folder)) :]]
     links = [os.path.join(place, each) for place, folders, _ in walked for each in folders]
-    if links := [each for each in links if os.path.islink(each)]:
+    data = os.path.join(str(folder), "data")  # where the library does follow
+    if links := [each for each in links if os.path.islink(each) and each != data]:
         unread = "links to folders are not followed; link the files, or copy the folder"
         print(f"warning: data.path {named} has {links[0]}: {unread}", file=sys.stderr)
     files = [(place, name) for place, _, names in walked for name in names if name[0] != "."]

@@ -369,7 +369,11 @@ def undecoded(rows: Any, column: str) -> Any:
     """Rows, indexed or a stream, whose images are image files still; or arrays, or lists that are slower to read."""
     feature = rows.features[column]
     if is_encoded(feature):
-        return rows.cast_column(column, datasets.Image(decode=False))
+        try:
+            return rows.cast_column(column, datasets.Image(decode=False))
+        except (ArrowException, TypeError) as error:  # older releases know fewer types
+            what = f"data.image_column is {column}, of {feature}, which datasets {datasets.__version__} cannot read"
+            raise UserError(f"{what}; update it (pip install -U datasets): {one_line(error)}") from error
     if not is_array(feature) or isinstance(rows, datasets.IterableDataset) or rows.data.column(column).null_count:
         return rows  # lists
     return rows.with_format("numpy", [column], output_all_columns=True, dtype=feature.dtype)

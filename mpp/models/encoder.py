@@ -222,7 +222,8 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
     folder = path.parent if path.suffix == ".safetensors" else encoder_folder(path)
     for name, own in zip(("mean", "std"), config.normalization(channels), strict=True):
         theirs = trained_on(folder, name)
-        other = theirs and len(theirs) == len(own) and any(abs(a - b) > 1e-6 for a, b in zip(theirs, own, strict=True))
+        known = theirs and getattr(config, name) != "auto"  # which is measured later
+        other = known and len(theirs) == len(own) and any(abs(a - b) > 1e-6 for a, b in zip(theirs, own, strict=True))
         if other and os.environ.get("RANK", "0") == "0":
             print(f"note: model.{name} is {list(own)}, and {path} learned with {list(theirs)}")
 

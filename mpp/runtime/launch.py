@@ -26,7 +26,7 @@ from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
 from mpp.runtime.preemption import Preempted
-from mpp.runtime.processes import BUILDING, leave_the_others, set_timeout
+from mpp.runtime.processes import BUILDING, leave_the_others, no_answer, set_timeout
 
 SHARDED, ACCUMULATION = "ACCELERATE_USE_FSDP", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -36,8 +36,6 @@ OUT_OF_MEMORY = (
     "activation_checkpointing). `mpp memory` counts what pre-training takes"
 )
 FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # how CUDA's libraries say it
-HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
-GONE = "another process is gone, or its machine; the same command resumes"
 
 
 def command(main: Callable[[], None]) -> None:
@@ -65,10 +63,8 @@ def user_message(error: Exception) -> str | None:
     """What a user is told of an error, in one line; None: it is a bug and keeps its traceback."""
     if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in FULL):
         return OUT_OF_MEMORY
-    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):  # how its connection ended: in many ways
-        return HANGS if "Timed out waiting" in str(error) else GONE
-    if isinstance(error, torch.distributed.DistBackendError) and "ncclRemoteError" in str(error):
-        return GONE  # where NCCL itself gives up waiting, it ends the process
+    if unanswered := no_answer(error):
+        return unanswered
     return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
 
 

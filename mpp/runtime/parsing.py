@@ -82,8 +82,9 @@ def files_first(arguments: Sequence[str]) -> list[str]:
     """The command line with the files before all else: settings win over files, wherever they stand."""
     files: list[str] = []
     others: list[str] = []
-    for before, word in zip(("", *arguments), arguments, strict=False):
-        is_file = word.startswith("--config=") or "--config" in (word, before)
+    for before, word, after in zip(("", *arguments), arguments, (*arguments[1:], None), strict=False):
+        names_one = word == "--config" and after is not None  # else the parser says what is missing
+        is_file = word.startswith("--config=") or before == "--config" or names_one
         (files if is_file else others).append(word)
     return files + others
 

@@ -30,7 +30,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from mpp.runtime.processes import hosts
+from mpp.runtime.processes import hosts, no_answer
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
@@ -87,11 +87,12 @@ class Preemption:
             self.listener.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if self.asked and kind is not None and not issubclass(kind, Preempted):  # what fails is not repeated for ever
-            self.marked = True
-            if self.accelerator.is_main_process:
-                (self.folder / MARKER).unlink(missing_ok=True)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        stopped = (
+            error is None or isinstance(error, Preempted) or no_answer(error)
+        )  # others may be killed a bit earlier
+        if self.asked and not stopped:  # what fails is not repeated for ever
+            self.unmark()
         if hasattr(self, "listener"):
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
@@ -117,6 +118,13 @@ class Preemption:
             if self.accelerator.is_main_process:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / MARKER).write_text(f"{reason}, {where}\n")
+
+    def unmark(self) -> None:
+        """Take the marker away, for good."""
+        with self.marking:
+            self.marked = True
+            if self.accelerator.is_main_process:
+                (self.folder / MARKER).unlink(missing_ok=True)
 
     def mark_early(self) -> None:
         """Leave the marker before the run has stopped, unless it has."""

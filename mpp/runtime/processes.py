@@ -13,6 +13,17 @@ from mpp.errors import UserError
 
 BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
 TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
+HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
+GONE = "another process is gone, or its machine; the same command resumes"
+
+
+def no_answer(error: BaseException | None) -> str | None:
+    """What a user is told where another process does not answer any more; None: it is another error."""
+    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):  # how its connection ended: in many ways
+        return HANGS if "Timed out waiting" in str(error) else GONE
+    if isinstance(error, torch.distributed.DistBackendError) and "ncclRemoteError" in str(error):
+        return GONE  # where NCCL itself gives up waiting, it ends the process
+    return None
 
 
 def hosts() -> ProcessGroup:

@@ -26,7 +26,7 @@ from mpp.training.checkpoint import resume, save
 from mpp.training.feed import Feed
 from mpp.training.finite import FiniteCheck
 from mpp.training.optim import averaged_weights, learning_rate
-from mpp.training.parallel import prepare, whole_tensor
+from mpp.training.parallel import prepare, start_compilers, whole_tensor
 from mpp.training.task import ImageTask
 from mpp.training.tracking import HELD_OUT_LOSS, Speed, Tracker, last_step, progress_bar
 from mpp.training.watch import Watch
@@ -92,6 +92,8 @@ class Loop:
         self.saved = self.start  # the step of the newest checkpoint
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
         self.feed = Feed(batches, task.layout.accumulation_steps)
+        if self.run.compile:
+            start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, self.run, self.optim)
         self.speed = Speed(flops, task.layout.images, self.accelerator.device)

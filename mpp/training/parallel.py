@@ -50,6 +50,7 @@ def start_compilers(device: torch.device) -> None:
     """Start the processes by which inductor compiles for a GPU, where SIGTERM does not reach them.
 
     A launcher sends it to all that belongs to a process. Without them the step that is to be finished could not be.
+    To be called after loader processes are forked: compilers are beside threads of this process.
     """
     if device.type == "cuda":
         from torch._inductor.async_compile import AsyncCompile
@@ -66,7 +67,6 @@ class Replicated:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         if run.compile:
-            start_compilers(accelerator.device)
             model.compile()
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.trained, self.optimizer = accelerator.prepare(model, build_optimizer(model, optim))
@@ -103,7 +103,6 @@ class Sharded:
         again = sharding(accelerator).reshard_after_forward
         blocks = units(model)
         if run.compile:  # a graph for each rate of drop path
-            start_compilers(self.device)
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
             # From this cache torch 2.15 takes the graph of a block with another rate, without a word.
             functorch_config.enable_autograd_cache = False

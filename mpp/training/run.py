@@ -15,12 +15,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
-from mpp.data.hub import commit_of
+from mpp.data.hub import commit_of, of_the_hub
 from mpp.data.moments import channel_moments
 from mpp.data.record import differences
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.disk import appears
 from mpp.runtime.hardware import arithmetic
 from mpp.runtime.launch import SHARDED, check_alike, start
@@ -158,14 +158,14 @@ def same_on_all_nodes(record: Callable[[], dict[str, Any]], accelerator: Acceler
     if accelerator.is_local_main_process:
         try:
             own = record()
-        except UserError as error:  # to be raised by all processes
-            own = error
+        except (ValueError, OSError) as error:  # to be raised by all processes
+            own = error if isinstance(error, UserError) else UserError(one_line(error))
     first, *others = (each for each in gather_object([own]) if each is not None)
     for found in (first, *others):
         if isinstance(found, UserError):
             raise found
         if changed := differences(first, found):
-            raise UserError(f"the nodes see other images at data.path: {'; '.join(changed)} on another node")
+            raise UserError(f"the nodes do not have the same images or weights: {'; '.join(changed)} on another node")
     return first
 
 
@@ -174,7 +174,8 @@ def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    commit = from_main_process(accelerator, lambda: commit_begun_with(folder) or commit_of(config.data))
+    begun_with = commit_begun_with if of_the_hub(config.data) else lambda folder: None
+    commit = from_main_process(accelerator, lambda: begun_with(folder) or commit_of(config.data))
     return replace(config, data=replace(config.data, revision=commit)) if commit else config
 
 
