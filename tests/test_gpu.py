@@ -230,10 +230,12 @@ def test_nccls_timeout_can_be_set():
 
 
 @on_two
-def test_two_gpus_are_one_run(run, tmp_path):
-    words = [*TINY, *TEN, "--optim.name=adam", "--optim.lr=1e-2", f"--run.dir={tmp_path / 'two'}"]
-    launch = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "29641")
-    two = run_command(*launch, "mpp/pretrain.py", *words)
+@pytest.mark.parametrize("name", ["adam", "muon"])
+@pytest.mark.parametrize("layout", ["gpu_8", "fsdp_8"])
+def test_two_gpus_are_one_run(run, tmp_path, name, layout):
+    optim = [f"--optim.name={name}", "--optim.lr=1e-2"]
+    launch = ("accelerate", "launch", "--config_file", f"configs/accelerate/{layout}.yaml", "--num_processes", "2")
+    two = run_command(*launch, "mpp/pretrain.py", *TINY, *TEN, *optim, f"--run.dir={tmp_path / 'two'}")
     assert two.returncode == 0 and "2 processes on cuda" in two.stdout, two.stderr
-    one = run(DEVICE, "--optim.name=adam", "--optim.lr=1e-2")
+    one = run(DEVICE, *optim)
     assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(one), abs=1e-3)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import timm.optim
 import timm.optim.muon
@@ -21,6 +22,7 @@ from mpp.runtime.hardware import bf16_is_native
 TOGETHER = 2**24  # numbers of the matrices that Muon iterates together: what bounds the memory
 NATIVE = {True: torch.bfloat16, False: torch.float32}  # what Muon iterates in
 TIMMS_STEP = inspect.unwrap(timm.optim.Muon.step)  # torch wraps it where one is built, and would call hooks again
+TIMMS_MUON, TIMMS_NADAMW = timm.optim.muon.muon, timm.optim.muon.nadamw
 UNDECAYED = ("token", "pos_embed", "position_bias")  # [class], [mask], registers, position embeddings and biases
 
 
@@ -38,19 +40,19 @@ class Muon(timm.optim.Muon):
     its matrices, to the bit.
 
     Where the model is sharded, each process iterates its part of the matrices. (As timm has it, each product of each
-    iteration would be communicated, and rounded in another way.)
+    iteration would be communicated, and rounded in another way.) NAdamW, for all that is no matrix of a block, takes
+    each process's shards.
     """
 
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure=None):
-        timms = timm.optim.muon.muon
-        timm.optim.muon.muon = muon_by_shape
+        timm.optim.muon.muon, timm.optim.muon.nadamw = muon_by_shape, nadamw_of_parts
         try:
             return self.step_unless_found(closure)
         finally:
-            timm.optim.muon.muon = timms
+            timm.optim.muon.muon, timm.optim.muon.nadamw = TIMMS_MUON, TIMMS_NADAMW
 
     def step_unless_found(self, closure=None):
         """timm's step; with `found_inf`, one at rate 0 and without gradients."""
@@ -111,6 +113,11 @@ def muon_by_shape(
             if isinstance(scale, Tensor):
                 torch._foreach_mul_(found, scale)
             torch._foreach_add_(own, found, alpha=1 if isinstance(scale, Tensor) else scale)
+
+
+def nadamw_of_parts(*lists: list[Tensor], **options: Any) -> None:
+    """timm's `nadamw` of what this process has: it goes number by number, and on a GPU by functions without shards."""
+    TIMMS_NADAMW(*([own_part(tensor) for tensor in each] for each in lists), **options)
 
 
 def batches_of(indices: list[int], shape: torch.Size, like: Tensor) -> Iterator[list[int]]:
