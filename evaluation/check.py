@@ -219,7 +219,7 @@ def images_blocks(task: Pretraining, found: Survey | None) -> list:
     rows += [["channels", str(task.config.data.channels)]]
     if found is None:
         return [Table(["", ""], rows)]
-    rows += [["looked at", f"{found.training} training, {found.held_out} held out"]]
+    rows += [["decoded", f"{found.training} training, {found.held_out} held out"]]
     rows += [["cannot be decoded", str(len(found.broken))], ["of one colour", f"{found.constant:.1%}"]]
     rows += [["held out, nearly the same as a training image", f"{found.duplicates:.1%}"]]
     rows += [["training, nearly the same as another", f"{found.doubles:.1%}"]]

@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ from evaluation.suite.encoders import FrozenEncoder, Unavailable, encoder_of, gr
 from evaluation.suite.extraction import Features, readable, views_for
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import parse_with_images, run_folder
+from evaluation.suite.teachers import averaged, classifier_at
 from mpp.config import RunConfig, require
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import Batch, held_out_loader
@@ -58,14 +59,25 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Exported(nn.Module):
-    """What a file computes: images (B, C, H, W) to features (B, D), or tokens (B, T, D)."""
+    """What a file computes: images (B, C, H, W) to features (B, D), tokens (B, T, D), or logits (B, classes)."""
 
     def __init__(self, encoder: FrozenEncoder, representation: str, normalize: bool):
         super().__init__()
         self.model, self.representation = encoder.model, representation
         self.normalize = encoder.normalize if normalize else nn.Identity()
 
+    @classmethod
+    def of(cls, config: ExportConfig, encoder: FrozenEncoder) -> "Exported":
+        """What is asked for. UserError: logits of what is no classifier."""
+        exported = cls(encoder, config.representation, config.normalize)
+        if config.representation == "logits":
+            exported.model = classifier_at(config.encoder, config.data.channels, "encoder")[0]  # normalises
+        return exported.eval().requires_grad_(False)
+
     def forward(self, images: Tensor) -> Tensor:
+        if self.representation == "logits":
+            logits = self.model(images)
+            return averaged(logits) if logits.ndim == 3 else logits  # a distilled student has two heads
         tokens = self.model.forward_features(self.normalize(images))
         return tokens if self.representation == "tokens" else pool(self.model, tokens, self.representation)
 
@@ -87,7 +99,8 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
     else:
         weights, card = fingerprint(path), encoder_folder(path) / "README.md"
     kind = "from 0 to 255" if config.normalize else "(pixels / 255 - mean) / std"
-    out = {"tokens": "(batch, tokens, width)"}.get(config.representation, "(batch, width)")
+    outputs = {"tokens": "(batch, tokens, width)", "logits": "(batch, classes)"}
+    out = outputs.get(config.representation, "(batch, width)")
     about = {
         "mpp": version("mpp"),
         "encoder": run.name,
@@ -155,7 +168,7 @@ def write_safetensors(
     with TemporaryDirectory() as aside:
         folder = Path(aside) / "encoder"
         moments = about["mean"], about["std"], about["crop_pct"]
-        export_encoder(module.model, folder, tuple(about["img_size"]), *moments)
+        export_encoder(module.model, folder, tuple(about["img_size"]), *moments, how_read=config.data.how_read())
         about["timm"] = json.loads((folder / CONFIG).read_text())
         state = load_file(folder / WEIGHTS)
     file.write_bytes(save(state, {KEY: json.dumps(about)}))  # save_file's files are for their owner alone
@@ -219,10 +232,9 @@ class Check(NamedTuple):
     accelerator: Accelerator
     splits: tuple[ImageDataset, ImageDataset]
 
-    def batches(self, dataset: ImageDataset) -> Iterator[Batch]:
+    def batches(self, dataset: ImageDataset) -> Iterable[Batch]:
         """Images as an encoder takes them, before its normalisation."""
-        views = views_for(self.encoder, dataset, self.config.data)
-        yield from readable(held_out_loader(views, self.config.data.batch_size or 64), dataset.split)
+        return held_out_loader(views_for(self.encoder, dataset, self.config.data), self.config.data.batch_size or 64)
 
     def prepared(self, images: Tensor) -> Tensor:
         """Images as the file takes them."""
@@ -241,14 +253,17 @@ class Check(NamedTuple):
     def accuracy(self, run: Run) -> float | None:
         """Few-shot accuracy of these features: the mean of three draws; None: there are no labels, or no features."""
         parts = [part.labelled() for part in self.splits]
-        if None in parts or parts[0].labels.ndim > 1 or self.config.representation == "tokens":
+        if None in parts or parts[0].labels.ndim > 1 or self.config.representation in ("tokens", "logits"):
             return None
         data, most = self.config.data, self.config.images
         found = []
         for part, seed in zip(parts, (data.eval_seed, data.cut_seed), strict=True):
             chosen = part.choose(most, seed)
             (of_split,), labels = extract(
-                self.batches(chosen), lambda images: [run(self.prepared(images.cpu()))], len(chosen), self.accelerator
+                readable(self.batches(chosen), chosen.split),
+                lambda images: [run(self.prepared(images.cpu()))],
+                len(chosen),
+                self.accelerator,
             )
             found += [of_split, labels]
         results = fewshot.evaluate(Features(*found).check(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
@@ -337,7 +352,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
             grid_of(model)
     except Unavailable as error:
         raise UserError(f"encoder is {config.encoder}, which cannot be exported: {error}") from None
-    reference = Exported(encoder, config.representation, config.normalize).eval()
+    reference = Exported.of(config, encoder)
     with deaths_explained():
         check = Check(config, encoder, accelerator, load_image_datasets(config.data))
         return write_checked(config, check, reference, out)
@@ -346,7 +361,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
 def write_checked(config: ExportConfig, check: Check, reference: Exported, out: Path) -> dict[str, Any]:
     """Write the file aside, run it, and put it in its place."""
     _, write, read = FORMATS[config.format]
-    some = next(check.batches(check.splits[1].choose(EXAMPLE, config.data.cut_seed))).images
+    some = next(iter(check.batches(check.splits[1].choose(EXAMPLE, config.data.cut_seed)))).images
     count = EXAMPLE if config.batch == "dynamic" else config.batch
     images = check.prepared(some[torch.arange(count) % len(some)])
     about = describe_file(config, check.encoder, images)

@@ -190,7 +190,8 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is no report of an evaluation"
     if rows:
-        blocks.append(Table(["evaluation", "case", "accuracy (%)"], rows, "What the evaluation commands found"))
+        headings = ["evaluation", "case", "accuracy or mean IoU (%)"]
+        blocks.append(Table(headings, rows, "What the evaluation commands found"))
     else:
         missing["Few-shot, linear probe"] = f"not asked for yet: mpp fewshot --encoder {folder}"
     return blocks
@@ -266,7 +267,8 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
     if shown.labels is not None and (shown.labels[queries] >= 0).any():
         known = (shown.labels[neighbours] >= 0) & (shown.labels[queries] >= 0)[:, None]
         alike = known & (shown.labels[neighbours] == shown.labels[queries][:, None])
-        caption += f" {alike.sum()} of {known.sum()} have the label of their query."
+        if known.any():
+            caption += f" {alike.sum()} of {known.sum()} have the label of their query."
     headings = ["query", *(f"nearest {k}" for k in range(1, 1 + neighbours.shape[1]))]
     alt = "Held-out images, each beside those whose features are most like its own"
     return [

@@ -26,6 +26,7 @@ from evaluation.config import SegmentationConfig
 from evaluation.suite.encoders import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
 from evaluation.suite.figures import DPI, plot_segmentation
 from evaluation.suite.patches import (
+    IGNORED,
     Masked,
     PatchFeatures,
     PatchFloor,
@@ -83,17 +84,16 @@ def upsampled(scores: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(scores, tuple(size), mode="bilinear", align_corners=False)
 
 
-def masked_loss(logits: Tensor, masks: Tensor, ignore_index: int | None) -> Tensor:
+def masked_loss(logits: Tensor, masks: Tensor) -> Tensor:
     """Mean cross-entropy over the pixels that count; 0 where none does."""
-    ignored = -100 if ignore_index is None else ignore_index
-    total = F.cross_entropy(logits, masks, ignore_index=ignored, reduction="sum")
-    return total / (masks != ignored).sum().clamp(min=1)
+    total = F.cross_entropy(logits, masks, ignore_index=IGNORED, reduction="sum")
+    return total / (masks != IGNORED).sum().clamp(min=1)
 
 
 def fit(features: PatchFeatures, config: SegmentationConfig, lr: float, seed: int) -> LinearReading:
     """A linear reading of the training patches."""
     own, generator = device(), torch.Generator().manual_seed(seed)
-    taught = classes_in(features.train_masks, config.data.ignore_index).tolist()
+    taught = classes_in(features.train_masks).tolist()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         reading = LinearReading(features.train.shape[-1], taught).to(own)
@@ -110,7 +110,7 @@ def fit(features: PatchFeatures, config: SegmentationConfig, lr: float, seed: in
         inputs = torch.from_numpy(features.train[chosen]).to(own)
         masks = torch.from_numpy(features.train_masks[chosen]).long().to(own)
         optimizer.zero_grad()
-        masked_loss(upsampled(reading(inputs), masks.shape[1:]), masks, config.data.ignore_index).backward()
+        masked_loss(upsampled(reading(inputs), masks.shape[1:]), masks).backward()
         optimizer.step()
         schedule.step()
     return reading.eval()
@@ -119,7 +119,7 @@ def fit(features: PatchFeatures, config: SegmentationConfig, lr: float, seed: in
 def labelled_patches(features: PatchFeatures, config: SegmentationConfig, classes: int) -> tuple[NDArray, Tensor]:
     """Training patches (P, D) whose pixels count, at most `config.patches` of them, and the class of most of each."""
     grid = features.train.shape[1:3]
-    shares = class_shares(features.train_masks, grid, classes, config.data.ignore_index)
+    shares = class_shares(features.train_masks, grid, classes)
     labels = torch.cat([part.argmax(-1).where(part.sum(-1) > 0, -1).flatten() for part in shares])
     known = (labels >= 0).nonzero().squeeze(1)
     if len(known) > config.patches:
@@ -150,11 +150,11 @@ def predicted(predict: Predict, features: NDArray, size: Sequence[int], classes:
     return torch.cat(found)
 
 
-def confusion(truth: Tensor, found: Tensor, classes: int, ignore_index: int | None) -> Tensor:
+def confusion(truth: Tensor, found: Tensor, classes: int) -> Tensor:
     """How many pixels of each class (rows) were taken for each class (columns): (C, C) int64."""
     total = torch.zeros(classes * classes, dtype=torch.int64)
     for of_truth, of_found in zip(truth.split(256), found.split(256), strict=True):
-        counted = of_truth != (-1 if ignore_index is None else ignore_index)
+        counted = of_truth != IGNORED
         pairs = of_truth[counted].long() * classes + of_found[counted].long()
         total += torch.bincount(pairs, minlength=classes * classes)
     return total.view(classes, classes)
@@ -182,15 +182,14 @@ def evaluate(features: PatchFeatures, config: SegmentationConfig, shown: dict[st
     Args:
         shown: gets the predictions of each reading, by its name.
     """
-    classes, ignored = classes_of(features, config.data.ignore_index), config.data.ignore_index
-    truth = torch.from_numpy(features.test_masks)
+    classes, truth = classes_of(features), torch.from_numpy(features.test_masks)
     size = truth.shape[1:]
 
     def judged(predict: Predict, of: PatchFeatures = features, name: str | None = None) -> dict[str, Any]:
         found = predicted(predict, of.test, size, classes)
         if shown is not None and name:
             shown[name] = found
-        return scores_of(confusion(torch.from_numpy(of.test_masks), found, classes, ignored))
+        return scores_of(confusion(torch.from_numpy(of.test_masks), found, classes))
 
     results = []
     if "linear" in config.readings:
@@ -211,11 +210,10 @@ def evaluate(features: PatchFeatures, config: SegmentationConfig, shown: dict[st
 
 def most_frequent(features: PatchFeatures, config: SegmentationConfig) -> dict[str, Any]:
     """What the most frequent class of the training masks reaches, predicted for all pixels."""
-    classes, ignored = classes_of(features, config.data.ignore_index), config.data.ignore_index
-    masks = torch.from_numpy(features.train_masks)
-    counts = confusion(masks, torch.zeros_like(masks), classes, ignored).sum(1)
+    classes, masks = classes_of(features), torch.from_numpy(features.train_masks)
+    counts = confusion(masks, torch.zeros_like(masks), classes).sum(1)
     truth = torch.from_numpy(features.test_masks)
-    return scores_of(confusion(truth, torch.full_like(truth, int(counts.argmax())), classes, ignored))
+    return scores_of(confusion(truth, torch.full_like(truth, int(counts.argmax())), classes))
 
 
 def run(config: SegmentationConfig) -> dict[str, Any]:
@@ -346,9 +344,7 @@ def picture(
     samples = [views[FIXED, int(index)] for index in chosen]
     images = torch.stack([sample.images for sample in samples])
     images = images if images.shape[1] in (1, 3) else images.float().mean(1, keepdim=True)
-    masks = torch.stack([sample.labels for sample in samples]).long()
-    ignored = -1 if config.data.ignore_index is None else config.data.ignore_index
-    columns = {"mask": masks.where(masks != ignored, -1).numpy()}
+    columns = {"mask": torch.stack([sample.labels for sample in samples]).long().numpy()}
     columns |= {name: found[torch.from_numpy(chosen)].long().numpy() for name, found in shown.items()}
     classes = 1 + max(int(part.max()) for part in columns.values())
     return plot_segmentation(as_rgb(images).movedim(1, -1).numpy(), columns, classes)

@@ -512,11 +512,13 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
         ("first", {"model": {"init_from": None}}),
         ("longer", {"model": {"init_from": str(tmp_path / "first" / "encoder")}}),
         ("student", {"distill": {"teacher": str(tmp_path / "longer")}}),
+        ("tuned", {"init": "encoder", "encoder": str(tmp_path / "longer")}),
     ):
         (tmp_path / name / "encoder").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5}\n')
-    assert [jobs.executed(tmp_path / name) for name in ("first", "longer", "student")] == [1.5, 3.0, 4.5]
+    found = [jobs.executed(tmp_path / name) for name in ("first", "longer", "student", "tuned")]
+    assert found == [1.5, 3.0, 4.5, 4.5]
 
 
 def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():

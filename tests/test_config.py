@@ -90,6 +90,7 @@ def test_only_plumbing_may_change(tmp_path):
         (["--model.heads=3"], ["model.width", "multiple of model.heads (3)"]),
         (["--data.crop_area=[0.5,0.1]"], ["data.crop_area"]),
         (["--config=nowhere.yaml"], ["nowhere.yaml"]),
+        (["--run.steps=5", "--config"], ["expected one argument"]),
     ],
 )
 def test_errors_are_one_line_that_names_the_culprit(arguments, words):

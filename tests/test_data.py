@@ -171,6 +171,23 @@ def test_what_lies_beside_pictures_is_none(tmp_path, capsys):
     assert "images/c: links to folders are not followed" in capsys.readouterr().err
 
 
+def test_videos_are_no_images_and_pictures_that_nobody_reads_are_counted(tmp_path, capsys):
+    """As a phone's folder has them; its README.md is no dataset card."""
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
+        for end in ("mov", "heic"):
+            (tmp_path / f"{number}.{end}").write_bytes(b"x")
+    (tmp_path / "README.md").write_text("My photographs")
+    assert load_splits(DataConfig(path=str(tmp_path)))["train"].num_rows == 3
+    assert "3 .heic files, which mpp does not read; convert them to JPEG" in capsys.readouterr().err
+    for file in tmp_path.glob("*.mov"):
+        file.with_suffix(".txt").write_text("x")
+        file.unlink()
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: mine\n    path: '*.png'\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    assert load_splits(DataConfig(path=str(tmp_path)))["mine"].num_rows == 3
+
+
 def test_pictures_of_several_lists_are_in_the_order_of_their_names(tmp_path):
     for part in "dbca":
         (tmp_path / part).mkdir()

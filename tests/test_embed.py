@@ -10,7 +10,7 @@ from conftest import encoded, picture
 from PIL import Image
 
 import mpp
-from evaluation import embed, finetune
+from evaluation import embed, export, finetune
 from evaluation.suite.teachers import classifier_at
 from mpp.config import ImagesConfig
 from mpp.data.decoding import decode
@@ -128,6 +128,12 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         image = centre_crop(decode(Path(row["file"]).read_bytes(), ImagesConfig()), size, 0.875)
         expected = network.eval()(image[None].float())[0].detach()
         assert len(row["features"]) == classes == 2 and np.allclose(row["features"], expected, atol=1e-5)
+    for format, end in (("onnx", "onnx"), ("torch_export", "pt2")):
+        written = tmp_path / f"classifier.{end}"
+        options = [f"--format={format}", "--representation=logits", f"--out={written}", "--images=5", "--threads=1"]
+        export.main([f"--encoder={tuned / 'lr_0.1'}", *options, "--data.workers=0"])
+        found = export.FORMATS[format][2](written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
+        assert torch.allclose(found, network(torch.zeros(1, 3, *size)), atol=1e-5)
     with pytest.raises(UserError, match=r"encoder is .*; it must be the folder of a finished supervised or fine-tuned"):
         embed.main([f"--encoder={finished_run}", *words])
     with pytest.raises(UserError, match="representation is logits; it must be another one beside depth"):

@@ -38,6 +38,14 @@ def test_timm_alone_gives_the_same_features(exported):
     assert not ours.training
 
 
+def test_transformers_gives_the_same_tokens(exported):
+    transformers = pytest.importorskip("transformers")
+    encoder, folder = exported
+    theirs, images = transformers.AutoModel.from_pretrained(folder).eval(), torch.randn(2, 3, 64, 64)
+    found = theirs(pixel_values=images).last_hidden_state
+    torch.testing.assert_close(found, encoder.forward_features(images), rtol=0, atol=1e-6)
+
+
 def test_encoder_says_what_input_it_takes(exported):
     takes = timm.data.resolve_model_data_config(mpp.load_encoder(exported[1]))
     assert takes["input_size"] == (3, 64, 64)

@@ -136,6 +136,13 @@ def test_a_file_of_other_numbers_is_refused_and_not_left(finished_run, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+def test_an_image_that_cannot_be_decoded_does_not_matter_to_a_file(finished_run, tmp_path, image_folder):
+    for file in sorted(image_folder.rglob("*.png"))[::2]:
+        file.write_bytes(b"nothing")
+    words = f"--data.path={image_folder}", "--data.eval_split=null", "--data.eval_fraction=0.5"
+    assert exported(finished_run, tmp_path, "safetensors", *words)[1]["difference"] < 1e-5
+
+
 def broken(images):
     return torch.zeros(len(images), 16)
 

@@ -44,6 +44,15 @@ def test_what_was_asked_to_stop_has_the_marker_before_it_stops_and_not_if_it_fai
     assert not (tmp_path / MARKER).exists()
 
 
+def test_the_marker_stays_where_another_process_was_killed_first(tmp_path):
+    with pytest.raises(RuntimeError), Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.finish_step = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until((tmp_path / MARKER).exists)
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    assert (tmp_path / MARKER).exists()
+
+
 def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
     """A shell starts `command &` with SIGINT ignored, and Python leaves it so: a run does not."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

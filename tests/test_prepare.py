@@ -222,6 +222,17 @@ def test_bad_settings_are_named(folder, tmp_path, settings, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_other_settings_are_named_before_images_are_looked_for(folder, tmp_path):
+    """The folder may have noted a commit, which these images would not have."""
+    main(options(folder, tmp_path / "out"))
+    noted = tmp_path / "out" / ".prepare" / "images.json"
+    noted.write_text(
+        json.dumps({name: of | {"revision": "0" * 40} for name, of in json.loads(noted.read_text()).items()})
+    )
+    with pytest.raises(UserError, match=r"prepared with another data\.path; choose another out"):
+        main([*options(folder, tmp_path / "out"), "--data.path=somebody/else"])
+
+
 def test_splits_keep_their_names(tmp_path):
     rows = datasets.load_dataset("parquet", data_files=str(BIRDS / "test-00000-of-00001.parquet"), split="train")
     sizes = {"train": 5, "train_extra": 3, "unlabeled": 7}

@@ -3,8 +3,10 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
@@ -149,6 +151,35 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, 
         assert named.data.path == (None if other == "null" else other) and named.data.cut_seed == 0
     of_nothing = parse_with_images(fewshot.FewshotConfig, ["--encoder=floor:pixels"], "")
     assert of_nothing.data == fewshot.FewshotConfig().data
+
+
+def test_a_run_of_the_hub_is_judged_by_a_folder_of_that_name(trained, tmp_path, monkeypatch):
+    """It noted a commit, which a folder does not have."""
+    saved = yaml.safe_load((trained / "config.yaml").read_text())
+    saved["data"]["path"] = "some/set"
+    (trained / "config.yaml").write_text(yaml.safe_dump(saved))
+    noted = json.loads((trained / "data.json").read_text())
+    noted = {part: of | {"revision": "0" * 40} for part, of in noted.items()}
+    (trained / "data.json").write_text(json.dumps(noted))
+    monkeypatch.chdir(tmp_path)
+    read = [parse_with_images(fewshot.FewshotConfig, [f"--encoder={trained}"], "").data.revision]
+    (tmp_path / "some" / "set").mkdir(parents=True)
+    read.append(parse_with_images(fewshot.FewshotConfig, [f"--encoder={trained}"], "").data.revision)
+    assert read == ["0" * 40, None]
+
+
+def test_an_encoder_says_how_its_files_were_read(pretrain, tmp_path):
+    """Where its run is not there; what is given wins."""
+    for number in range(8):
+        file = tmp_path / "arrays" / f"{number}.npy"
+        file.parent.mkdir(exist_ok=True)
+        np.save(file, 1000 + 10 * picture(number).astype(np.uint16)[..., :2])
+    options = "--data.channels=2", "--data.range=[1000,3550]", "--data.nodata=7"
+    folder = pretrain(f"--data.path={tmp_path / 'arrays'}", "--data.eval_split=null", *options)
+    copy = shutil.copytree(folder / "encoder", tmp_path / "elsewhere" / "encoder")
+    for words, expected in (([], (2, (1000, 3550), 7)), (["--data.nodata=null"], (2, (1000, 3550), None))):
+        data = parse_with_images(fewshot.FewshotConfig, [f"--encoder={copy}", "--data.path=other", *words], "").data
+        assert (data.channels, tuple(data.range), data.nodata) == expected
 
 
 def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_path, capsys, pretrain):

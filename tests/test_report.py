@@ -101,7 +101,7 @@ def hostile(tmp_path_factory):
     settings = ("--run.eval_every=2", "--probe.every=2", "--data.eval_fraction=0.5", f"--data.path={images}")
     kept = [word for word in TINY if not word.startswith("--probe")]
     command.main([*kept, *settings, f"--run.dir={folder}"])
-    found = {"summary": {f"5 {SCRIPT}": {"mean": 0.5, "std": 0.1}}}
+    found = {"summary": {f"5 {SCRIPT}": {"mean": 0.5, "std": 0.1, "count": 3}}}
     (folder / "evaluation").mkdir()
     (folder / "evaluation" / f"few{SCRIPT}.json").write_text(json.dumps(found))
     (folder / "evaluation" / "torn.json").write_text("{")
@@ -267,7 +267,7 @@ def test_a_check_warns_of_loading_that_is_slow():
     task = SimpleNamespace(facts=lambda: {})
     for waiting, warns in ((0.5, True), (0.2, False)):
         said = check.warnings(task, Config(), None, check.Timing(1.0, waiting, 1.0, 1.0))
-        assert any(each.startswith("waiting for data: training waits for images 50%") for each in said) == warns
+        assert [each[:51] for each in said] == ["waiting for data: training waits for images 50% of "] * warns
 
 
 def test_a_check_with_images_that_are_not_there_is_one_line(tmp_path):

@@ -14,6 +14,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.suite.patches import (
+    IGNORED,
     OUTLINES,
     MaskedViews,
     PatchFeatures,
@@ -24,7 +25,6 @@ from evaluation.suite.patches import (
     load_masked,
 )
 from evaluation.suite.probing import judge
-from mpp.config import ImagesConfig
 from mpp.data.decoding import UnreadableImage
 from mpp.data.sources import ImageDataset, load_splits, undecoded
 from mpp.runtime.randomness import FIXED
@@ -74,18 +74,17 @@ def test_image_and_mask_get_the_same_crop(along, size, view, crop):
     assert apart.abs().max() <= 1 and apart.mean().abs() < 0.3
 
 
-@pytest.mark.parametrize("ignored", [None, 255, 0])
+@pytest.mark.parametrize("ignored", [True, False])
 def test_figures_are_scikit_learns(ignored):
     rng = np.random.default_rng(0)
     truth, found = (
         rng.choice([0, 1, 2, 4, 5], (7, 9, 11)),
         rng.choice([0, 1, 2, 4], (7, 9, 11)),
     )  # nothing is of class 3
-    found[found == ignored] = 1  # no reading predicts it
-    truth[0, :4] = 255 if ignored == 255 else 5
-    counts = segmentation.confusion(torch.from_numpy(truth), torch.from_numpy(found), 6, ignored)
+    truth[0, :4] = IGNORED if ignored else 5
+    counts = segmentation.confusion(torch.from_numpy(truth), torch.from_numpy(found), 6)
     scores = segmentation.scores_of(counts)
-    kept = truth != (-1 if ignored is None else ignored)
+    kept = truth != IGNORED
     one, other = truth[kept], found[kept]
     present = np.union1d(one, other)
     assert scores["accuracy"] == pytest.approx(jaccard_score(one, other, average="macro", labels=present), abs=1e-12)
@@ -96,11 +95,11 @@ def test_figures_are_scikit_learns(ignored):
 
 
 def test_shares_of_patches_are_counted():
-    mask = np.array([[[0, 0, 1, 255], [0, 2, 255, 255], [1, 1, 2, 2], [1, 1, 2, 0]]], np.int16)
-    (shares,) = class_shares(mask, (2, 2), 3, 255)
+    mask = np.array([[[0, 0, 1, -1], [0, 2, -1, -1], [1, 1, 2, 2], [1, 1, 2, 0]]], np.int16)
+    (shares,) = class_shares(mask, (2, 2), 3)
     expected = [[[0.75, 0, 0.25], [0, 0.25, 0]], [[0, 1, 0], [0.25, 0, 0.75]]]
     assert shares[0].tolist() == expected
-    (shares,) = class_shares(mask % 255, (2, 2), 3, None)
+    (shares,) = class_shares(mask.clip(0), (2, 2), 3)
     assert shares[0].tolist() == [[[0.75, 0, 0.25], [0.75, 0.25, 0]], *expected[1:]]
 
 
@@ -130,7 +129,7 @@ def test_votes_are_those_of_scikit_learns_neighbours():
 
 def test_patches_without_a_class_have_no_vote_and_few_are_a_choice():
     features = some_features()
-    features.train_masks[:, :4] = 255
+    features.train_masks[:, :4] = IGNORED
     bank, labels = segmentation.labelled_patches(features, SegmentationConfig(patches=1000), 3)
     assert len(bank) == 60 and bank.tolist() == features.train[:, 1].reshape(-1, 5).tolist()
     bank, labels = segmentation.labelled_patches(features, SegmentationConfig(patches=7), 3)
@@ -139,12 +138,12 @@ def test_patches_without_a_class_have_no_vote_and_few_are_a_choice():
 
 def test_what_is_ignored_teaches_nothing():
     logits, masks = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randint(0, 3, (2, 4, 4))
-    masks[0, :2] = 255
-    segmentation.masked_loss(logits, masks, 255).backward()
+    masks[0, :2] = IGNORED
+    segmentation.masked_loss(logits, masks).backward()
     assert logits.grad[0, :, :2].abs().max() == 0 and logits.grad[0, :, 2:].abs().min() > 0
-    expected = torch.nn.functional.cross_entropy(logits.detach().movedim(1, -1)[masks != 255], masks[masks != 255])
-    assert segmentation.masked_loss(logits, masks, 255).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert segmentation.masked_loss(logits, torch.full_like(masks, 255), 255).item() == 0
+    expected = torch.nn.functional.cross_entropy(logits.detach().movedim(1, -1)[masks >= 0], masks[masks >= 0])
+    assert segmentation.masked_loss(logits, masks).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert segmentation.masked_loss(logits, torch.full_like(masks, IGNORED)).item() == 0
 
 
 def test_a_linear_reading_learns_what_is_linear_and_its_rate_is_chosen_on_train():
@@ -164,7 +163,9 @@ def test_what_no_training_mask_shows_is_never_predicted(reading):
     features = some_features()
     features.train_masks[features.train_masks == 1] = 3
     features.test_masks[:, :4] = 5
-    config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0, data=MaskedDataConfig(ignore_index=0))
+    for masks in (features.train_masks, features.test_masks):
+        masks[masks == 0] = IGNORED
+    config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0)
     shown = {}
     (result,) = segmentation.evaluate(features, config, shown)
     assert set(shown[reading].unique().tolist()) == {2, 3}
@@ -192,7 +193,8 @@ MASKS = {
     "one bit": (lambda m: Image.fromarray(m > 0), None),
     "16 bits": (lambda m: Image.fromarray(m.astype(np.uint16) * 1000), None),
     "too large": (lambda m: Image.fromarray(m.astype(np.uint16) * 30000), "numbers from 0 to 60000; classes are 0"),
-    "colours": (lambda m: Image.fromarray(np.repeat(m[..., None], 3, -1)), r"has colours \(RGB\); a mask has one num"),
+    "colours": (lambda m: Image.fromarray(np.repeat(m[..., None], 3, -1)), r"has colours \(RGB\); a mask has one who"),
+    "fractions": (lambda m: Image.fromarray(m.astype(np.float32)), "has floating-point numbers; a mask has one whole"),
 }
 
 
@@ -203,13 +205,21 @@ def test_masks_are_numbers(kind):
     image = made(mask)
     if kind == "palette":
         image.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
-    cell = {"bytes": encoded(image), "path": None}
+    cell = {"bytes": encoded(image, "TIFF" if kind == "fractions" else "PNG"), "path": None}
     if refusal:
         with pytest.raises(UnreadableImage, match=refusal):
-            decode_mask(cell, ImagesConfig())
+            decode_mask(cell, MaskedDataConfig())
     else:
         expected = {"one bit": mask > 0, "16 bits": mask.astype(int) * 1000}.get(kind, mask)
-        assert decode_mask(cell, ImagesConfig()).tolist() == expected.astype(int).tolist()
+        assert decode_mask(cell, MaskedDataConfig()).tolist() == expected.astype(int).tolist()
+
+
+@pytest.mark.parametrize("ignored", [255, -9999, 2, None])
+def test_pixels_that_do_not_count_have_any_number(ignored):
+    mask = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
+    mask[0, 0] = 0 if ignored is None else ignored
+    expected = np.where(mask == ignored, IGNORED, mask)
+    assert decode_mask(mask, MaskedDataConfig(ignore_index=ignored)).tolist() == expected.tolist()
 
 
 def test_the_birds_outlines_are_of_their_images():
@@ -218,7 +228,7 @@ def test_the_birds_outlines_are_of_their_images():
     shares = []
     for images, masks in (train, test):
         for index in range(len(images)):
-            mask = decode_mask(masks[index]["mask"], ImagesConfig())
+            mask = decode_mask(masks[index]["mask"], MaskedDataConfig())
             assert mask.shape == (120, 120) and set(mask.unique().tolist()) == {0, 1}
             shares.append(mask.float().mean().item())
     assert np.mean(shares) == pytest.approx(0.196, abs=0.001)

@@ -65,6 +65,13 @@ class WhichEncoderConfig:
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
+    def check_logits(self, *others: str) -> None:
+        """UserError where `representation` is logits, beside a setting by which the run is not as it was trained."""
+        names = ("checkpoint", "random", "img_size", *others)
+        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        allowed = f"another one beside {' and '.join(changed)}: logits are of a run as it was trained"
+        require(not changed or self.representation != "logits", "representation", "logits", allowed)
+
 
 @dataclass(frozen=True)
 class EncoderConfig(WhichEncoderConfig):
@@ -103,9 +110,7 @@ class EmbedConfig(EncoderConfig):
 
     def __post_init__(self):
         require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
-        as_trained = (self.depth, self.checkpoint, self.random, self.img_size) == ("last", None, False, None)
-        allowed = "another one beside depth, checkpoint, random or img_size: logits are of a run as it was trained"
-        require(as_trained or self.representation != "logits", "representation", "logits", allowed)
+        self.check_logits("depth")
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,9 @@ class ExportConfig(WhichEncoderConfig):
     format: Literal["onnx", "torch_export", "safetensors"] = "onnx"
     """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code;
     safetensors: the weights by timm's names, and how to build the model around them."""
-    representation: Literal["mean", "class", "tokens"] = needs("mean", format=("onnx", "torch_export"))
-    """What comes out: the `mean` of the patches, the `class` token, or all `tokens`, [class] and registers first."""
+    representation: Literal["mean", "class", "tokens", "logits"] = needs("mean", format=("onnx", "torch_export"))
+    """What comes out: the `mean` of the patches, the `class` token, all `tokens`, [class] and registers first, or the
+    `logits` of a supervised or fine-tuned run: what its head says of each class."""
     normalize: bool = needs(True, format=("onnx", "torch_export"))
     """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
     normalised already."""
@@ -133,6 +139,7 @@ class ExportConfig(WhichEncoderConfig):
 
     def __post_init__(self):
         require(self.batch == "dynamic" or self.batch >= 1, "batch", self.batch, "dynamic, or at least 1")
+        self.check_logits("normalize")
         require(self.images >= 1, "images", self.images, "at least 1")
 
 

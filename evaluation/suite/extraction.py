@@ -26,6 +26,7 @@ from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
 
 DEV_SEED = 0
+NAMED = 20  # images in a message
 
 
 class Features(NamedTuple):
@@ -114,11 +115,18 @@ def load_features(path: Path) -> Features:
 
 
 def readable(batches: Iterable[Batch], split: str) -> Iterator[Batch]:
-    """The batches; UserError at an image that cannot be decoded: features of another would be no measurement."""
+    """The batches; UserError where images cannot be decoded: features of others would be no measurement.
+
+    After the first, the other images are read to the end, so that all of them are named at once.
+    """
+    broken: list[str] = []
     for batch in batches:
-        if batch.unreadable:
-            raise UserError(f"{batch.unreadable[0]} ({split}); a probe needs all images: replace it by a good copy")
-        yield batch
+        broken += batch.unreadable
+        if not broken:
+            yield batch
+    if broken:
+        named = "; ".join(broken[:NAMED]) + (f"; and {len(broken) - NAMED} more" if len(broken) > NAMED else "")
+        raise UserError(f"{named} ({split}); a probe needs all images: replace these by good copies, or remove them")
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:

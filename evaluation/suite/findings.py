@@ -192,7 +192,7 @@ def cell(numbers: dict[str, float] | None) -> str:
         return "-"
     if "mean" not in numbers:
         return "diverged"
-    text = percent(numbers) if numbers["count"] > 1 else f"{100 * numbers['mean']:.1f}"
+    text = percent(numbers)
     return f"{text} ({numbers['diverged']} diverged)" if "diverged" in numbers else text
 
 

@@ -23,7 +23,7 @@ from evaluation.config import MaskedDataConfig
 from evaluation.suite.encoders import FrozenEncoder, grid_of
 from evaluation.suite.extraction import dev_cut, readable, views_for
 from evaluation.suite.run_images import positions
-from mpp.config import ImagesConfig, require
+from mpp.config import require
 from mpp.data.decoding import FORMATS, UnreadableImage, check_size
 from mpp.data.images import centre_crop
 from mpp.data.sources import (
@@ -45,6 +45,7 @@ from mpp.training.tracking import progress_bar
 
 OUTLINES = BIRDS / "outlines.json"
 MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # of PIL: a number a pixel
+IGNORED = -1  # pixels that do not count, whatever their number was
 NUMBERS = 2**24  # of shares of classes, at a time: what bounds the memory
 
 
@@ -114,8 +115,8 @@ class MaskedViews(ViewDataset):
         return Batch(pixels, None, mask, torch.tensor(index), failures)
 
 
-def decode_mask(cell: Any, config: ImagesConfig) -> Tensor:
-    """The classes of an image's pixels, (H, W) int16. A palette's numbers are classes, whatever its colours.
+def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
+    """The classes of an image's pixels, (H, W) int16; IGNORED where data.ignore_index was. A palette's numbers count.
 
     Raises:
         UnreadableImage: a mask of colours, or none that can be decoded.
@@ -129,15 +130,17 @@ def decode_mask(cell: Any, config: ImagesConfig) -> Tensor:
             with Image.open(io.BytesIO(contents(cell, config.read_retries)), formats=FORMATS) as image:
                 check_size(image.size, config)
                 if image.mode not in MASK_MODES:
-                    raise UnreadableImage(f"its mask has colours ({image.mode}); a mask has one number a pixel")
+                    what = "floating-point numbers" if image.mode == "F" else f"colours ({image.mode})"
+                    raise UnreadableImage(f"its mask has {what}; a mask has one whole number a pixel")
                 found = np.asarray(image)
         except UnreadableImage:
             raise
         except Exception as error:  # as in mpp/data/decoding.py
             raise UnreadableImage(f"its mask cannot be decoded: {type(error).__name__}") from error
-    if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int16).max):
-        raise UnreadableImage(f"its mask has numbers from {found.min()} to {found.max()}; classes are 0 to 32767")
-    return torch.from_numpy(found.astype(np.int16))
+    classes = found[found != config.ignore_index]  # None equals nothing
+    if classes.size and (classes.min() < 0 or classes.max() > np.iinfo(np.int16).max):
+        raise UnreadableImage(f"its mask has numbers from {classes.min()} to {classes.max()}; classes are 0 to 32767")
+    return torch.from_numpy(np.where(found == config.ignore_index, IGNORED, found.astype(np.int16)).astype(np.int16))
 
 
 Masked = tuple[ImageDataset, datasets.Dataset]
@@ -244,27 +247,25 @@ def extract_patches(
     return {depth: PatchFeatures(train[i], train_masks, test[i], test_masks) for i, depth in enumerate(depths)}
 
 
-def classes_of(features: PatchFeatures, ignore_index: int | None) -> int:
+def classes_of(features: PatchFeatures) -> int:
     """C: one more than the largest number in the masks."""
-    counted = np.union1d(*(classes_in(masks, ignore_index) for masks in (features.train_masks, features.test_masks)))
-    allowed = f"a column of several classes, {ignore_index} (data.ignore_index) not counted"
+    counted = np.union1d(*(classes_in(masks) for masks in (features.train_masks, features.test_masks)))
+    allowed = "a column of several classes, data.ignore_index not counted"
     require(len(counted) > 1, "data.mask_column", f"of the classes {counted.tolist()}", allowed)
     return int(counted.max()) + 1
 
 
-def classes_in(masks: NDArray[np.int16], ignore_index: int | None) -> NDArray[np.int16]:
+def classes_in(masks: NDArray[np.int16]) -> NDArray[np.int16]:
     """The numbers of masks, without the ignored one, in order."""
     present = np.unique(np.concatenate([np.unique(block) for block in np.array_split(masks, 16)]))
-    return present[present != ignore_index]
+    return present[present != IGNORED]
 
 
-def class_shares(
-    masks: NDArray[np.int16], grid: tuple[int, int], classes: int, ignore_index: int | None
-) -> Iterator[Tensor]:
+def class_shares(masks: NDArray[np.int16], grid: tuple[int, int], classes: int) -> Iterator[Tensor]:
     """Which share of each patch is of each class, (b, h, w, C) by blocks of images; ignored pixels are of none."""
     for block in torch.from_numpy(masks).split(max(1, NUMBERS // (classes * masks[0].size))):
         numbers = block.long()
-        counted = numbers != (-1 if ignore_index is None else ignore_index)
+        counted = numbers != IGNORED
         one_hot = F.one_hot(numbers.where(counted, 0), classes) * counted[..., None]
         yield F.adaptive_avg_pool2d(one_hot.movedim(-1, 1).float(), grid).movedim(1, -1)
 

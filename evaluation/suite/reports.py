@@ -37,7 +37,10 @@ def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:
     groups: dict[str, list[float]] = {}
     for result in results:
         groups.setdefault(str(result.get("case", result[key])), []).append(result["accuracy"])
-    return {name: {"mean": float(np.mean(each)), "std": float(np.std(each))} for name, each in groups.items()}
+    return {
+        name: {"mean": float(np.mean(each)), "std": float(np.std(each)), "count": len(each)}
+        for name, each in groups.items()
+    }
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
@@ -54,8 +57,9 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def percent(summary: dict[str, float]) -> str:
-    """A mean and its spread."""
-    return f"{100 * summary['mean']:.1f} ± {100 * summary['std']:.1f}"
+    """A mean and its spread; a single measurement has none."""
+    spread = f" ± {100 * summary['std']:.1f}" if summary["count"] > 1 else ""
+    return f"{100 * summary['mean']:.1f}{spread}"
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -5,10 +5,12 @@ is against.
 """
 
 import dataclasses
+import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,17 +18,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from evaluation.config import EncoderConfig
-from mpp.config import SourceConfig, refuse_idle, sides
+from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
 from mpp.data.hub import of_the_hub
 from mpp.data.record import record, short_digest
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
+from mpp.models.encoder import is_named
 from mpp.runtime.parsing import as_words, files_first, read
-from mpp.runtime.weights import BEST, run_of
+from mpp.runtime.weights import BEST, encoder_folder, run_of
 from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
-HOW_READ = ("channels", "bands", "range", "nodata")  # whichever images an encoder is shown
 HOW_SHOWN = ("flip", "eval_crop")  # in fine-tuning, which has these settings
 OF_THE_IMAGES = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
 WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
@@ -35,8 +37,8 @@ WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tun
 def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
-    Others are read as the run's were: with its channels and range. Fine-tuning crops held-out images as the run did,
-    and does not flip where the run did not.
+    Others are read as the run's were: with its channels and range. So are those of an encoder without its run.
+    Fine-tuning crops held-out images as the run did, and does not flip where the run did not.
 
     Args:
         config_class: has `encoder` and `data`.
@@ -45,12 +47,13 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
     words = files_first(sys.argv[1:] if arguments is None else arguments)
     config: Any = read(config_class, words, prog)
     named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
-    run = None if getattr(config, "features", None) else run_folder(config.encoder)
-    if run is None:
+    run = run_folder(config.encoder)
+    of_encoder = images_of_run(run) if run else [*how_read(config.encoder).items()]
+    images = [(name, value) for name, value in of_encoder if not named or name in HOW_READ]
+    if not images or getattr(config, "features", None):
         refuse_idle(config)
         return config
-    images = [(name, value) for name, value in images_of_run(run) if not named or name in HOW_READ]
-    if hasattr(config.data, "flip"):
+    if run and hasattr(config.data, "flip"):
         saved, usual = saved_settings(run)["data"], type(config.data)
         free = [name for name in HOW_SHOWN if getattr(config.data, name) == getattr(usual, name)]
         images += [(name, saved[name]) for name in free if name in saved]
@@ -58,9 +61,19 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))
     taken = as_arguments(config.data)
-    if taken and not named and os.environ.get("RANK", "0") == "0":
+    if run and taken and not named and os.environ.get("RANK", "0") == "0":
         print(f"the images of {run}:{taken}")
     return config
+
+
+def how_read(encoder: str) -> dict[str, Any]:
+    """How the files were read that an encoder without its run was trained on, as far as its own folder says it."""
+    if is_named(encoder):
+        return {}
+    with suppress(UserError, OSError, ValueError):  # what is wrong with it, its loading says
+        saved = json.loads((encoder_folder(Path(encoder)) / "config.json").read_text()).get("data") or {}
+        return {name: saved[name] for name in HOW_READ if name in saved}
+    return {}
 
 
 def run_folder(encoder: str) -> Path | None:

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mpp.config.checks import as_lists, at_least, group, needs, operational, require
+
+HOW_READ = ("channels", "bands", "range", "nodata")  # whichever images an encoder is shown
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class ImagesConfig:
         fits = len(pairs) in (0, 1, self.channels) and ascending
         require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs")
         require(0 <= self.read_retries <= 20, "data.read_retries", self.read_retries, "from 0 to 20")
+
+    def how_read(self) -> dict[str, Any]:
+        """The settings by which pixels are read, where they are not as usual: an encoder takes them along."""
+        return {key: getattr(self, key) for key in HOW_READ if getattr(self, key) != getattr(type(self), key)}
 
     def limits(self) -> tuple[tuple[float, float], ...]:
         """The pairs of `range`: one for all channels, or one for each; none where it is null."""

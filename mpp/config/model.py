@@ -57,7 +57,8 @@ class ModelConfig:
     activation_checkpointing: bool = operational(False)
     """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     init_from: str | None = None
-    """Run folder, encoder folder or .safetensors file to start the encoder from. null: random weights."""
+    """Run folder, encoder folder, hf-hub:NAME (timm's weights: hf-hub:timm/NAME) or .safetensors file to start the
+    encoder from. null: random weights."""
 
     def numbers(self) -> dict[str, Any]:
         """The five numbers, of which the size may be two; None: the named model's own."""

@@ -22,17 +22,7 @@ from mpp.runtime.lock import hold
 SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
 ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
 ARRAY_FILES = (".npy", ".npz")
-NOT_READ = (
-    ".heic",
-    ".heif",
-    ".avif",
-    ".jxl",
-    ".dng",
-    ".cr2",
-    ".cr3",
-    ".nef",
-    ".arw",
-)  # pictures that nobody here decodes
+NOT_READ = (".heic", ".heif", ".avif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw")  # of phones and cameras
 SAYS_SPLITS = re.compile(r"\A---\s.*?^(configs|dataset_info):.*?^---", re.DOTALL | re.MULTILINE)
 LISTS = {"metadata.csv": pd.read_csv, "metadata.jsonl": partial(pd.read_json, lines=True)}
 LISTS |= {"metadata.parquet": pd.read_parquet}
@@ -64,8 +54,8 @@ def load_folder(folder: Path, load: Callable[[], dict[str, Any]]) -> dict[str, A
     """A folder's splits: of arrays, of pictures, or what `load` makes of it, which is the library's guess.
 
     The library goes by the first files' most common extension, so that pictures beside a text or a video each are texts
-    or videos to it. It takes `scene.tif.ovr` for a picture, and gives those of several lists in an order that differs from process to
-    process.
+    or videos to it. It takes `scene.tif.ovr` for a picture, and gives those of several lists in an order that differs
+    from process to process.
     """
     names = [name for _, _, names in os.walk(folder) for name in names if name[0] != "."]
     warn_of_what_is_not_read(folder, names)

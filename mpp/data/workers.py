@@ -142,7 +142,8 @@ class WatchedLoader:
             del batches
             kill_workers(spared=others)
             self.loader = self.build()  # the other one remembers those that are dead
-        raise UserError(f"loader processes do not begin within {BEGINS:.0f} s; data.workers 0 has none")
+        where = "" if FORKS else "; a script, which each of them begins with, needs `if __name__ == '__main__':`"
+        raise UserError(f"loader processes do not begin within {BEGINS:.0f} s; data.workers 0 has none{where}")
 
     def explained(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:

@@ -266,6 +266,7 @@ def export_encoder(
     std: Sequence[float],
     crop_pct: float,
     card: str = "",
+    how_read: dict[str, Any] | None = None,
 ) -> None:
     """Write a timm model in timm's layout.
 
@@ -276,6 +277,7 @@ def export_encoder(
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         crop_pct: share of the shorter side that the evaluation's centre crop keeps.
         card: text of its README.md; empty: none is written.
+        how_read: settings by which the pixels of files were read, where they are not as usual.
     """
     aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)
@@ -284,7 +286,12 @@ def export_encoder(
     ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not of timm's weights of this name
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
         ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
+    if how_read:
+        ours["data"] = how_read  # evaluation reads it
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
+    saved = json.loads((aside / "config.json").read_text())
+    saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers would give it twice
+    (aside / "config.json").write_text(json.dumps(saved, indent=2))
     if card:
         (aside / "README.md").write_text(card)
     put(aside, folder)
@@ -381,7 +388,7 @@ def left_random(model: nn.Module, again: Callable[[], nn.Module]) -> str | None:
 
     timm loads what a file has, and leaves the rest as it is.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed() + 1)
         others = again().state_dict()
     unlike = (name for name, tensor in model.state_dict().items() if not torch.equal(tensor, others[name]))

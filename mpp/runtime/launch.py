@@ -35,6 +35,7 @@ OUT_OF_MEMORY = (
     "contrastive training gets fewer negatives), or set model.activation_checkpointing (of fine-tuning: "
     "activation_checkpointing). `mpp memory` counts what pre-training takes"
 )
+TOO_FEW = "there are more processes than GPUs; start one a GPU, or all on CPUs (CUDA_VISIBLE_DEVICES= mpp ...)"
 FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # how CUDA's libraries say it
 
 
@@ -63,6 +64,8 @@ def user_message(error: Exception) -> str | None:
     """What a user is told of an error, in one line; None: it is a bug and keeps its traceback."""
     if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in FULL):
         return OUT_OF_MEMORY
+    if isinstance(error, torch.distributed.DistBackendError) and "Duplicate GPU" in str(error):
+        return TOO_FEW
     if unanswered := no_answer(error):
         return unanswered
     return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
@@ -75,6 +78,7 @@ def start(run: RunConfig) -> Accelerator:
         UserError: the launcher promised several processes and started one, or wants a precision or a parallelism
             that there is not; a tracker is not installed.
     """
+    require(sys.platform != "win32", "the system", "Windows", "Linux or macOS; WSL (wsl --install) is a Linux")
     if not os.environ.get("OMP_NUM_THREADS", "unset"):
         del os.environ["OMP_NUM_THREADS"]  # empty, which Accelerate takes for a number
     tqdm.monitor_interval = 0  # progress bars have no thread, beside which loader processes would be forked

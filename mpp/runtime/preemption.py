@@ -88,9 +88,7 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        stopped = (
-            error is None or isinstance(error, Preempted) or no_answer(error)
-        )  # others may be killed a bit earlier
+        stopped = error is None or isinstance(error, Preempted) or no_answer(error)  # others may be killed first
         if self.asked and not stopped:  # what fails is not repeated for ever
             self.unmark()
         if hasattr(self, "listener"):

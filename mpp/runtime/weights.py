@@ -36,4 +36,7 @@ def encoder_folder(path: Path) -> Path:
     for folder in (path / ENCODER, path):
         if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
             return folder
-    raise UserError(f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run")
+    raise UserError(
+        f"no encoder at {path}: neither an encoder folder nor the run folder of a finished run (published weights of "
+        f"timm's are {HUB}timm/NAME)"
+    )

@@ -172,4 +172,4 @@ class ImageTask:
         normalize, images = model.normalize, f"{describe(self.data)}, {self.train.describe()}"
         card = model_card(folder, model.encoder, self.describe_model(), self.method, images)
         input_config = (self.img_size, normalize.mean, normalize.std, self.data.eval_crop)
-        export_encoder(model.encoder, folder / name, *input_config, card)
+        export_encoder(model.encoder, folder / name, *input_config, card, self.data.how_read())
