@@ -11,8 +11,7 @@ accuracy, by which to choose between fine-tunings.
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,11 @@ from evaluation.suite.networks import HeadedEncoder, zero_head
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import parse_with_images
 from mpp.config import require
-from mpp.data.views import Batch, BatchLayout, ViewDataset
+from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
 from mpp.models.encoder import checkpoint_activations
 from mpp.runtime.launch import command
 from mpp.runtime.weights import fingerprint
-from mpp.training.checkpoint import Cursors
 from mpp.training.run import train
 from mpp.training.tracking import Tracker, last_evaluation, last_scalars
 
@@ -64,16 +62,8 @@ class Finetuning(Classification):
         head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
         self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
         spare = spare.select(np.flatnonzero(spare.labels < self.classes))  # others' classes are not in the head
-        self.left_out = spare if len(spare) and not config.on_dev else None
-
-    @cached_property
-    def spare(self) -> ViewDataset | None:
-        """The training images that are left out, as they are evaluated on."""
-        return self.left_out and self.evaluation.add(self.views(self.left_out))
-
-    def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
-        _ = self.spare  # as `judged`
-        return super().batches(start, cursors)
+        self.judged = self.evaluation.add(self.views(self.held_out))
+        self.spare = self.evaluation.add(self.views(spare)) if len(spare) and not config.on_dev else None
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         found = super().evaluate(model, step, tracker)

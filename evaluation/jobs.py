@@ -26,7 +26,7 @@ from mpp.errors import Diverged, UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import hold
-from mpp.runtime.parsing import as_words, differing, parse, parse_saved, plain, settings, to_yaml
+from mpp.runtime.parsing import as_command_line, differing, parse, parse_saved, plain, settings, to_yaml
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
@@ -51,15 +51,11 @@ EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
 
 
 def command_line(options: Options, seed: int) -> list[str]:
-    """Settings as a command line; `{seed}` is filled in, several `config` files compose."""
-    options = dict(options)
-    files = options.pop("config", [])
-    filled = {
-        key: value.replace("{seed}", str(seed)) if isinstance(value, str) else value for key, value in options.items()
-    }
-    return [f"--config={file}" for file in ([files] if isinstance(files, str) else files)] + [
-        f"--{key}={as_words(value)}" for key, value in filled.items()
-    ]
+    """Settings as a command line; `{seed}` is filled in."""
+    words = (
+        (key, each.replace("{seed}", str(seed)) if isinstance(each, str) else each) for key, each in options.items()
+    )
+    return as_command_line(dict(words))
 
 
 @cache

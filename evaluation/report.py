@@ -32,7 +32,7 @@ from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import as_words, parse_saved
-from mpp.training.checks import History, best_depth, depths_of, probed, series
+from mpp.training.checks import History, best_depth, depths_of, probed, series, trained
 from mpp.training.run_folder import CONFIG, REPORT, images_of, saved_settings
 from mpp.training.tracking import metrics_of
 from mpp.training.verdict import duration, features_said, prediction_said, trend_said
@@ -153,7 +153,7 @@ def next_steps(folder: Path, history: History, steps: int | None, done: int, tre
     if isinstance(steps, int) and done < steps:
         return ["the command that began the run goes on with it"]
     found, (group, lines) = [], probed(history)
-    judged = [line for line in lines if line["step"] > 0]
+    judged = trained(lines)
     if trend == "still improving":
         found.append("train longer (run.steps): the held-out loss still falls")
     if judged:
@@ -252,7 +252,7 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
     chosen = subject.held_out.choose(config.compared, config.data.cut_seed)
     if len(chosen) < 3:
         raise Unavailable(f"{len(chosen)} held-out images are too few to be neighbours")
-    group, lines = probed([line for line in history if line["step"] > 0])
+    group, lines = probed(trained(history))
     depth = best_depth(lines[-1], group)[0] if lines else len(subject.encoder.stages)
     shown = look_at(subject.encoder, chosen, config.data, subject.accelerator, min(depth, len(subject.encoder.stages)))
     queries = np.linspace(0, len(chosen) - 1, min(QUERIES, len(chosen))).astype(int).tolist()

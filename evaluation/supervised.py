@@ -43,6 +43,7 @@ class Supervised(Classification):
         head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
         normalization = config.model.normalization(config.data.channels)
         self.model = HeadedEncoder(encoder, head, config.head.pooling, *normalization)
+        self.judged = self.evaluation.add(self.views(self.held_out))
 
 
 class Distilled(Classification):
@@ -58,6 +59,7 @@ class Distilled(Classification):
         normalization = config.model.normalization(config.data.channels)
         self.model = DistilledEncoder(encoder, *heads, config.head.pooling, *normalization)
         self.teacher = load_teacher(config.distill, self.classes, config.data.channels).to(accelerator.device)
+        self.judged = self.evaluation.add(self.views(self.held_out))
 
     @property
     def method(self) -> str:

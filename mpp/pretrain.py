@@ -7,7 +7,6 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -34,7 +33,7 @@ from mpp.models.teachers import decay_at, follow
 from mpp.probe import Probe
 from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import as_words, parse, parse_saved
+from mpp.runtime.parsing import as_command_line, parse, parse_saved
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained
 from mpp.training.checks import Facts, targets_collapse
@@ -228,10 +227,7 @@ def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
         UserError: a setting that has no effect, or anything that the command would say in one line.
     """
     if not isinstance(config, Config):
-        given = dict(config or {})
-        files = given.pop("config", [])
-        words = [f"--config={file}" for file in ([files] if isinstance(files, str | os.PathLike) else files)]
-        config = parse(Config, words + [f"--{name}={as_words(value)}" for name, value in given.items()])
+        config = parse(Config, as_command_line(config or {}))
     refuse_idle(config)
     return run(config)
 

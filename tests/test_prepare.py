@@ -295,6 +295,6 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # it is imported already
         runpy.run_module("mpp.prepare", run_name="__main__", alter_sys=True)
-    assert "next: accelerate launch mpp/pretrain.py" in capsys.readouterr().out
+    assert "next: mpp pretrain --data.path" in capsys.readouterr().out
     notes = json.loads((tmp_path / "out" / NOTES / "test-00000-of-00001.json").read_text())
     assert notes["kept"] == 1

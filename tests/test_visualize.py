@@ -35,7 +35,7 @@ from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
-from mpp.training.tracking import HELD_OUT_LOSS, last_scalars
+from mpp.training.tracking import last_evaluation
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
 SHOWN = (*FAST, "--images=3")  # of pictures that show images
@@ -249,7 +249,7 @@ def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
 def test_the_rank_is_that_of_training(pretrain, tmp_path):
     run = pretrain("--probe.every=4", "--data.eval_images=300")  # all of the held-out ones
     main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=rank", *FAST])
-    drawn, logged = json.loads((tmp_path / "p" / "rank.json").read_text()), last_scalars(run, HELD_OUT_LOSS)
+    drawn, logged = json.loads((tmp_path / "p" / "rank.json").read_text()), last_evaluation(run)
     ranks = {str(depth): pytest.approx(logged[f"features/rank/depth_{depth:02d}"], rel=1e-3) for depth in (1, 2)}
     assert drawn == {"images": 286, "width": 16, "rank_by_depth": ranks}
 

@@ -1,7 +1,6 @@
 """Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED
-from mpp.training.checkpoint import Cursors
 from mpp.training.flops import executed_flops
 from mpp.training.task import ImageTask
 from mpp.training.tracking import Tracker
@@ -30,6 +28,8 @@ class Classification(ImageTask):
     """
 
     learns_labels = True
+    judged: ViewDataset
+    """The held-out images as they are evaluated on; whoever knows the image size sets it."""
 
     def __init__(
         self,
@@ -87,15 +87,6 @@ class Classification(ImageTask):
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"accuracy": float(sums["right"] / sums["images"])}
-
-    def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
-        _ = self.judged  # loader processes know the sets that are there when they start
-        return super().batches(start, cursors)
-
-    @cached_property
-    def judged(self) -> ViewDataset:
-        """The held-out images as they are evaluated on."""
-        return self.evaluation.add(self.views(self.held_out))
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         found = {f"heldout/{name}": value for name, value in self.judge(model, self.judged, tracker).items()}

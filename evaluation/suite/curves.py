@@ -6,7 +6,7 @@ import numpy as np
 
 from evaluation.suite.figures import plot_series
 from evaluation.suite.page import Chart, Table, chart
-from mpp.training.checks import EVALUATED, History, best_depth, depths_of, probed, series
+from mpp.training.checks import EVALUATED, History, best_depth, depths_of, probed, series, trained
 
 POINTS = 200  # of a line, at most: more would not be seen
 ROWS = 12  # of a table
@@ -15,7 +15,7 @@ Lines = dict[str, tuple[Sequence[float], Sequence[float]]]
 
 def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
     """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting."""
-    later = [line for line in history if line["step"] > 0]
+    later = trained(history)
     trivial = {"two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
     accuracy = {"held out": "heldout/accuracy", "training": "accuracy"}
     accuracy |= {name: f"heldout/{each}" for name, each in trivial.items()}

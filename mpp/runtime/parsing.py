@@ -6,7 +6,6 @@
 
 import dataclasses
 import difflib
-import itertools
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import re
 import sys
 import textwrap
 from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -37,6 +36,7 @@ USUAL = {"mask_ratio": "corruption.rate", "masking_ratio": "corruption.rate", "e
 USUAL |= {"num_heads": "model.heads", "lr": "optim.lr", "weight_decay": "optim.weight_decay", "epochs": "run.steps"}
 USUAL |= {"num_workers": "data.workers", "batch_size": "data.batch_size", "output_dir": "run.dir", "seed": "run.seed"}
 """What settings are called elsewhere -> here."""
+FILE = "--config="
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
 CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
 PACKAGE = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
 def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None = None) -> ConfigT:
     """The same, where settings may have no effect, since not all of them were given by somebody."""
     parser = parser_of(config_class, prog)
-    arguments = joined_numbers(with_packaged_configs(arguments))
+    arguments = joined_numbers(joined_files(arguments))
     if {"-h", "--help"} & set(arguments):
         show_help(help_of(config_class, prog))
     try:
@@ -80,13 +80,20 @@ def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None
 
 def files_first(arguments: Sequence[str]) -> list[str]:
     """The command line with the files before all else: settings win over files, wherever they stand."""
-    files: list[str] = []
-    others: list[str] = []
-    for before, word, after in zip(("", *arguments), arguments, (*arguments[1:], None), strict=False):
-        names_one = word == "--config" and after is not None  # else the parser says what is missing
-        is_file = word.startswith("--config=") or before == "--config" or names_one
-        (files if is_file else others).append(word)
-    return files + others
+    return sorted(joined_files(arguments), key=lambda word: not word.startswith(FILE))
+
+
+def joined_files(arguments: Sequence[str]) -> list[str]:
+    """The command line with `--config NAME` as `--config=FILE`, also where NAME is of a config that the package brings.
+
+    `cifar10` and `finetune/cifar10` are such names; a file of that name comes first.
+    """
+    words, result = iter(arguments), []
+    for word in words:
+        if word == "--config" and (name := next(words, None)) is not None:  # else the parser says what is missing
+            word = FILE + name
+        result.append(FILE + config_file(word.removeprefix(FILE)) if word.startswith(FILE) else word)
+    return result
 
 
 def joined_numbers(arguments: Sequence[str]) -> list[str]:
@@ -98,23 +105,6 @@ def joined_numbers(arguments: Sequence[str]) -> list[str]:
             result[-1] = f"{before}={word}"
         else:
             result.append(word)
-    return result
-
-
-def with_packaged_configs(arguments: Sequence[str]) -> list[str]:
-    """The command line with files in place of the names of configs that the package brings.
-
-    `--config cifar10` and `--config finetune/cifar10` are such names; a file of that name comes first.
-    """
-    joined, named = "--config=", False
-    result = []
-    for argument in arguments:
-        if named:
-            argument = config_file(argument)
-        elif argument.startswith(joined):
-            argument = joined + config_file(argument.removeprefix(joined))
-        named = argument == "--config"
-        result.append(argument)
     return result
 
 
@@ -189,6 +179,14 @@ def as_words(value: Any) -> str:
     return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(plain(value))
 
 
+def as_command_line(options: Mapping[str, Any]) -> list[str]:
+    """Settings by name as a command line; `config` is a file, or several that compose."""
+    given = dict(options)
+    files = given.pop("config", [])
+    files = [files] if isinstance(files, str | os.PathLike) else files
+    return [f"{FILE}{file}" for file in files] + [f"--{name}={as_words(value)}" for name, value in given.items()]
+
+
 def check_files(config_class: type, arguments: Sequence[str]) -> None:
     """Raise UserError at a key that nothing has, or that stands twice, in a file of the command line.
 
@@ -196,9 +194,7 @@ def check_files(config_class: type, arguments: Sequence[str]) -> None:
     """
     groups = {key.rpartition(".")[0] for key in known_keys(config_class)}
     settings_and_groups = {*known_keys(config_class), *groups}
-    joined = (argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config="))
-    apart = (after for before, after in itertools.pairwise(arguments) if before == "--config")
-    for file in map(Path, (*joined, *apart)):
+    for file in (Path(word.removeprefix(FILE)) for word in arguments if word.startswith(FILE)):
         if file.is_file():
             try:
                 text = file.read_text()
@@ -255,20 +251,15 @@ def unknown(config_class: type, culprit: str) -> str:
     return f"unknown setting {culprit}: {hint}allowed: {', '.join(group or groups)}"
 
 
-def known_keys(config_class: type, prefix: str = "") -> Iterator[str]:
+def known_keys(config_class: type) -> Iterator[str]:
     """The dotted keys of a config's settings."""
-    for field in dataclasses.fields(config_class):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if dataclasses.is_dataclass(default):
-            yield from known_keys(type(default), f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
+    return (key for key, *_ in settings(config_class))
 
 
 def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """All settings as (dotted key, field, value)."""
+    """All settings as (dotted key, field, value); of a class the defaults."""
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        value = default_of(field) if isinstance(config, type) else getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from settings(value, f"{prefix}{field.name}.")
         else:

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from mpp.models.variants import VariantViT
-from mpp.training.tracking import HELD_OUT_LOSS, last_scalars
+from mpp.training.tracking import last_evaluation
 
 CARD = """---
 library_name: timm
@@ -52,7 +52,7 @@ def model_card(folder: Path, encoder: nn.Module, model: str, method: str, images
         method: how it was trained, in a sentence without its full stop.
         images: what it was trained on.
     """
-    scalars = last_scalars(folder, HELD_OUT_LOSS)
+    scalars = last_evaluation(folder)
     figures = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step")
     ours = "import mpp  # timm then knows this architecture\n" if isinstance(encoder, VariantViT) else ""
     fields = dict(imports=f"{ours}import timm", tokens=describe_output(encoder))

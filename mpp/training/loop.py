@@ -23,12 +23,13 @@ from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import resume, save
+from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed
 from mpp.training.finite import FiniteCheck
 from mpp.training.optim import averaged_weights, learning_rate
 from mpp.training.parallel import prepare, start_compilers, whole_tensor
 from mpp.training.task import ImageTask
-from mpp.training.tracking import HELD_OUT_LOSS, Speed, Tracker, last_step, progress_bar
+from mpp.training.tracking import Speed, Tracker, last_step, progress_bar
 from mpp.training.watch import Watch
 
 
@@ -201,7 +202,7 @@ class Loop:
 
     def evaluated(self, done: int) -> bool:
         """Whether an evaluation after update `done` is logged; the main process knows."""
-        logged = self.accelerator.is_main_process and last_step(self.folder, HELD_OUT_LOSS) == done
+        logged = self.accelerator.is_main_process and last_step(self.folder, EVALUATED) == done
         return any(gather_object([logged]))
 
     @contextmanager

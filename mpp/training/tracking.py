@@ -19,9 +19,10 @@ from tqdm import tqdm
 from mpp.errors import UserError
 from mpp.runtime.disk import write_whole
 from mpp.runtime.parsing import flatten, to_yaml
+from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed
 
-HELD_OUT_LOSS = "heldout/loss"  # what every evaluation logs
+METRICS = "metrics.jsonl"
 SHOWN = ("accuracy", "two_nearest", "nearest", "most_frequent")
 CHARTS = {  # drawn together; the tags are patterns
     "masked patches": {
@@ -46,11 +47,11 @@ class Tracker:
 
     def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
         self.accelerator, self.folder = accelerator, folder
-        self.metrics, self.unreadable = folder / "metrics.jsonl", folder / "unreadable.txt"
+        self.metrics, self.unreadable = folder / METRICS, folder / "unreadable.txt"
         self.named = self.known_unreadable()
         step = step or -1  # without a checkpoint the untrained model is logged again
         if accelerator.is_main_process:
-            keep_until(self.metrics, step)
+            keep_until(folder, step)
         for tracker in accelerator.log_with:
             if getattr(tracker, "name", None) == "tensorboard":
                 tracker.init_kwargs["purge_step"] = step + 1
@@ -119,23 +120,16 @@ def wandb_id(folder: Path) -> str:
     return file.read_text()
 
 
-def keep_until(metrics: Path, step: int) -> None:
-    """Cut a metrics file after `step`; a torn last line goes with what it would have said."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in metrics.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError):
-            break
-    write_whole(metrics, "".join(kept))
+def keep_until(folder: Path, step: int) -> None:
+    """Cut a run's metrics after `step`; a torn last line goes with what it would have said."""
+    if (folder / METRICS).exists():
+        kept = (json.dumps(line) + "\n" for line in metrics_of(folder) if line["step"] <= step)
+        write_whole(folder / METRICS, "".join(kept))
 
 
 def last_evaluation(folder: Path) -> dict[str, float]:
     """The scalars of the last evaluation of a run."""
-    return last_scalars(folder, HELD_OUT_LOSS)
+    return last_scalars(folder, EVALUATED)
 
 
 def last_step(folder: Path, name: str) -> int:
@@ -148,7 +142,7 @@ def last_step(folder: Path, name: str) -> int:
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     """All lines of a run's metrics.jsonl; the last one may be torn. None where there is no such file."""
-    file, lines = folder / "metrics.jsonl", []
+    file, lines = folder / METRICS, []
     for line in file.read_text().splitlines() if file.is_file() else ():
         try:
             lines.append(json.loads(line))
