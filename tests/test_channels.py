@@ -199,15 +199,15 @@ def test_too_many_colors_are_refused(channels, settings, says):
 def test_every_kind_trains_resumes_and_is_loaded_by_timm(pretrain, monkeypatch, four, channels, options):
     words = ["--model.img_size=[16,32]", "--model.patch_size=8", *options]
     words += four if channels == 4 else ["--data.channels=1"]
-    with monkeypatch.context() as patched:
-        kill_at(patched, 3)
-        with pytest.raises(BaseException, match="killed"):
-            pretrain(*words)
     folder = pretrain(*words)
-    losses, bits = read_metrics(folder), (folder / "encoder" / "model.safetensors").read_bytes()
-    shutil.rmtree(folder)
-    pretrain(*words)
-    assert (folder / "encoder" / "model.safetensors").read_bytes() == bits and read_metrics(folder) == losses
+    if channels == 4:
+        losses, bits = read_metrics(folder), (folder / "encoder" / "model.safetensors").read_bytes()
+        shutil.rmtree(folder)
+        with monkeypatch.context() as patched, pytest.raises(BaseException, match="killed"):
+            kill_at(patched, 3)
+            pretrain(*words)
+        pretrain(*words)
+        assert (folder / "encoder" / "model.safetensors").read_bytes() == bits and read_metrics(folder) == losses
     config = json.loads((folder / "encoder" / "config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [channels, 16, 32]
     images = torch.rand(1, channels, 16, 32)
@@ -291,6 +291,7 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     """By what looks whether an encoder learned the labels of test images; and said as a command line has them."""
     words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8"]
     words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", f"--data.path={bands}"]
+    words += ["--run.report=false"]
     run = tmp_path / "labels"
     pairs = ["--data.channels=2", "--data.bands=[4,2]", "--data.range=[[0,16000],[0,9000]]", "--data.eval_split=test"]
     supervised.main([*words, *pairs, f"--run.dir={run}"])
@@ -313,8 +314,8 @@ def test_it_is_judged_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, caps
     assert reports[0]["protocol"]["data"]["range"] == reports[1]["protocol"]["data"]["range"] == [0, 16000]
     for floor in ("pixels", "colors"):
         fewshot.main([f"--encoder=floor:{floor}", "--shots=3", f"--out={tmp_path / 'floor.json'}", *four, *fast])
-    for chosen in ([], ["--bands=[3,2,1]"], ["--bands=4"]):
-        words = ["--images=2", "--attention_images=4", f"--pictures={json.dumps(EVERY)}", *fast, *chosen]
+    for chosen in ([f"--pictures={json.dumps(EVERY)}", "--attention_images=4"], ["--bands=[3,2,1]"], ["--bands=4"]):
+        words = ["--images=2", "--pictures=predictions", *fast, *chosen]
         visualize.main([f"--encoder={folder}", f"--out={tmp_path / f'pictures{len(chosen)}'}", *words])
         assert "no " not in capsys.readouterr().out.partition("wrote")[0].replace("no accuracy_by_depth", "")
     with pytest.raises(UserError, match=r"bands is 5; it must be from 1 to 4: data\.channels"):
@@ -329,9 +330,10 @@ def test_it_is_judged_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, caps
 
 def test_labels_and_contrast_are_learned_of_four_bands(four, tmp_path):
     words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--probe.every=0"]
-    words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", *four]
+    words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--run.report=false"]
+    words += four
     supervised.main([*(word for word in words if "probe" not in word), f"--run.dir={tmp_path / 'labels'}"])
-    plain = ["--views.jitter=0", "--views.grey=0", "--run.report=false"]
+    plain = ["--views.jitter=0", "--views.grey=0"]
     contrastive.main([*words, *plain, f"--run.dir={tmp_path / 'views'}", "--head.outputs=8", "--head.hidden=16"])
     with pytest.raises(UserError, match=r"views\.jitter is 1\.0; it must be 0 with 4 channels: .*crops, flips"):
         contrastive.main([*words, f"--run.dir={tmp_path / 'refused'}"])

@@ -62,6 +62,8 @@ def test_every_case_of_a_comparison_file_parses(path):
     asked = plan.plan(config)
     taught = {str(entry.get("train_options", {}).get("objective.teacher")) for entry in config.encoders}
     assert {case.encoder.encoder for case in asked.unasked} <= taught  # all others are judged
+    if (RESULTS / path.stem / "results.json").exists():
+        return  # test_published_results_are_found_by_their_digests parses each case
     known = set()
     for case in asked.cases:
         judged = case.evaluation.name
@@ -294,6 +296,7 @@ def test_another_comparison_goes_on_from_published_results(small, tmp_path, monk
     """By other names, in another folder, without the encoders: what is new is done, and nothing else."""
     config = yaml.safe_load(small.read_text())
     config["evaluations"] = config["evaluations"][:1]
+    config["encoders"] = [config["encoders"][0] | {"seeds": [0]}, config["encoders"][-1]]
     small.write_text(yaml.safe_dump(config))
     compare.main(["--config", str(small)])
     first = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -12,6 +12,7 @@ from conftest import ROOT, TINY, read_metrics
 from server import Command
 from torch._dynamo.utils import counters
 
+import mpp
 from mpp.training.checkpoint import newest_step
 from mpp.training.loop import Update
 
@@ -87,6 +88,8 @@ def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, proces
     assert run.wait() == [0] * processes, run.said
     losses = read_metrics(tmp_path / "compiled")
     assert len(losses) == 6 and losses == pytest.approx(read_metrics(tmp_path / "plain"), abs=tolerance)
+    names = [list(mpp.load_encoder(tmp_path / name).state_dict()) for name in ("plain", "compiled")]
+    assert names[0] == names[1]
     for rank in range(processes):
         graphs = list(map(int, (tmp_path / f"{rank}.graphs").read_text().split()))
         assert graphs == [0] * 6 + [graphs[6]] * 6 and graphs[6] >= 1  # compiled for the first update, and for no other

@@ -79,6 +79,7 @@ def test_help_may_be_cut_short(words):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.faults
 def test_the_installed_command_pretrains(tmp_path):
     folder = tmp_path / "run"
     ended = finished(start_command(INSTALLED, "pretrain", *TINY, f"--run.dir={folder}"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
-from test_variants import HYBRID, KINDS, build
+from test_variants import HYBRID, KINDS, PARTS, build
 
 import mpp
 from evaluation import export
@@ -156,7 +156,6 @@ def test_packages_that_are_missing_are_named(finished_run, tmp_path, monkeypatch
 
 ALL = {
     "plain": {},
-    "rectangle": dict(img_size=(24, 40)),
     "hybrid": HYBRID | dict(img_size=64, depth=1),
     "four channels": {},
     **KINDS,
@@ -165,7 +164,10 @@ ALL = {
 
 @pytest.mark.faults
 def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, record_property):
-    """The largest difference from PyTorch, with attention fused and not, with 1 and 7 images, and at another size."""
+    """The largest difference from PyTorch, with attention fused and not, with 1 and 7 images.
+
+    ONNX is at another size, and of kinds that are no part of others.
+    """
     for number in range(12):
         file = tmp_path / "bands" / f"{number}.npy"
         file.parent.mkdir(exist_ok=True)
@@ -176,21 +178,23 @@ def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, record_pr
         encoder = build(**({} if "every" in kind else {"depth": 1}) | settings) if channels == 3 else four_channels()
         folder = saved(tmp_path / kind, encoder, channels)
         data = f"--data.path={tmp_path / 'bands' if channels == 4 else image_folder}", f"--data.channels={channels}"
-        sizes = (), ("--img_size=[96, 64]" if kind == "hybrid" else "--img_size=[48, 40]",)
+        other = "--img_size=[96, 64]" if kind == "hybrid" else "--img_size=[48, 40]"
         found = dict.fromkeys(ENDS, 0.0)
         for format in ENDS:
-            for size in sizes if format == "onnx" else sizes[:1]:
-                run, report = exported(folder, tmp_path, format, *data, "--data.eval_split=null", *size)
-                frozen = load_frozen(str(folder), img_size=tuple(report["about"]["img_size"]))
-                for fused in (True, False):
-                    set_attention(frozen.model, fused)
-                    for count in (1, 7):
-                        images = torch.randint(0, 256, (count, channels, *frozen.img_size), dtype=torch.uint8)
-                        with torch.no_grad():
-                            expected = frozen(images, "mean", [len(frozen.stages)])[0]
-                            found[format] = max(found[format], float((run(images) - expected).abs().max()))
+            if format == "onnx" and kind in PARTS:
+                continue
+            size = [other] if format == "onnx" else []
+            run, report = exported(folder, tmp_path, format, *data, "--data.eval_split=null", *size)
+            frozen = load_frozen(str(folder), img_size=tuple(report["about"]["img_size"]))
+            for fused in (True, False):
+                set_attention(frozen.model, fused)
+                for count in (1, 7):
+                    images = torch.randint(0, 256, (count, channels, *frozen.img_size), dtype=torch.uint8)
+                    with torch.no_grad():
+                        expected = frozen(images, "mean", [len(frozen.stages)])[0]
+                        found[format] = max(found[format], float((run(images) - expected).abs().max()))
         assert max(found.values()) < export.MOST, (kind, found)
-        lines.append(f"| {kind} | " + " | ".join(f"{each:.1e}" for each in found.values()) + " |")
+        lines.append(f"| {kind} | " + " | ".join(f"{each:.1e}" if each else "-" for each in found.values()) + " |")
     record_property("table", ("largest difference from PyTorch, by kind of encoder and format", lines))
 
 

@@ -53,6 +53,22 @@ def finish(command: Command) -> Command:
     return command
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """undisturbed("--run.steps=8", processes=2): the folder of such a run, which is carried out once."""
+    known: dict[tuple[int | str, ...], Path] = {}
+
+    def run(*options: str, processes: int = 1) -> Path:
+        key = (processes, *options)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed") / "run"
+            finish(Command("pretrain", *options, f"--run.dir={folder}", processes=processes))
+            known[key] = folder
+        return known[key]
+
+    return run
+
+
 def unhurried() -> None:
     """An update takes 5 ms at least: between two checkpoints the test has time to act, on any machine."""
     at_update(None, lambda rank: time.sleep(0.005))
@@ -107,7 +123,7 @@ def test_20_kills_of_pretraining(tmp_path, tally):
 
 
 def test_5_kills_on_two_processes(tmp_path, tally):
-    options = [*TINY, RARE, "--run.steps=300", "--run.checkpoint_every=5", "--data.batch_size=2"]
+    options = [*TINY, RARE, "--run.steps=200", "--run.checkpoint_every=5", "--data.batch_size=2"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command("pretrain", *options, f"--run.dir={whole}", processes=2))
     start = partial(Command, "pretrain", *options, f"--run.dir={killed}", processes=2, prepare=unhurried)
@@ -120,7 +136,7 @@ def test_5_kills_on_two_processes(tmp_path, tally):
 @pytest.mark.parametrize("module", ["supervised", "finetune"])
 def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
     sized = [word for word in TINY if not word.startswith(("--probe", *(["--model"] if module == "finetune" else [])))]
-    options = [*sized, "--run.steps=200", "--run.checkpoint_every=5", "--optim.average=0.9"]
+    options = [*sized, "--run.steps=150", "--run.checkpoint_every=5", "--optim.average=0.9"]
     inner = ""
     if module == "supervised":
         options.append(RARE)
@@ -137,10 +153,9 @@ def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
 
 
 @pytest.mark.parametrize(("number", "processes"), [(15, 1), (2, 1), (15, 2), (2, 2)])
-def test_preemption(tmp_path, tally, number, processes):
+def test_preemption(tmp_path, tally, number, processes, undisturbed):
     options = [*TINY, RARE, "--run.steps=40", "--run.checkpoint_every=100000", "--data.workers=2"]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
+    whole, stopped = undisturbed(*options, processes=processes), tmp_path / "stopped"
     waits = partial(wait_for_signal_at, 20, processes - 1)
     run = Command("pretrain", *options, f"--run.dir={stopped}", processes=processes, prepare=waits)
     wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 10, of=run)
@@ -160,10 +175,9 @@ def test_preemption(tmp_path, tally, number, processes):
     tally(f"SIG{'TERM' if number == 15 else 'INT'}, {processes} process{'es' * (processes > 1)}", 1)
 
 
-def test_a_signal_to_one_of_two_processes_stops_both(tmp_path, tally):
-    options = [*TINY, RARE, "--run.steps=40", "--run.checkpoint_every=100000"]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    finish(Command("pretrain", *options, f"--run.dir={whole}", processes=2))
+def test_a_signal_to_one_of_two_processes_stops_both(tmp_path, tally, undisturbed):
+    options = [*TINY, RARE, "--run.steps=40", "--run.checkpoint_every=100000", "--data.workers=2"]
+    whole, stopped = undisturbed(*options, processes=2), tmp_path / "stopped"
     waits = partial(wait_for_signal_at, 20, 1)
     run = Command("pretrain", *options, f"--run.dir={stopped}", processes=2, prepare=waits)
     wait_until(lambda: (stopped / "metrics.jsonl").exists() and max(read_metrics(stopped), default=0) >= 3, of=run)
@@ -330,12 +344,12 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally):
 
 
 def small_disk() -> None:
-    """The metrics of some 75 steps fit."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    """The metrics of some 30 steps fit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))
 
 
 def test_a_disk_that_is_full_of_metrics(tmp_path, tally):
-    options = [*TINY, RARE, "--run.checkpoint_every=1000", "--run.steps=300", "--run.trackers=[]"]
+    options = [*TINY, RARE, "--run.checkpoint_every=1000", "--run.steps=80", "--run.trackers=[]"]
     finish(Command("pretrain", *options, f"--run.dir={tmp_path / 'whole'}"))
     run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=small_disk)
     assert run.wait() == [2] and "metrics.jsonl cannot be written: [Errno 27] File too large" in run.said
@@ -348,10 +362,9 @@ def test_a_disk_that_is_full_of_metrics(tmp_path, tally):
 
 @pytest.mark.parametrize("damage", ["truncated", "a bit flipped", "a pickle in its place"])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_damaged_checkpoint(tmp_path, tally, damage, name):
+def test_a_damaged_checkpoint(tmp_path, tally, damage, name, undisturbed):
     options = [*TINY, RARE, "--run.steps=8"]
-    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
-    finish(Command("pretrain", *options, f"--run.dir={whole}"))
+    whole, damaged = undisturbed(*options), tmp_path / "damaged"
     shutil.copytree(whole, damaged)
     shutil.rmtree(damaged / "encoder")
     file = damaged / "checkpoints" / "step_00000008" / name
@@ -424,29 +437,39 @@ def test_one_file_in_twenty_is_broken(tmp_path, tally):
     tally("broken image files, 5 % of a dataset", len(files))
 
 
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of 12 images, for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("mounted") / "images"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number:02d}.png").write_bytes(encoded(picture(number)))
+    return folder
+
+
 @pytest.mark.parametrize(("processes", "back"), [(1, True), (1, False), (2, True), (2, False)])
-def test_images_go_away_while_a_run_reads_them(tmp_path, image_folder, tally, processes, back):
+def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undisturbed, processes, back):
     """A mount drops. It comes back while reads are tried again, or only after the run has ended."""
-    away = image_folder.with_name("away")
-    options = [*TINY, RARE, f"--data.path={image_folder}", "--data.cache_gb=0", "--data.workers=2", "--run.steps=60"]
-    options += ["--data.eval_fraction=0.1", f"--data.read_retries={8 if back else 1}", "--run.checkpoint_every=1000"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    finish(Command("pretrain", *options, f"--run.dir={whole}", processes=processes))
+    away = images.with_name("away")
+    options = [*TINY, RARE, f"--data.path={images}", "--data.cache_gb=0", "--data.workers=2", "--run.steps=60"]
+    options += ["--data.eval_fraction=0.1", "--run.checkpoint_every=1000"]
+    whole, cut = undisturbed(*options, processes=processes), tmp_path / "cut"
+    options.append(f"--data.read_retries={8 if back else 1}")
     prepare = partial(wait_at, 20, tmp_path / "gone")
     run = Command("pretrain", *options, f"--run.dir={cut}", processes=processes, prepare=prepare)
     wait_until(lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) > 10, of=run)
-    image_folder.rename(away)
+    images.rename(away)
     (tmp_path / "gone").touch()
     if back:
         wait_until(lambda: "tried again for 183 s" in run.said, of=run)
-        away.rename(image_folder)
+        away.rename(images)
         finish(run)
     else:
         assert set(run.wait()) == {2} and not (cut / "encoder").exists()
         errors = [line for line in run.said.splitlines() if "cannot be read, tried for 1 s" in line]
         assert len(errors) == processes and all("No such file" in line for line in errors), run.said[-3000:]
         assert f"a checkpoint after step {newest_step(cut)} is written" in errors[0]
-        away.rename(image_folder)
+        away.rename(images)
         finish(Command("pretrain", *options, f"--run.dir={cut}", processes=processes))
     assert run.said.count("tried again for") <= processes and "Traceback" not in run.said
     assert weights(whole) == weights(cut)
@@ -556,15 +579,15 @@ def poison() -> None:
     Update.__call__ = poisoned
 
 
-def test_what_is_not_finite_stops_every_process(tmp_path, tally):
-    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=12"]
-    finish(Command("pretrain", *options, f"--run.dir={tmp_path / 'whole'}", processes=2))
+def test_what_is_not_finite_stops_every_process(tmp_path, tally, undisturbed):
+    whole = undisturbed(*TINY, RARE, "--run.steps=12", processes=2)
+    options = [*TINY, RARE, "--run.steps=12", f"--run.dir={tmp_path / 'run'}"]
     run = Command("pretrain", *options, processes=2, prepare=poison)
     assert run.wait() == [2, 2], run.said[-3000:]
     assert run.said.count("loss or gradient of update 5 is not finite") == 2
     assert newest_step(tmp_path / "run") == 4
     finish(Command("pretrain", *options, processes=2))
-    assert weights(tmp_path / "whole") == weights(tmp_path / "run")
+    assert weights(whole) == weights(tmp_path / "run")
     tally("a gradient that is not finite, two processes", 1)
 
 
@@ -600,7 +623,7 @@ def freeze() -> None:
     at_update(5, act)
 
 
-def test_one_of_two_processes_hangs(tmp_path, tally):
+def test_one_of_two_processes_hangs(tmp_path, tally, undisturbed):
     """The other gives up, so that the launcher ends the job; what was trained until then is not lost."""
     options = [*TINY, RARE, "--run.steps=12", f"--run.dir={tmp_path / 'run'}"]
     run = Command("pretrain", *options, processes=2, prepare=freeze)
@@ -610,8 +633,7 @@ def test_one_of_two_processes_hangs(tmp_path, tally):
     assert ended == 2 and "error (process 0): another process does not answer" in run.said, run.said[-3000:]
     assert newest_step(tmp_path / "run") == 4
     finish(Command("pretrain", *options, processes=2))
-    finish(Command("pretrain", *options[:-1], f"--run.dir={tmp_path / 'whole'}", processes=2))
-    assert weights(tmp_path / "whole") == weights(tmp_path / "run")
+    assert weights(undisturbed(*options[:-1], processes=2)) == weights(tmp_path / "run")
     tally("one of two processes hangs", 1)
 
 
@@ -645,6 +667,7 @@ def test_5000_steps_leak_nothing(tmp_path, tally, capsys):
     options = [
         *TINY,
         "--model.depth=1",
+        "--optim.global_batch_size=2",
         "--run.steps=5000",
         "--run.log_every=50",
         "--run.eval_every=250",
@@ -662,7 +685,7 @@ def test_5000_steps_leak_nothing(tmp_path, tally, capsys):
     for low, high in ((1000, 2000), (4000, 5000)):
         gigabytes = max(value for step, value in memory.items() if low < step <= high)
         opened = np.median([count for step, count in files if low <= step < high])  # evaluations open some for a while
-        seconds = np.median([8 / value for step, value in speed.items() if low < step <= high])
+        seconds = np.median([2 / value for step, value in speed.items() if low < step <= high])
         windows.append((gigabytes, opened, seconds))
     with capsys.disabled():
         for name, (gigabytes, opened, seconds) in zip(("1000 to 2000", "4000 to 5000"), windows, strict=True):

@@ -5,8 +5,10 @@ import os
 import resource
 import shutil
 import signal
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +23,17 @@ from mpp.training.checkpoint import newest_step
 pytestmark = pytest.mark.rehearsal
 COMMITS = ("1" * 40, "2" * 40)
 STREAMED = "--data.streaming=true"
+HURRY = 20
 WAYS = pytest.mark.parametrize("way", [(), (STREAMED,)], ids=["indexed", "streamed"])
+
+
+def hurry() -> None:
+    """Between two tries we wait a twentieth of the time, and so does the library."""
+    from huggingface_hub.utils import _http
+
+    from mpp.data import reading
+
+    _http.time = reading.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: time.sleep(seconds / HURRY)})
 
 
 @pytest.fixture
@@ -53,7 +65,7 @@ def home():
 def start(hub, home, tmp_path):
     """A run on a dataset of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
 
-    def start(*words, name="run", processes=1, path="somebody/birds", token="", prepare=None):
+    def start(*words, name="run", processes=1, path="somebody/birds", token="", prepare=hurry):
         options = (*TINY, f"--data.path={path}", "--data.eval_split=null", f"--run.dir={tmp_path / name}")
         environments = [each | {"HF_TOKEN": token} for each in environments_of(processes, sharded=False)]
         return Command("pretrain", *options, *words, environments=environments, prepare=prepare)
@@ -245,7 +257,7 @@ def test_a_download_that_fills_the_disk(start, run, tally):
 def test_prepare(hub, home, run, tmp_path, tally):
     """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
     hub.faults["resolve"] = Fault(503, times=3)
-    made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10")
+    made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
     assert made.wait() == [0] and hub.faults["resolve"].times == 0, made.said
     code, said = run(STREAMED, path=str(tmp_path / "shards"))
     assert code == 0, said

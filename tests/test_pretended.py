@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from itertools import zip_longest
 from typing import get_args, get_type_hints
 
 import pretended
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.rehearsal,
     pytest.mark.skipif(not pretended.HERE, reason="this torch has no devices in Python"),
 ]
-STEPS = ("--run.steps=9", "--run.log_every=4", "--run.checkpoint_every=100", "--data.eval_images=16")
+STEPS = ("--run.steps=6", "--run.log_every=3", "--run.checkpoint_every=100", "--data.eval_images=16")
 SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.log", "--run.check"))), *STEPS)
 BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when an update is logged
@@ -35,27 +36,35 @@ def choices(config: type, name: str) -> list[str]:
     return list(get_args(get_type_hints(config)[name]))
 
 
-PRETRAIN = {f"objective {name}": [f"--objective.name={name}"] for name in OBJECTIVES}
-PRETRAIN |= {f"pattern {name}": [f"--corruption.pattern={name}"] for name in PATTERNS if name != "random"}
-PRETRAIN |= {f"position {name}": [f"--model.position={name}"] for name in choices(ModelConfig, "position")[1:]}
-PRETRAIN |= {f"position {name}": [f"--model.position_at={name}"] for name in ("every", "every_shared")}
-PRETRAIN |= {f"optimiser {name}": [f"--optim.name={name}"] for name in choices(OptimConfig, "name")[1:]}
+def side_by_side(**choices: list[str]) -> dict[str, list[str]]:
+    """Runs with a choice of each setting: as many as the longest list."""
+    runs = zip_longest(*([f"--{name}={choice}" for choice in each] for name, each in choices.items()))
+    return {" ".join(filter(None, run)): [word for word in run if word] for run in runs}
+
+
 UNSEEN = ["--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
-PRETRAIN |= {f"network {name}": [f"--network.name={name}", *UNSEEN] for name in NETWORKS}
+PRETRAIN = side_by_side(
+    **{
+        "objective.name": [*OBJECTIVES],
+        "corruption.pattern": [name for name in PATTERNS if name != "random"],
+        "model.position": choices(ModelConfig, "position")[1:],
+        "optim.name": choices(OptimConfig, "name")[1:],
+    }
+)
+PRETRAIN |= {f"network {name}": [f"--network.name={name}", *UNSEEN] for name in NETWORKS if name != "predictor"}
 PRETRAIN |= {
     "bf16": ["--run.precision=bf16", "--optim.name=muon"],
     "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *UNSEEN],
-    "SimMIM": ["--objective.name=pixels", "--objective.loss=l1", "--corruption.pattern=blocks"],
-    "axial": ["--model.mixing=axial"],
-    "fused attention": ["--model.attention=fused"],
-    "dropout": ["--model.dropout=0.1", "--model.drop_path=0.1"],
-    "activation checkpointing": ["--model.activation_checkpointing=true"],
-    "patches of other images": ["--corruption.source=batch"],
-    "accumulation": ["--data.batch_size=3"],
-    "Polyak average": ["--optim.average=0.9"],
-    "layer decay": ["--optim.layer_decay=0.7"],
-    "moving average as teacher": ["--objective.name=features"],
-    "stride": ["--model.stride=4"],
+    "positions in every block, Polyak average": ["--model.position_at=every", "--optim.average=0.9"],
+    "the same positions, accumulation": ["--model.position_at=every_shared", "--data.batch_size=3"],
+    "axial, stride, activation checkpointing": [
+        *("--model.mixing=axial", "--model.stride=4", "--model.activation_checkpointing=true")
+    ],
+    "SimMIM, patches of other images": [
+        *("--objective.name=pixels", "--objective.loss=l1", "--corruption.pattern=blocks", "--corruption.source=batch")
+    ],
+    "a moving average as teacher, fused attention": ["--objective.name=features", "--model.attention=fused"],
+    "dropout, layer decay": ["--model.dropout=0.1", "--model.drop_path=0.1", "--optim.layer_decay=0.7"],
     "float32 pixels, factorized": ["--data.range=[10,200]", "--objective.factorized=true"],
     "float32 pixels of one channel": ["--data.range=[10,200]", "--data.channels=1", "--objective.name=pixels"],
 }
@@ -95,14 +104,14 @@ def test_its_bits_are_the_cpus(tmp_path, tally):
 
 def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
     """With the probe and the panel that come with an evaluation."""
-    options = (*SMALL, "--run.checkpoint_every=4", "--probe.every=4", f"--run.dir={tmp_path / 'run'}")
+    options = (*SMALL, "--run.checkpoint_every=3", "--probe.every=3", f"--run.dir={tmp_path / 'run'}")
     on_device("pretrain", tmp_path, *options)
     shutil.rmtree(tmp_path / "run" / "encoder")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000009")
-    kept = tmp_path / "run" / "checkpoints" / "step_00000008" / "state.json"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    kept = tmp_path / "run" / "checkpoints" / "step_00000003" / "state.json"
     written = kept.stat().st_mtime_ns
     on_device("pretrain", tmp_path, *options)
-    assert kept.stat().st_mtime_ns == written and (tmp_path / "run" / "encoder").is_dir()  # it began after step 8
+    assert kept.stat().st_mtime_ns == written and (tmp_path / "run" / "encoder").is_dir()  # it began after step 3
     tally("pretended device: resume, with the probe and the panel", 1)
 
 
@@ -120,7 +129,7 @@ def test_contrastive(tmp_path, tally):
 
 
 def test_finetuning(tmp_path, trained, tally):
-    options = ("--run.steps=9", "--run.log_every=4", "--run.threads=1", "--data.workers=0", "--data.eval_images=16")
+    options = ("--run.steps=6", "--run.log_every=3", "--run.threads=1", "--data.workers=0", "--data.eval_images=16")
     options = (
         *options,
         "--optim.global_batch_size=8",

@@ -161,21 +161,6 @@ def test_dropout_and_seed_matter(pretrain, finished_run, tmp_path):
     assert len({weights(run) for run in runs}) == 3
 
 
-def test_compiled_training_is_the_same_and_goes_on(pretrain, tmp_path, monkeypatch):
-    """By the compiler itself: tests/test_compiled.py."""
-    whole = pretrain("--model.depth=1", dir=tmp_path / "whole")
-    compiled = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
-    with monkeypatch.context() as context:
-        kill_at(context, 2)
-        with pytest.raises(Killed):
-            pretrain("--run.compile=true", "--model.depth=1")
-    resumed = pretrain("--run.compile=true", "--model.depth=1")
-    for key in ("loss", "heldout/loss"):
-        assert read_metrics(resumed, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
-    assert list(mpp.load_encoder(resumed).state_dict()) == list(mpp.load_encoder(whole).state_dict())
-
-
 @pytest.mark.parametrize(
     "setting", [pytest.param("--run.compile=true", marks=pytest.mark.faults), "--model.activation_checkpointing=true"]
 )

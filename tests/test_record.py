@@ -185,6 +185,7 @@ def test_an_encoder_says_how_its_files_were_read(pretrain, tmp_path):
 def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_path, capsys, pretrain):
     options = ["--run.steps=1", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=4"]
     options += ["--optim.warmup_steps=0", "--model.width=16", "--model.depth=1", "--model.img_size=16"]
+    options += ["--run.report=false"]
     folder = tmp_path / "supervised"
     supervised.main([*options, f"--data.path={image_folder}", *CUT, f"--run.dir={folder}"])
     capsys.readouterr()

@@ -13,6 +13,9 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     """Of a small model; with few and small files to load from, and a small matrix."""
     monkeypatch.setattr(peers, "FILES", 16)
     monkeypatch.setattr(peers, "SIDE", 64)
+    monkeypatch.setattr(throughput.time_in_turn, "__defaults__", (0,))
+    monkeypatch.setattr(throughput, "BLOCK", 1)
+    monkeypatch.setattr(throughput, "DRAIN", 1)
     out = tmp_path / "t.json"
     torch.set_num_threads(1)
     words = ["--model=test_vit", "--batch_size=1", "--rounds=2", "--precision=fp32", "--memory=false", "--workers=0"]

@@ -1,8 +1,9 @@
 """Inductor's code for a GPU, without one: an update's forward and backward pass as Triton kernels, compiled to cubin.
 
-    python tests/triton_code.py 90 '[["--objective.name=pixels"]]'    # for sm_90; settings of mpp pretrain, by kind
+    python tests/triton_code.py '[["--objective.name=pixels"]]'    # settings of mpp pretrain, by kind
 
-torch traces on the CPU, in bf16; the graph is moved to a pretended H100 or A100 and lowered there. Nothing is run. In a
+torch traces on the CPU, in bf16; the graph is moved to a pretended H100 and lowered there. Kernels become machine code
+for it, and those of the first kind for an A100 too: inductor writes the same code for both. Nothing is run. In a
 process of its own: what torch asks of CUDA's driver is answered for good. Attention is unfused: which fused
 kernel there is, torch asks the card, and all of them are a library's and none inductor's.
 """
@@ -13,6 +14,7 @@ import re
 import sys
 import tempfile
 import types
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -39,15 +41,15 @@ from mpp.models.networks import build_model
 from mpp.runtime.parsing import parse
 
 IMAGES = 8
-CARDS = {80: dict(name="A100", multi_processor_count=108, L2_cache_size=40 << 20)}
-CARDS |= {90: dict(name="H100", multi_processor_count=132, L2_cache_size=50 << 20)}
+NUMBERS = re.compile(r"(?<![A-Za-z_\d.])\d+(?:\.\d+)?(?:e[-+]?\d+)?\b|_\d+\b")
+H100, A100 = 90, 80  # compute capabilities
 
 
-def answer_for(capability: int) -> None:
+def answer() -> None:
     """What torch, inductor and Triton ask of the driver."""
     properties = types.SimpleNamespace(
-        **CARDS[capability],
-        **dict(major=capability // 10, minor=0, warp_size=32, regs_per_multiprocessor=65536, gcnArchName=""),
+        **dict(name="H100", multi_processor_count=132, L2_cache_size=50 << 20),
+        **dict(major=9, minor=0, warp_size=32, regs_per_multiprocessor=65536, gcnArchName=""),
         **dict(max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 << 30),
         **dict(shared_memory_per_block=49152, shared_memory_per_block_optin=166912, is_integrated=0),
         **dict(shared_memory_per_multiprocessor=167936, clock_rate=1980000, memory_clock_rate=2619000),
@@ -66,8 +68,8 @@ def answer_for(capability: int) -> None:
         owner.get_device_properties = staticmethod(lambda *_: properties)
         owner.current_device = staticmethod(lambda: 0)
     interface.is_available = staticmethod(lambda: True)
-    interface.get_compute_capability = staticmethod(lambda *_: capability)
-    target = GPUTarget("cuda", capability, 32)
+    interface.get_compute_capability = staticmethod(lambda *_: H100)
+    target = GPUTarget("cuda", H100, 32)
     memory = dict(max_shared_mem=166912, multiprocessor_count=108, warpSize=32, max_num_regs=65536)
     driver.set_active(
         types.SimpleNamespace(
@@ -146,19 +148,22 @@ def lowered(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], mode: FakeT
     return getattr(code, "value", code)
 
 
-def compiled(code: str, capability: int, known: set[str]) -> tuple[int, list[str]]:
-    """How many kernels the code has, and what is said of those that do not become cubin. Each is compiled once."""
+def compiled(code: str, capabilities: tuple[int, ...], known: set[tuple[int, str]]) -> tuple[int, list[str]]:
+    """How many kernels the code has, and what is said of those that do not become cubin.
+
+    Each is compiled once; those that differ in numbers alone count as one.
+    """
     triton_helpers.set_driver_to_gpu = lambda: None
     for name in dir(triton_heuristics):  # they would be tuned on the GPU
         if name in ("pointwise", "reduction", "persistent_reduction", "template", "fixed_config", "foreach"):
             setattr(triton_heuristics, name, lambda *_, **options: lambda kernel: (kernel, options))
     kernels = re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str", code, re.S | re.M)
     bad = []
-    for name, source in kernels:
-        anonymous = re.sub(r"_\d+\b", "", source.replace(name, ""))
-        if anonymous in known:
+    for capability, (name, source) in product(capabilities, kernels):
+        kind = capability, NUMBERS.sub("#", source.replace(name, ""))
+        if kind in known:
             continue
-        known.add(anonymous)
+        known.add(kind)
         try:
             assert cubin(name, source, capability)
         except Exception as error:
@@ -183,12 +188,12 @@ def cubin(name: str, source: str, capability: int) -> bytes:
 
 
 def main() -> None:
-    capability, kinds = int(sys.argv[1]), json.loads(sys.argv[2])
+    kinds = json.loads(sys.argv[1])
     graphs = [traced(parse(Config, options)) for options in kinds]
-    answer_for(capability)
-    known: set[str] = set()
-    for options, (graph, inputs) in zip(kinds, graphs, strict=True):
-        kernels, bad = compiled(lowered(graph, *on_cuda(graph, inputs)), capability, known)
+    answer()
+    known: set[tuple[int, str]] = set()
+    for number, (options, (graph, inputs)) in enumerate(zip(kinds, graphs, strict=True)):
+        kernels, bad = compiled(lowered(graph, *on_cuda(graph, inputs)), (H100,) if number else (H100, A100), known)
         print(json.dumps({"options": options, "kernels": kernels, "failed": bad}), flush=True)
     print(json.dumps({"compiled": len(known)}))
 
