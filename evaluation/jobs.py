@@ -18,7 +18,7 @@ from evaluation.suite.findings import Row
 from evaluation.suite.plan import Case, Options, Plan
 from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
-from evaluation.suite.run_images import images_at, run_folder
+from evaluation.suite.run_images import images_at, run_folder, stands_on
 from mpp.config import Config
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
@@ -26,11 +26,11 @@ from mpp.errors import Diverged, UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import hold
-from mpp.runtime.parsing import as_command_line, differing, parse, parse_saved, plain, settings, to_yaml
+from mpp.runtime.parsing import as_command_line, differing, parse, plain, settings, to_yaml
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train
-from mpp.training.run_folder import images_of, is_finished, saved_settings
+from mpp.training.run_folder import images_of, is_finished
 from mpp.training.task import ImageTask
 from mpp.training.tracking import last_scalars
 
@@ -333,11 +333,10 @@ def teacher_of(config: Any) -> Path | None:
 
 def executed(run: Path) -> float:
     """PFLOP that a run, its teacher and the run that it began from executed; UserError where nothing says so."""
-    own, saved = last_scalars(run, "compute/pflop")["compute/pflop"], saved_settings(run)
-    teacher = teacher_of(parse_saved(Config, run / "config.yaml")) if "objective" in saved else None
-    others = [(saved.get("distill") or {}).get("teacher"), (saved.get("model") or {}).get("init_from")]
-    others += [saved.get("checkpoint") or saved.get("encoder")] if saved.get("init") == "encoder" else []
-    return own + sum(executed(run_folder(str(each)) or Path(each)) for each in (teacher, *others) if each)
+    own, others = last_scalars(run, "compute/pflop")["compute/pflop"], stands_on(run)
+    if is_model(others.get("objective.teacher", "")):
+        del others["objective.teacher"]  # published weights, which nobody counts
+    return own + sum(executed(run_folder(each) or Path(each)) for each in others.values())
 
 
 def rows_of(case: Case, report: dict[str, Any]) -> list[Row]:

@@ -39,15 +39,16 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in [name for name in os.environ if name.startswith(OF_OTHERS) or name.lower().endswith("_proxy")]:
         del os.environ[name]
-    home = tempfile.TemporaryDirectory()
+    home, tools = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
     config.add_cleanup(home.cleanup)
+    config.add_cleanup(tools.cleanup)
     # Commands have no hub but that of hub.py, on a port that no system gives away, and keep nothing of what they read.
     os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
     # What compiles does compile, and not for Triton beside.
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{home.name}/inductor", "TRITON_CACHE_DIR": f"{home.name}/triton"}
     os.environ["TORCH_WARM_POOL"] = "0"
     if compiler := shutil.which("g++"):  # what inductor writes is compiled in a third of the time
-        wrapper = Path(home.name) / "g++"
+        wrapper = Path(tools.name) / "g++"
         wrapper.write_text(f'#!/bin/bash\nexec {compiler} "${{@/#-O3/-O1}}"\n')
         wrapper.chmod(0o700)
         os.environ["CXX"] = str(wrapper)

@@ -123,7 +123,7 @@ def test_a_pattern_that_cannot_be_is_named(settings, words):
 def test_the_readmes_example_of_another_pattern_works(monkeypatch):
     readme = (ROOT / "mpp" / "README.md").read_text()
     names = vars(corruption).copy()
-    exec(readme[readme.index("def whole_rows") : readme.index("PATTERNS = {...")], names)
+    exec(readme[readme.index("def whole_rows") : readme.index("PATTERNS[")], names)
     monkeypatch.setitem(PATTERNS, "rows", names["whole_rows"])
     rows = hidden(draw(CorruptionConfig(pattern="rows"), (6, 3), 0, 0, 0), (6, 3))
     assert (rows.all(1) == rows.any(1)).all() and rows.any(1).sum() == 3

@@ -10,7 +10,7 @@ from test_pretended import PRETRAIN
 
 TINY = ("--model.width=32", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--model.patch_size=8")
 # The others have the same code; random numbers of dropout come in by a pass of inductor's that is not run here.
-SAME = ("bf16", "positions in every block", "the same positions", "a moving average", "dropout")
+SAME = ("bf16", "network", "SimMIM", "positions in every block", "the same positions", "a moving average", "dropout")
 KINDS = [[*TINY, *options] for name, options in PRETRAIN.items() if not name.startswith(SAME)]
 pytestmark = [
     pytest.mark.rehearsal,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpp.config import Representation, SourceConfig, as_lists, at_least, group, needs, operational, require
+from mpp.config import Representation, SourceConfig, as_lists, as_numbers, at_least, group, needs, operational, require
 
 Picture = Literal[
     "predictions",
@@ -174,10 +174,7 @@ class VisualizeConfig(EncoderConfig):
             as_lists(self, "bands")
             fits = len(self.bands) in (1, 3) and min(self.bands) >= 1
             require(fits, "bands", list(self.bands), "one or three numbers from 1")
-        if self.patches is not None:
-            as_lists(self, "patches")
-            fits = len(self.patches) > 0 and min(self.patches) >= 0
-            require(fits, "patches", list(self.patches), "a list of numbers from 0")
+        as_numbers(self, "patches", least=0)
         require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(EVERY)}")
         at_least(self, 1, "images", "attention_images")
 

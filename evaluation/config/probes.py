@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from evaluation.config.encoders import EncoderConfig, FeaturesConfig, MaskedDataConfig
-from mpp.config import as_lists, at_least, group, needs, operational, require
+from mpp.config import as_lists, as_numbers, at_least, group, needs, operational, require
 
 Reading = Literal["linear", "knn"]
 OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name not in ("out", "threads")]
@@ -39,10 +39,9 @@ class FewshotConfig(FrozenProbeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        as_lists(self, "shots", "seeds", "l2")
-        require(len(self.shots) > 0 and min(self.shots) >= 1, "shots", list(self.shots), "a list of numbers from 1")
-        require(len(self.seeds) > 0 and min(self.seeds) >= 0, "seeds", list(self.seeds), "a list of numbers from 0")
-        require(len(self.l2) > 0 and min(self.l2) > 0, "l2", list(self.l2), "a list of positive numbers")
+        as_numbers(self, "shots", least=1)
+        as_numbers(self, "seeds", least=0)
+        as_numbers(self, "l2", above=0)
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,7 @@ class KnnConfig(FrozenProbeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        as_lists(self, "neighbours")
-        fits = len(self.neighbours) > 0 and min(self.neighbours) >= 1
-        require(fits, "neighbours", list(self.neighbours), "numbers from 1")
+        as_numbers(self, "neighbours", least=1)
         require(self.temperature > 0, "temperature", self.temperature, "above 0")
 
 
@@ -83,11 +80,8 @@ class LinearConfig(FrozenProbeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        as_lists(self, "l2", "lr", "seeds")
-        for name in ("l2", "lr", "seeds"):
-            require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
-        require(min(self.l2) >= 0, "l2", list(self.l2), "a list of numbers from 0")
-        require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
+        as_numbers(self, "l2", "seeds", least=0)
+        as_numbers(self, "lr", above=0)
         at_least(self, 1, "epochs", "sgd_batch_size", "iterations")
 
 
@@ -127,10 +121,10 @@ class SegmentationConfig(EncoderConfig):
     )
 
     def __post_init__(self):
-        as_lists(self, "readings", "lr", "seeds")
-        for name in ("readings", "lr", "seeds"):
-            require(len(getattr(self, name)) > 0, name, list(getattr(self, name)), "a list that is not empty")
-        require(min(self.lr) > 0, "lr", list(self.lr), "a list of positive numbers")
+        as_lists(self, "readings")
+        require(len(self.readings) > 0, "readings", list(self.readings), "linear, knn or both")
+        as_numbers(self, "seeds", least=0)
+        as_numbers(self, "lr", above=0)
         at_least(self, 1, "steps", "images_a_step", "neighbours", "patches")
         require(self.temperature > 0, "temperature", self.temperature, "above 0")
         require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")

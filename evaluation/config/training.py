@@ -12,7 +12,7 @@ from mpp.config import (
     OptimConfig,
     ProbeConfig,
     RunConfig,
-    as_lists,
+    as_numbers,
     at_least,
     group,
     needs,
@@ -128,8 +128,7 @@ class FinetuneConfig:
     )
 
     def __post_init__(self):
-        as_lists(self, "lrs")
-        require(len(self.lrs) > 0 and min(self.lrs) > 0, "lrs", list(self.lrs), "a list of positive numbers")
+        as_numbers(self, "lrs", above=0)
         drop_path = self.drop_path
         require(drop_path is None or 0 <= drop_path < 1, "drop_path", drop_path, "at least 0 and below 1, or null")
         require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")

@@ -130,14 +130,19 @@ def lineage(encoder: str) -> Iterator[str]:
         if run is None or run.resolve() in begun:
             continue
         begun.add(run.resolve())
-        saved = saved_settings(run)
-        fine_tuned = (saved.get("checkpoint") or saved.get("encoder")) if saved.get("init") == "encoder" else None
-        began, taught = (saved.get("model") or {}).get("init_from"), (saved.get("distill") or {}).get("teacher")
-        objective = saved.get("objective") or {}
-        features_of = [objective.get(key) for key in ("teacher", "teacher_checkpoint")]  # "ema" is no folder
-        names += filter(
-            None, (fine_tuned, began, taught, *(features_of if objective.get("name") == "features" else ()))
-        )
+        names += stands_on(run).values()
+
+
+def stands_on(run: Path) -> dict[str, str]:
+    """What a run began from or was taught by: the setting that says so -> an encoder, or its file of weights."""
+    saved = saved_settings(run)
+    model, distill, objective = (saved.get(part) or {} for part in ("model", "distill", "objective"))
+    named = {"model.init_from": model.get("init_from"), "distill.teacher": distill.get("teacher")}
+    if saved.get("init") == "encoder":
+        named["encoder"] = saved.get("checkpoint") or saved.get("encoder")
+    if objective.get("name") == "features" and objective.get("teacher") != "ema":
+        named["objective.teacher"] = objective.get("teacher_checkpoint") or objective.get("teacher")
+    return {setting: each for setting, each in named.items() if each}
 
 
 def seen(dataset: ImageDataset, here: SourceConfig, learned: SourceConfig) -> int:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from evaluation.suite.run_images import learned_labels, run_folder
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.models.encoder import create, set_attention
+from mpp.models.teachers import resized
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
@@ -45,9 +45,7 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W), uint8 or float in [0, 255], to logits (B, classes) float32."""
-        if images.shape[-2:] != self.img_size:
-            images = F.interpolate(images.float(), self.img_size, mode="bilinear", antialias=True)
-        logits = self.network(images).float()
+        logits = self.network(resized(images, self.img_size)).float()
         return averaged(logits) if logits.ndim == 3 else logits
 
 

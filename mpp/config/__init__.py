@@ -7,7 +7,7 @@ how a run is carried out and watched, not what it computes: only they may differ
 
 from dataclasses import dataclass, field
 
-from mpp.config.checks import as_lists, at_least, default_of, group, needs, operational, refuse_idle, require
+from mpp.config.checks import as_lists, as_numbers, at_least, group, needs, operational, refuse_idle, require
 from mpp.config.data import HOW_READ, AugmentConfig, DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import ModelConfig, Representation, check_grid, sides

@@ -1,5 +1,6 @@
 """How a setting is marked and checked."""
 
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
@@ -85,6 +86,15 @@ def at_least(config: Any, least: int, *names: str, prefix: str = "") -> None:
     for name in names:
         value = getattr(config, name)
         require(value is None or value >= least, f"{prefix}{name}", value, f"at least {least}")
+
+
+def as_numbers(config: Any, *names: str, least: float = -math.inf, above: float = -math.inf) -> None:
+    """The same of numbers; UserError where a list is empty, or has a number out of bounds. null stays."""
+    for name in (each for each in names if getattr(config, each) is not None):
+        as_lists(config, name)
+        values = getattr(config, name)
+        allowed = f"a list of numbers above {above:g}" if above > least else f"a list of numbers from {least:g}"
+        require(len(values) > 0 and min(values) >= least and min(values) > above, name, list(values), allowed)
 
 
 def as_lists(config: Any, *names: str) -> None:

@@ -6,6 +6,7 @@ B images, N patches of the student's grid, K corrupted patches, D width of the t
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,9 +74,8 @@ class Teacher(nn.Module):
             The targets; and by what a collapse is seen: the targets too, but those of `layer` in place of `instance`,
             which makes much of differences however small they are.
         """
-        if tuple(images.shape[-2:]) != tuple(self.img_size):
-            images = F.interpolate(images.float(), self.img_size, mode="bilinear", antialias=True)
-        maps = [self.on_grid(each[..., :: self.every, :: self.every].float()) for each in self.maps(images)]
+        maps = self.maps(resized(images, self.img_size))
+        maps = [resized(each[..., :: self.every, :: self.every].float(), self.grid) for each in maps]
         tokens = [each.flatten(2).transpose(1, 2) for each in maps]  # (B, N, D) each
         if self.depths == 1 and hasattr(self.encoder, "fc_norm"):  # some encoders have their last norm there
             tokens = [self.encoder.fc_norm(each) for each in tokens]
@@ -87,11 +87,11 @@ class Teacher(nn.Module):
         options = dict(norm=self.depths == 1, output_fmt="NCHW", intermediates_only=True)
         return self.encoder.forward_intermediates(self.normalize(images), indices=self.depths, **options)
 
-    def on_grid(self, features: Tensor) -> Tensor:
-        """Features (B, D, h, w) on the student's grid."""
-        if tuple(features.shape[-2:]) == tuple(self.grid):
-            return features
-        return F.interpolate(features, self.grid, mode="bilinear", antialias=True)
+
+def resized(values: Tensor, size: Sequence[int]) -> Tensor:
+    """(B, C, h, w) at another height and width, bilinearly; as it is where it has these."""
+    same = tuple(values.shape[-2:]) == tuple(size)
+    return values if same else F.interpolate(values.float(), tuple(size), mode="bilinear", antialias=True)
 
 
 def as_targets(tokens: list[Tensor], kind: str) -> Tensor:

@@ -22,7 +22,8 @@ import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from mpp.config import default_of, refuse_idle
+from mpp.config import refuse_idle
+from mpp.config.checks import default_of
 from mpp.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
