@@ -72,6 +72,25 @@ def fresh_accelerator():
     AcceleratorState._reset_state(True)
 
 
+COUNTED: dict[str, int] = {}
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch, request):
+    """A model's operations are counted once for each kind, since that is a sixth of a tiny run; but for test_flops.py."""
+    from mpp.training.flops import executed_flops
+
+    def executed(model, *inputs, **options):
+        shapes = [tuple(each.shape) for part in inputs for each in (part if isinstance(part, tuple) else (part,))]
+        key = repr((model, shapes, options))
+        if key not in COUNTED:
+            COUNTED[key] = executed_flops(model, *inputs, **options)
+        return COUNTED[key]
+
+    if request.path.name != "test_flops.py":
+        monkeypatch.setattr("mpp.pretrain.executed_flops", executed)
+
+
 @pytest.fixture
 def pretrain(tmp_path):
     """A tiny pre-training run in this process: pretrain("--optim.lr=1", dir=...) -> its folder."""
