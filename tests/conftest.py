@@ -77,7 +77,7 @@ COUNTED: dict[str, int] = {}
 
 @pytest.fixture(autouse=True)
 def counted_once(monkeypatch, request):
-    """A model's operations are counted once for each kind, since that is a sixth of a tiny run; but for test_flops.py."""
+    """A model's operations are counted once for each kind, since that is a sixth of a tiny run."""
     from mpp.training.flops import executed_flops
 
     def executed(model, *inputs, **options):

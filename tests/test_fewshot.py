@@ -150,7 +150,7 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
     report = json.loads((tmp_path / "r.json").read_text())
     assert [(r["shots"], r["seed"]) for r in report["results"]] == [(5, 0), (1, 0), (5, 3), (1, 3)]
     five = [r["accuracy"] for r in report["results"] if r["shots"] == 5]
-    assert report["summary"]["5"] == {"mean": np.mean(five), "std": np.std(five), "count": 3}
+    assert report["summary"]["5"] == {"mean": np.mean(five), "std": np.std(five), "count": 2}
     assert report["protocol"]["l2"] == [1024.0]
     assert "shots 5" in capsys.readouterr().out
 
