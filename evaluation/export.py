@@ -32,10 +32,10 @@ from evaluation.config import ExportConfig, FewshotConfig
 from evaluation.suite.encoders import FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
 from evaluation.suite.extraction import Features, readable, views_for
 from evaluation.suite.reports import table, write_json
-from evaluation.suite.run_images import parse_with_images, run_folder
+from evaluation.suite.run_images import load_shown, parse_with_images, run_folder
 from evaluation.suite.teachers import averaged, classifier_at
 from mpp.config import RunConfig, require
-from mpp.data.sources import ImageDataset, load_image_datasets
+from mpp.data.sources import ImageDataset
 from mpp.data.views import Batch, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
@@ -354,7 +354,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
         raise UserError(f"encoder is {config.encoder}, which cannot be exported: {error}") from None
     reference = Exported.of(config, encoder)
     with deaths_explained():
-        check = Check(config, encoder, accelerator, load_image_datasets(config.data))
+        check = Check(config, encoder, accelerator, load_shown(config, config.images))
         return write_checked(config, check, reference, out)
 
 

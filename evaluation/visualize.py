@@ -32,12 +32,11 @@ from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import report_path, write_json
-from evaluation.suite.run_images import parse_with_images, run_folder, variant
+from evaluation.suite.run_images import load_shown, parse_with_images, streamed, variant
 from evaluation.suite.run_images import positions as places_of
 from evaluation.suite.similar import look_through, patch_similarity, spread_patches
 from mpp.config import RunConfig, require
 from mpp.corruption import Grid
-from mpp.data.shards import load_streamed
 from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
@@ -315,21 +314,7 @@ def subject_of(config: VisualizeConfig) -> Subject:
     largest = max(config.bands or (1,))
     require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
     encoder = encoder_of(config)
-    return Subject(config, accelerator, encoder.to(accelerator.device), held_out_images(config))
-
-
-def held_out_images(config: VisualizeConfig) -> ImageDataset:
-    """The images that pictures are of; of a run on a stream those that it kept to be evaluated on."""
-    if streamed(config):
-        return load_streamed(config.data, 0, saved_settings(run_folder(config.encoder))["data"]["eval_images"])[2]
-    return load_image_datasets(config.data)[1]
-
-
-def streamed(config: VisualizeConfig) -> bool:
-    """Whether the images are the run's own, and were read as a stream."""
-    run = run_folder(config.encoder)
-    saved = saved_settings(run)["data"] if run else {}
-    return bool(saved.get("streaming")) and saved.get("path") == config.data.path
+    return Subject(config, accelerator, encoder.to(accelerator.device), load_shown(config)[1])
 
 
 def visualize(config: VisualizeConfig) -> list[str]:

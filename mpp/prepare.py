@@ -30,7 +30,7 @@ from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.data.decoding import TIFF, UnreadableImage, read, to_ppm
-from mpp.data.hub import commit_of, of_the_hub
+from mpp.data.hub import commit_of
 from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import contents, describe, find_image_column, load_splits, numbers_of, undecoded
 from mpp.errors import UserError
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require(not inside, "out", config.out, f"outside of {images}: its shards would be read as images")
     check_settings(config)
     commits = {noted["revision"] for noted in begun_with(config).values()} - {None}
-    shards, images = cut(config, commits.pop() if commits and of_the_hub(config.data) else commit_of(config.data))
+    shards, images = cut(config, commit_of(config.data, commits.pop() if commits else None))
     with hold(Path(config.out), "out"):
         open_folder(config, images)
         summarize(config, write_missing(config, shards))

@@ -21,7 +21,7 @@ from conftest import TINY, Killed, dataset_of, encoded, kill_at, picture, read_m
 from server import Command
 
 import mpp.training.run
-from evaluation import visualize
+from evaluation import export, visualize
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.samples import list_files
 from mpp.data.shards import ROW_BITS, Cursor, Shards, StreamedBatches, load_streamed, streaming_loader
@@ -224,12 +224,16 @@ def test_what_a_stream_is_known_by_are_its_shards(parquet, tmp_path):
     assert len(before) == SHARDS + 1 and list_files(DataConfig(path=str(folder))) == before
 
 
-def test_pictures_of_a_streamed_run_load_no_more_than_it_kept(pretrain, parquet, tmp_path, monkeypatch, capsys):
+def test_pictures_and_files_of_a_streamed_run_load_what_it_kept(pretrain, parquet, tmp_path, monkeypatch, capsys):
     folder = pretrain(f"--data.path={parquet}", "--data.streaming=true", dir=tmp_path / "run")
-    monkeypatch.setattr(visualize, "load_image_datasets", None)
+    for module in ("visualize", "suite.run_images"):
+        monkeypatch.setattr(f"evaluation.{module}.load_image_datasets", None)
+    words = ["--format=safetensors", f"--out={tmp_path / 'encoder.safetensors'}", "--images=6", "--threads=1"]
+    export.main([f"--encoder={folder}", *words])
     visualize.main([f"--encoder={folder}", "--pictures=[rank, accuracy_by_depth]", "--precision=fp32"])
     said = capsys.readouterr().out
     assert "rank.png" in said and "no accuracy_by_depth: the images are a stream" in said
+    assert "wrote" in said and (tmp_path / "encoder.safetensors").is_file()
 
 
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):

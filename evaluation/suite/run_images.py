@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from evaluation.config import EncoderConfig
+from evaluation.config import EncoderConfig, WhichEncoderConfig
 from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
 from mpp.data.hub import of_the_hub
 from mpp.data.record import record, short_digest
+from mpp.data.shards import load_streamed
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.models.encoder import is_named
@@ -92,6 +93,21 @@ def images_of_run(run: Path) -> list[tuple[str, Any]]:
     if of_the_hub(SourceConfig(**images)):  # a folder here may have the dataset's name by now
         return [*(images | {"revision": commit_begun_with(run) or saved.get("revision")}).items()]
     return [*(images | {"revision": None}).items()]
+
+
+def streamed(config: WhichEncoderConfig) -> bool:
+    """Whether the images are the run's own, and were read as a stream."""
+    run = run_folder(config.encoder)
+    saved = saved_settings(run)["data"] if run else {}
+    return bool(saved.get("streaming")) and saved.get("path") == config.data.path
+
+
+def load_shown(config: WhichEncoderConfig, known: int = 0) -> tuple[ImageDataset, ImageDataset]:
+    """Training and held-out images; of a run on a stream so many `known` ones, and those that it was evaluated on."""
+    if not streamed(config):
+        return load_image_datasets(config.data)
+    _, *few = load_streamed(config.data, known, saved_settings(run_folder(config.encoder))["data"]["eval_images"])
+    return tuple(few)
 
 
 def variant(config: EncoderConfig) -> str:

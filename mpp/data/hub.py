@@ -23,15 +23,19 @@ def of_the_hub(config: ImagesConfig) -> bool:
     return not Path(path).exists()
 
 
-def commit_of(config: ImagesConfig) -> str | None:
+def commit_of(config: ImagesConfig, begun_with: str | None = None) -> str | None:
     """The commit that `data.revision` means now; None: the images are not the hub's, or the hub does not answer.
 
+    Args:
+        begun_with: the commit that was noted, which stays; a folder here may have the dataset's name by now.
     Raises:
         UserError: the hub refuses, or nobody can say what a revision is: the library would take from its cache what is
             the newest there, of whatever revision.
     """
-    if not of_the_hub(config) or (config.revision and COMMIT.fullmatch(config.revision)):
+    if not of_the_hub(config):
         return config.revision
+    if COMMIT.fullmatch(begun_with or config.revision or ""):
+        return begun_with or config.revision
     try:
         return HfApi().dataset_info(config.path, revision=config.revision, timeout=PATIENCE).sha
     except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS) as error:

@@ -24,7 +24,7 @@ from torch import Tensor
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data import decoding, folders
 from mpp.data.folders import ARCHIVES, ARRAY_FILES, SHARD_FILES
-from mpp.data.hub import check_commit
+from mpp.data.hub import check_commit, of_the_hub
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
@@ -235,13 +235,11 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     if config.path is None:
         files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
         return datasets.load_dataset("parquet", data_files=files, streaming=streaming)
-    path = Path(config.path).expanduser()
-    is_local = path.exists() or "://" in config.path
-    allowed = f"left out: {config.path} is no dataset of the hub"
-    require(not is_local or config.revision is None, "data.revision", config.revision, allowed)
-    looks_local = config.path.startswith((".", "/", "~")) or (config.path.count("/") > 1 and "://" not in config.path)
-    if looks_local and not path.exists():
+    path, on_hub = Path(config.path).expanduser(), of_the_hub(config)
+    if not (on_hub or path.exists() or "://" in config.path):
         raise UserError(f"data.path is {config.path}, which does not exist")
+    allowed = f"left out: {config.path} is no dataset of the hub"
+    require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
     try:
         if "://" in config.path:
             kind, files = files_at(config.path)
@@ -255,15 +253,15 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = datasets.load_from_disk(str(path))
             return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
-        found = str(path) if path.is_dir() else config.path
+        found = config.path if on_hub else str(path)
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
-        if not path.is_dir():
+        if on_hub:
             return from_the_hub(load, config)
         splits = folders.load_folder(path, load)
         folders.warn_of_images_left_out(path, config.path, splits)
         return splits
     except LOADING_ERRORS as error:
-        here = "" if path.exists() or "://" in config.path else f" (and {Path.cwd()} has no such folder or file)"
+        here = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {one_line(error)}{here}") from error
 
 

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
-from mpp.data.hub import commit_of, of_the_hub
+from mpp.data.hub import commit_of
 from mpp.data.moments import channel_moments
 from mpp.data.record import differences
 from mpp.data.views import BatchLayout
@@ -174,8 +174,7 @@ def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    begun_with = commit_begun_with if of_the_hub(config.data) else lambda folder: None
-    commit = from_main_process(accelerator, lambda: begun_with(folder) or commit_of(config.data))
+    commit = from_main_process(accelerator, lambda: commit_of(config.data, commit_begun_with(folder)))
     return replace(config, data=replace(config.data, revision=commit)) if commit else config
 
 
