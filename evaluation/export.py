@@ -61,21 +61,15 @@ Run = Callable[[Tensor], Tensor]
 class Exported(nn.Module):
     """What a file computes: images (B, C, H, W) to features (B, D), tokens (B, T, D), or logits (B, classes)."""
 
-    def __init__(self, encoder: FrozenEncoder, representation: str, normalize: bool):
+    def __init__(
+        self, encoder: FrozenEncoder, representation: str, normalize: bool, classifier: nn.Module | None = None
+    ):
         super().__init__()
-        self.model, self.representation = encoder.model, representation
+        self.model, self.representation = classifier or encoder.model, representation
         self.normalize = encoder.normalize if normalize else nn.Identity()
 
-    @classmethod
-    def of(cls, config: ExportConfig, encoder: FrozenEncoder) -> "Exported":
-        """What is asked for. UserError: logits of what is no classifier."""
-        exported = cls(encoder, config.representation, config.normalize)
-        if config.representation == "logits":
-            exported.model = classifier_at(config.encoder, config.data.channels, "encoder")[0]  # normalises
-        return exported.eval().requires_grad_(False)
-
     def forward(self, images: Tensor) -> Tensor:
-        if self.representation == "logits":
+        if self.representation == "logits":  # of a classifier, which normalises
             logits = self.model(images)
             return averaged(logits) if logits.ndim == 3 else logits  # a distilled student has two heads
         tokens = self.model.forward_features(self.normalize(images))
@@ -352,9 +346,11 @@ def export(config: ExportConfig) -> dict[str, Any]:
             grid_of(model)
     except Unavailable as error:
         raise UserError(f"encoder is {config.encoder}, which cannot be exported: {error}") from None
-    reference = Exported.of(config, encoder)
+    logits = config.representation == "logits"
+    classifier = classifier_at(config.encoder, config.data.channels, "encoder")[0] if logits else None
+    reference = Exported(encoder, config.representation, config.normalize, classifier).eval()
     with deaths_explained():
-        check = Check(config, encoder, accelerator, load_shown(config, config.images))
+        check = Check(config, encoder, accelerator, load_shown(config, config.images if config.quantize else 0))
         return write_checked(config, check, reference, out)
 
 

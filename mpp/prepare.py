@@ -29,7 +29,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
-from mpp.data.decoding import TIFF, UnreadableImage, read, to_ppm
+from mpp.data.decoding import UnreadableImage, read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
 from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import contents, describe, find_image_column, load_splits, numbers_of, undecoded
@@ -70,7 +70,7 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     values = np.ascontiguousarray(read(image, config.data))  # an upright view may run backwards
     small = min(values.shape[1:]) <= config.short_side
     plain = config.data.bands is None and config.data.nodata is None
-    as_it_is = plain and isinstance(image, bytes) and not image.startswith(TIFF)  # of which 0 may be white
+    as_it_is = plain and isinstance(image, bytes) and not white_is_zero(image)  # else, shrunk or not, images differ
     if small and config.format == "jpeg" and as_it_is:
         return image
     if config.format != "npy" and values.dtype != np.uint8:

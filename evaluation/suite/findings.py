@@ -109,13 +109,11 @@ def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
     """Headings and which results they are of: each dataset's cases, then the means over groups of datasets."""
     several = len(unique(rows, "dataset")) > 1
     columns: dict[str, Callable] = {}
-    for dataset, evaluation, case in dict.fromkeys((r["dataset"], r["evaluation"], r["case"]) for r in rows):
-        name = " ".join(part for part in (dataset if several else "", evaluation, case) if part)
-        key = (dataset, evaluation, case)
-        columns[name] = lambda row, key=key: (row["dataset"], row["evaluation"], row["case"]) == key
-    for group, evaluation, case in dict.fromkeys((r["group"], r["evaluation"], r["case"]) for r in rows if r["group"]):
-        name = " ".join(part for part in (f"mean {group}", evaluation, case) if part)
-        columns[name] = lambda row, key=(group, evaluation, case): (row["group"], row["evaluation"], row["case"]) == key
+    for kind in ("dataset", "group"):
+        for place, evaluation, case in dict.fromkeys((r[kind], r["evaluation"], r["case"]) for r in rows if r[kind]):
+            shown = f"mean {place}" if kind == "group" else place if several else ""
+            key, name = (place, evaluation, case), " ".join(part for part in (shown, evaluation, case) if part)
+            columns[name] = lambda row, kind=kind, key=key: (row[kind], row["evaluation"], row["case"]) == key
     return columns
 
 

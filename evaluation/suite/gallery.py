@@ -79,9 +79,8 @@ def plane(features: Tensor) -> NDArray[np.float64]:
     units = F.normalize(features.double(), dim=-1)
     centred = units - units.mean(0)
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
-    directions = directions[:2]
-    directions *= directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()  # the same picture each time
-    found = (centred @ directions.T).numpy()
+    signs = directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()  # the same picture each time
+    found = (centred @ (directions * signs)[:2].T).numpy()
     return np.pad(found, ((0, 0), (0, 2 - found.shape[1])))
 
 

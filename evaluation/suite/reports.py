@@ -58,7 +58,7 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 def percent(summary: dict[str, float]) -> str:
     """A mean and its spread; a single measurement has none."""
-    spread = f" ± {100 * summary['std']:.1f}" if summary["count"] > 1 else ""
+    spread = f" ± {100 * summary['std']:.1f}" if summary.get("count", 2) > 1 else ""
     return f"{100 * summary['mean']:.1f}{spread}"
 
 

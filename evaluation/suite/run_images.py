@@ -49,7 +49,7 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
     config: Any = read(config_class, words, prog)
     named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     run = run_folder(config.encoder)
-    of_encoder = images_of_run(run) if run else [*how_read(config.encoder).items()]
+    of_encoder = images_of_run(run) if run else [*how_read(config.encoder).items()] if named else []
     images = [(name, value) for name, value in of_encoder if not named or name in HOW_READ]
     if not images or getattr(config, "features", None):
         refuse_idle(config)
@@ -68,11 +68,16 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
 
 
 def how_read(encoder: str) -> dict[str, Any]:
-    """How the files were read that an encoder without its run was trained on, as far as its own folder says it."""
-    if is_named(encoder):
+    """How the files were read that an encoder without its run was trained on, as far as its own folder says it.
+
+    Raises:
+        UserError: no encoder there.
+    """
+    if is_named(encoder) or Path(encoder).is_file():
         return {}
-    with suppress(UserError, OSError, ValueError):  # what is wrong with it, its loading says
-        saved = json.loads((encoder_folder(Path(encoder)) / "config.json").read_text()).get("data") or {}
+    folder = encoder_folder(Path(encoder))
+    with suppress(OSError, ValueError):  # what is wrong with it, its loading says
+        saved = json.loads((folder / "config.json").read_text()).get("data") or {}
         return {name: saved[name] for name in HOW_READ if name in saved}
     return {}
 

@@ -181,6 +181,16 @@ def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
     return pixels, bits
 
 
+def white_is_zero(image: bytes) -> bool:
+    """Whether an image file is a TIFF of which 0 is white."""
+    if not image.startswith(TIFF):
+        return False
+    import tifffile
+
+    with tifffile.TiffFile(io.BytesIO(image)) as file:
+        return file.pages[0].photometric == WHITE_IS_ZERO
+
+
 def black_is_zero(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
     """Integers (C, H, W) from white to black, from black to white; limits: see `data.range`."""
     low, high = (np.array(ends, np.float64)[:, None, None] for ends in zip(*limits, strict=True))

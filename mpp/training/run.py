@@ -154,13 +154,15 @@ def same_on_all_nodes(record: Callable[[], dict[str, Any]], accelerator: Acceler
     Raises:
         UserError: a node has others: copies on their own disks, say. Its cut and its order would be others.
     """
-    own: Any = None
+    own, failure = None, None
     if accelerator.is_local_main_process:
         try:
             own = record()
-        except (ValueError, OSError) as error:  # to be raised by all processes
-            own = error if isinstance(error, UserError) else UserError(one_line(error))
+        except Exception as error:  # the others are told: they would wait for this process
+            own, failure = error if isinstance(error, UserError) else UserError(one_line(error)), error
     first, *others = (each for each in gather_object([own]) if each is not None)
+    if failure is not None:
+        raise failure
     for found in (first, *others):
         if isinstance(found, UserError):
             raise found
