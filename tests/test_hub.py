@@ -145,6 +145,7 @@ def test_what_is_cached_is_of_the_runs_commit_or_refused(hub, run, tmp_path, tal
     code, said = run()
     assert code == 2 and f"the newest in its cache is not of commit {COMMITS[0]}" in said, said
     assert run("--data.read_retries=0", name="cached")[0] == 0
+    assert commit_of(tmp_path / "cached") == {"train": COMMITS[1], "held_out": COMMITS[1]}
     tally("hub: away, and two commits are cached: the newer is used, and by no run of the older", 2)
 
 
@@ -160,7 +161,7 @@ def test_faults_that_pass_are_waited_out(hub, run, home, tmp_path, way, tally):
         Fault(429, headers={"Retry-After": "2"}, times=2),
     )
     hub.faults = {rf"GET .*resolve/.*train-0000{shard}": fault for shard, fault in enumerate(faults)}
-    hub.faults["api/"] = Fault(503, times=2, passed=1)
+    hub.faults["api/"] = Fault(503, times=2)
     code, said = run(*way, f"--data.workers={len(way)}")
     assert code == 0 and not any(fault.times for fault in hub.faults.values()), (said, hub.faults)
     assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")

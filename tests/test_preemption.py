@@ -11,7 +11,7 @@ import pytest
 from accelerate import Accelerator
 from conftest import HANGS, wait_until
 
-from mpp.errors import UserError
+from mpp.errors import ReadFailed, UserError
 from mpp.runtime import preemption
 from mpp.runtime.lock import Held, exclusive, hold
 from mpp.runtime.preemption import MARKER, Ending, Preempted, Preemption
@@ -40,8 +40,12 @@ GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed b
 
 @pytest.mark.parametrize(
     ("error", "stays"),
-    [(UserError("this fails however often it is tried"), False), (RuntimeError(GONE), True)],
-    ids=["it fails", "another process was killed first"],
+    [
+        (UserError("this fails however often it is tried"), False),
+        (RuntimeError(GONE), True),
+        (ReadFailed("the images of an evaluation are away"), True),
+    ],
+    ids=["it fails", "another process was killed first", "images are away"],
 )
 def test_what_was_asked_to_stop_has_the_marker_before_it_stops_and_not_if_it_fails(tmp_path, error, stays):
     with pytest.raises(type(error)), Preemption(Accelerator(cpu=True), tmp_path) as stop:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import tempfile
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from evaluation import features, supervised
 from evaluation.suite.classify import Classification
 from evaluation.suite.extraction import load_features
 from mpp import frozen_features as frozen
+from mpp.config import RunConfig
 from mpp.pretrain import main as pretrain_main
-from mpp.runtime import disk
+from mpp.runtime import disk, launch
 from mpp.training.checkpoint import newest_step
 
 
@@ -235,3 +238,23 @@ def test_interleave_is_the_inverse_of_sharing_out(tmp_path):
         process.join(HANGS)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+def join_alone(port: int) -> None:
+    """The first of two processes, of which the other ended before it joined."""
+    launch.TRAINING = timedelta(seconds=2)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launch.command(lambda: launch.start(RunConfig()))
+
+
+def test_a_process_whose_peers_do_not_join_gives_up(capfd):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = context.Process(target=join_alone, args=(port,))
+    process.start()
+    process.join(HANGS)
+    process.kill()
+    said = capfd.readouterr().err
+    assert process.exitcode == 2 and "another process does not answer" in said.splitlines()[-1], said

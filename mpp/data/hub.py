@@ -1,6 +1,7 @@
 """Datasets of the Hugging Face hub: which commit a run is of."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from mpp.config import ImagesConfig
-from mpp.data.reading import NETWORK_ERRORS, answer_to, passes
-from mpp.errors import UserError, one_line
+from mpp.data.reading import NETWORK_ERRORS, answer_to, passes, retried
+from mpp.errors import ReadFailed, UserError, one_line
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 30  # seconds for the hub's answer
@@ -36,15 +37,22 @@ def commit_of(config: ImagesConfig, begun_with: str | None = None) -> str | None
         return config.revision
     if COMMIT.fullmatch(begun_with or config.revision or ""):
         return begun_with or config.revision
+    ask = partial(HfApi().dataset_info, config.path, revision=config.revision, timeout=PATIENCE)
     try:
-        return HfApi().dataset_info(config.path, revision=config.revision, timeout=PATIENCE).sha
-    except (HfHubHTTPError, HFValidationError, *NETWORK_ERRORS) as error:
+        return retried(ask, "the hub", config.read_retries, HfHubHTTPError).sha  # a node without internet does not wait
+    except (ReadFailed, HFValidationError, *NETWORK_ERRORS) as error:
         refused = answer_to(error) is not None and not passes(error)
         if not refused and not config.revision:
-            return None  # who loads the images says why, or has them in the cache
+            return None  # who loads the images says why, or has them in the cache: see `cached_commit`
         which = f" of revision {config.revision}" if config.revision else ""
-        why = f"{one_line(error)} (and {Path.cwd()} has no such folder or file)"
+        why = f"{one_line(error.__cause__ or error)} (and {Path.cwd()} has no such folder or file)"
         raise UserError(f"data.path is {config.path}{which}, which cannot be loaded: {why}") from error
+
+
+def cached_commit(rows: Any) -> str | None:
+    """The commit that the library's cache has these rows of; None: it does not say, or they are a stream."""
+    files = [each["filename"] for each in getattr(rows, "cache_files", ())]
+    return next((part for file in files for part in Path(file).parts if COMMIT.fullmatch(part)), None)
 
 
 def check_commit(splits: dict[str, Any], config: ImagesConfig) -> None:

@@ -242,8 +242,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
     try:
         if "://" in config.path:
-            kind, files = files_at(config.path)
-            return datasets.load_dataset(kind, data_files=files, streaming=streaming)
+            return from_a_server(partial(load_url, config.path, streaming), config)
         if path.name.endswith(ARCHIVES) and path.is_file():
             path = folders.unpacked(path)
         if path.is_file():
@@ -256,7 +255,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         found = config.path if on_hub else str(path)
         load = partial(datasets.load_dataset, found, config.name, revision=config.revision, streaming=streaming)
         if on_hub:
-            return from_the_hub(load, config)
+            return from_a_server(load, config)
         splits = folders.load_folder(path, load)
         folders.warn_of_images_left_out(path, config.path, splits)
         return splits
@@ -265,17 +264,23 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         raise UserError(f"data.path is {config.path}, which cannot be loaded: {one_line(error)}{here}") from error
 
 
-def from_the_hub(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
-    """What `load` loads from the hub, tried again while its server is away; later reads are tried again by us alone.
+def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
+    """What `load` loads, tried again while its server is away; later reads are tried again by us alone.
 
     The library would try a stream's reads again for an hour, in which no signal is heard.
     """
     for name in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
         setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
     datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    splits = retried(load, "the hub", config.read_retries, SERVER_ERRORS)
+    splits = retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
     check_commit(splits, config)
     return splits
+
+
+def load_url(url: str, streaming: bool) -> dict[str, Any]:
+    """The splits of the shards at a URL."""
+    kind, files = files_at(url)
+    return datasets.load_dataset(kind, data_files=files, streaming=streaming)
 
 
 def files_at(url: str) -> tuple[str, dict[str, Any]]:

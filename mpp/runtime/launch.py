@@ -26,7 +26,7 @@ from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
 from mpp.runtime.preemption import Preempted
-from mpp.runtime.processes import BUILDING, leave_the_others, no_answer, set_timeout
+from mpp.runtime.processes import BUILDING, TRAINING, leave_the_others, no_answer, set_timeout
 
 SHARDED, ACCUMULATION = "ACCELERATE_USE_FSDP", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -98,12 +98,12 @@ def start(run: RunConfig) -> Accelerator:
             project_dir=run.dir,
             dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
             kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=BUILDING),
+                InitProcessGroupKwargs(timeout=TRAINING),
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),  # else held twice
                 AutocastKwargs(cache_enabled=cached),
             ],
         )
-    set_timeout(BUILDING)  # an earlier run in this process has left another
+    set_timeout(BUILDING)  # all have joined
     if accelerator.distributed_type not in DATA_PARALLEL:
         asked = accelerator.distributed_type.value
         raise UserError(
@@ -245,7 +245,8 @@ def choose_precision(run: RunConfig) -> tuple[str, str]:
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     asked = launcher if run.precision == "auto" else run.precision
     if asked == "bf16" and uses_gpu() and not bf16_is_native():
-        raise UserError("bf16 is asked for, which this GPU emulates, slower than fp32: leave out run.precision")
+        mend = "leave out run.precision" if run.precision == "bf16" else "run.precision fp32 overrules the launcher"
+        raise UserError(f"bf16 is asked for, which this GPU emulates, slower than fp32: {mend}")
     if run.precision != "auto":
         overruled = launcher not in ("no", run.precision)
         return run.precision, f"run.precision{f', over the launcher, which says {launcher}' if overruled else ''}"

@@ -30,6 +30,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from mpp.errors import ReadFailed
 from mpp.runtime.processes import hosts, no_answer
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
@@ -88,8 +89,8 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        stopped = error is None or isinstance(error, Preempted) or no_answer(error)  # others may be killed first
-        if self.asked and not stopped:  # what fails is not repeated for ever
+        stopped = error is None or isinstance(error, Preempted | ReadFailed) or no_answer(error)  # others may go first
+        if self.asked and not stopped:  # what fails by itself is not repeated for ever
             self.unmark()
         if hasattr(self, "listener"):
             for number, handler in self.handlers.items():

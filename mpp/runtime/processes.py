@@ -23,6 +23,8 @@ def no_answer(error: BaseException | None) -> str | None:
         return HANGS if "Timed out waiting" in str(error) else GONE
     if isinstance(error, torch.distributed.DistBackendError) and "ncclRemoteError" in str(error):
         return GONE  # where NCCL itself gives up waiting, it ends the process
+    if isinstance(error, torch.distributed.DistStoreError):
+        return HANGS  # it did not join
     return None
 
 

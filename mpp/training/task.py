@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.corruption import Grid
-from mpp.data.hub import of_the_hub
+from mpp.data.hub import cached_commit, of_the_hub
 from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.sources import ImageDataset, describe
@@ -139,7 +139,9 @@ class ImageTask:
 
     def record(self) -> dict[str, Any]:
         """Which images these are: see mpp/data/record.py."""
-        retries, commit = self.data.read_retries, self.data.revision if of_the_hub(self.data) else None
+        retries, commit = self.data.read_retries, None
+        if of_the_hub(self.data):
+            commit = self.data.revision or cached_commit(self.held_out.origin[0])
         streamed = isinstance(self.train, Shards)
         known = self.train.record(retries, commit) if streamed else self.record_of(self.train, commit)
         return {"train": known, "held_out": self.record_of(self.held_out, commit)}
