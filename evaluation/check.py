@@ -164,7 +164,7 @@ def verdict_points(
     cost = Link("why", "#cost")
     points.append((f"An update takes {timing.update:.3g} s here{waits}, and {timing.memory:.2g} GB of memory", cost))
     points.append(
-        (f"{config.run.steps:,} updates take {duration(3600 * hours(config, timing))}, evaluations left out", cost)
+        (f"{config.run.steps:,} updates take one process {duration(3600 * hours(config, timing))} here", cost)
     )
     free = shutil.disk_usage(existing(Path(config.run.dir))).free
     points.append((f"The run folder takes {disk(config, timing) / 1e9:.2g} GB; {free / 1e9:.3g} GB are free", cost))
@@ -221,7 +221,8 @@ def images_blocks(task: Pretraining, found: Survey | None) -> list:
         return [Table(["", ""], rows)]
     rows += [["decoded", f"{found.training} training, {found.held_out} held out"]]
     rows += [["cannot be decoded", str(len(found.broken))], ["of one colour", f"{found.constant:.1%}"]]
-    rows += [["held out, nearly the same as a training image", f"{found.duplicates:.1%}"]]
+    unsure = f" (a share below {found.visible:.1%} would not be seen)" if found.duplicates < found.visible else ""
+    rows += [["held out, nearly the same as a training image", f"{found.duplicates:.1%}{unsure}"]]
     rows += [["training, nearly the same as another", f"{found.doubles:.1%}"]]
     sizes = [[f"{height} x {width}", str(count)] for (height, width), count in found.sizes.most_common(8)]
     blocks: list = [Table(["", ""], rows), Table(["height x width", "images"], sizes, "Sizes", folded=len(sizes) > 3)]
@@ -255,7 +256,7 @@ def cost_blocks(config: Config, precision: str, layout: BatchLayout, timing: Tim
         ["of which it waits for images", f"{timing.waiting:.4g} s"],
         ["images/s", f"{layout.images / timing.update:.4g}"],
         ["memory of this process", f"{timing.memory:.3g} GB"],
-        [f"{config.run.steps} updates", duration(3600 * hours(config, timing))],
+        [f"{config.run.steps} updates of one process, evaluations left out", duration(3600 * hours(config, timing))],
         ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
         ["the run folder", f"{disk(config, timing) / 1e9:.3g} GB"],
     ]

@@ -157,7 +157,7 @@ def embed(config: EmbedConfig) -> Path:
     crop = config.data.eval_crop or encoder.crop_pct
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=crop))
     splits = all_images(config.data)
-    about = json.dumps(identity(config, splits), sort_keys=True)
+    about = json.dumps(identity(config, splits) | {"precision": accelerator.mixed_precision}, sort_keys=True)
     out = Path(config.out)
     parts = out.parent / f".{out.name}.parts"
     is_done(out, about)  # what is refused leaves no folder
@@ -173,7 +173,7 @@ def embed(config: EmbedConfig) -> Path:
 
 def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
     """What a table is of: settings, weights and images."""
-    kept = ("random", "img_size", "precision", "representation", "depth")
+    kept = ("random", "img_size", "representation", "depth")
     data = {
         name: getattr(config.data, name) for name in ("channels", "bands", "range", "nodata", "max_pixels", "eval_crop")
     }

@@ -195,6 +195,11 @@ def size_of(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
+def bytes_in(folder: Path) -> int:
+    """Bytes of its files."""
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
 def quantized(file: Path) -> Path:
     """A copy of a file of ONNX with the weights of its matrix products in 8 bits, beside it."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -382,25 +387,30 @@ def write_checked(config: ExportConfig, check: Check, reference: Exported, out: 
         what = f"a file whose numbers differ from PyTorch's by {found:.1e}"
         require(found <= MOST, "format", f"{config.format}, which makes {what}", f"another one: at most {MOST:g} is ok")
         report = {"about": about, "difference": found}
+        size = bytes_in(aside)
         if config.quantize:
             with quietly():
                 small = quantized(file)
             own = size_of(reference)
             exact = {"PyTorch fp32": (reference, own), "PyTorch bf16": (autocast(reference), own)}
-            ways = exact | {"onnxruntime fp32": (run, file.stat().st_size)}
+            ways = exact | {"onnxruntime fp32": (run, size)}
             ways["onnxruntime int8"] = in_batches(read(small), config.batch), small.stat().st_size
             report["rows"] = report_of(check, ways, reference)
             print_report(report["rows"])
             report["difference"] = report["rows"][-1]["difference"]
+            for each in set(aside.iterdir()) - {small}:  # of a large encoder there are two
+                each.unlink()
             small.replace(file)
         count = min(config.images, len(check.splits[1]))
         print(f"largest difference from PyTorch: {report['difference']:.1e}, over {count} held-out images")
+        size = bytes_in(aside)
+        out.with_name(f"{out.name}.data").unlink(missing_ok=True)  # of an earlier export
         for each in aside.iterdir():
             each.replace(out.parent / each.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     write_json(out.with_name(f"{out.name}.json"), report)
-    print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB) and {out.name}.json")
+    print(f"wrote {out} ({size / 1e6:.1f} MB) and {out.name}.json")
     return report
 
 

@@ -31,9 +31,9 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import as_words, parse_saved
+from mpp.runtime.parsing import as_command_line, parse_saved
 from mpp.training.checks import History, best_depth, depths_of, probed, series, trained
-from mpp.training.run_folder import CONFIG, REPORT, images_of, saved_settings
+from mpp.training.run_folder import CONFIG, REPORT, commit_begun_with, images_of, saved_settings
 from mpp.training.tracking import metrics_of
 from mpp.training.verdict import duration, features_said, prediction_said, trend_said
 from mpp.training.watch import verdict_of
@@ -254,7 +254,8 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
         raise Unavailable(f"{len(chosen)} held-out images are too few to be neighbours")
     group, lines = probed(trained(history))
     depth = best_depth(lines[-1], group)[0] if lines else len(subject.encoder.stages)
-    shown = look_at(subject.encoder, chosen, config.data, subject.accelerator, min(depth, len(subject.encoder.stages)))
+    depth, read = min(depth, len(subject.encoder.stages)), "class" if visualize.trained_class(subject) else "mean"
+    shown = look_at(subject.encoder, chosen, config.data, subject.accelerator, depth, read)
     queries = np.linspace(0, len(chosen) - 1, min(QUERIES, len(chosen))).astype(int).tolist()
     neighbours, similarity = nearest_neighbours(shown.features, queries, NEIGHBOURS)
     rows = [[shown.pixels[q], *shown.pixels[near]] for q, near in zip(queries, neighbours, strict=True)]
@@ -263,7 +264,7 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
         for query, near, alike in zip(queries, neighbours, similarity, strict=True)
     ]
     caption = f"Left, a held-out image; then the {neighbours.shape[1]} most like it of {len(chosen)}, by cosine at "
-    caption += f"depth {depth}."
+    caption += f"depth {depth} ({'[class] token' if read == 'class' else 'mean of the patches'})."
     if shown.labels is not None and (shown.labels[queries] >= 0).any():
         known = (shown.labels[neighbours] >= 0) & (shown.labels[queries] >= 0)[:, None]
         alike = known & (shown.labels[neighbours] == shown.labels[queries][:, None])
@@ -330,7 +331,10 @@ def settings_blocks(folder: Path) -> list:
         return [Text(file.read_text(errors="replace"), code=True)] if file.is_file() else []
     blocks = settings_rows(config)
     if kind in COMMANDS:
-        words = ["mpp", COMMANDS[kind], *(f"--{key}={as_words(value)}" for key, value in changed(config).items())]
+        settings = changed(config) | {"run.precision": config.run.precision}
+        if commit := commit_begun_with(folder):
+            settings["data.revision"] = commit
+        words = ["mpp", COMMANDS[kind], *as_command_line(settings)]
         blocks.append(Text(shlex.join([*words, f"--run.dir={folder}_again"]), code=True))
     return [*blocks, Text("config.yaml in the run folder has all settings.")]
 

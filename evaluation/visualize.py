@@ -176,11 +176,16 @@ def rollout_start(subject: Subject) -> Literal["class", "patches"]:
     config = subject.config
     if config.rollout_from != "auto":
         return config.rollout_from
+    return "class" if trained_class(subject) and not config.random else "patches"
+
+
+def trained_class(subject: Subject) -> bool:
+    """Whether a head was on the [class] token when the encoder was trained."""
     ours = getattr(model_of(subject.encoder), "pretrained_cfg", {}).get("tag") == "mpp"  # by the hub, without its run
     saved = saved_settings(subject.run) or ({"objective": None} if ours else {})
     pooling = saved.get("pooling") or (saved.get("head") or {}).get("pooling")  # of fine-tuning, or supervised
     has_class = getattr(model_of(subject.encoder), "has_class_token", False)
-    return "class" if has_class and not config.random and "objective" not in saved and pooling != "mean" else "patches"
+    return has_class and "objective" not in saved and pooling != "mean"
 
 
 def pca(subject: Subject) -> tuple[Figure, Numbers]:

@@ -366,7 +366,7 @@ class Features(Objective):
     """Regress what a teacher makes of the patch: see mpp/models/teachers.py, whose network gives the targets.
 
     No accuracy: features have no classes. Pictures show where predictions and targets lie along the first three
-    principal components of these targets, as red, green and blue.
+    principal components of these targets, as red, green and blue; or, of images that are not RGB, along the first.
 
     Args:
         width: of the teacher's features.
@@ -377,6 +377,8 @@ class Features(Objective):
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, width: int):
         super().__init__(config, patch_size, channels)
         self.outputs = width
+        if channels != 3:
+            self.shown = "features, by the first principal component of the targets"
         smooth = partial(F.smooth_l1_loss, beta=config.beta)
         self.distance = (DISTANCES | {None: smooth, "smooth_l1": smooth, "cosine": one_less_cosine})[config.loss]
 
@@ -391,7 +393,9 @@ class Features(Objective):
         reach = 2 * scores[1].flatten(0, 1).std(0).clamp(min=1e-12)  # most of the targets lie within
         scaled = [(127.5 + 127.5 * each / reach).clamp(0, 255) for each in scores]
         painted = [F.pad(each, (0, 3 - len(directions)), value=GREY) for each in scaled]
-        one, other = (as_channels(each, self.channels)[..., None, None].expand(clean.shape) for each in painted)
+        if self.channels != 3:
+            painted = [each[..., :1].expand(*each.shape[:-1], self.channels) for each in painted]
+        one, other = (each[..., None, None].expand(clean.shape) for each in painted)
         return one, other
 
 

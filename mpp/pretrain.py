@@ -7,6 +7,7 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -27,13 +28,13 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, measure, measure_features, summarize
-from mpp.models.encoder import cell_grid
+from mpp.models.encoder import cell_grid, how_read
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
 from mpp.probe import Probe
 from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import as_command_line, parse, parse_saved
+from mpp.runtime.parsing import as_command_line, parse, parse_saved, plain
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained
 from mpp.training.checks import Facts, targets_collapse
@@ -64,6 +65,8 @@ class Pretraining(ImageTask):
         self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.taught = config.objective.name == "features"
         self.moving = self.taught and config.objective.frozen_teacher is None
+        if self.taught and not self.moving:
+            note_other_reading(config)
         if config.data.streaming:
             probed = config.probe.images if config.probe.every else 0
             with accelerator.local_main_process_first():  # machines may have no disk in common
@@ -183,6 +186,13 @@ class Pretraining(ImageTask):
             f"{self.patches} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted} corrupted, "
             f"{self.model.on_top}, {super().describe_model()}"
         )
+
+
+def note_other_reading(config: Config) -> None:
+    """Say that the teacher learned from pixels that were read in another way."""
+    theirs, own = how_read(config.objective.frozen_teacher), plain(config.data.how_read())
+    if theirs and theirs != own and os.environ.get("RANK", "0") == "0":
+        print(f"note: objective.teacher learned from images of data {theirs}; here they are {own or 'as usual'}")
 
 
 def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelerator: Accelerator) -> Pretraining:

@@ -49,6 +49,7 @@ KINDS = {
     "every, overlapping": ["--model.position_at=every", "--model.stride=4"],
     "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *UNSEEN],
     "blockwise, factorized": ["--corruption.pattern=blockwise", "--objective.factorized=true"],
+    "multiblock": ["--corruption.pattern=multiblock", *UNSEEN],
     "blocks, hog": ["--corruption.pattern=blocks", "--objective.name=hog"],
 }
 
@@ -255,6 +256,10 @@ def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, b
     pretrain(*words)
     with pytest.raises(UserError, match=r"model\.mean, model\.std differ"):
         pretrain(*four)
+    monkeypatch.undo()
+    given = pretrain(*four, dir=folder.with_name("given"))
+    with pytest.raises(UserError, match=r"model\.mean, model\.std differ"):  # 0.5, which nobody measured
+        pretrain(*words, dir=given)
 
 
 def test_one_of_both_may_be_measured(pretrain, four, capsys):

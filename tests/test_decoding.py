@@ -125,6 +125,8 @@ def test_grey_and_rgb_become_each_other():
     deep = decode(tiff(DEEP[..., :3]), ImagesConfig(channels=1))[0]
     expected = scaled(DEEP[..., :3] @ np.array([0.299, 0.587, 0.114])[:, None])[0]
     torch.testing.assert_close(deep.double(), expected, rtol=1e-5, atol=0.003)
+    signed, warm = grey.view(np.int8), ImagesConfig(channels=1, range=(-40.0, 40.0))  # PIL takes it for unsigned
+    assert torch.equal(decode(tiff(signed), warm), decode(npy(signed), warm))
     stack = tiff(DEEP.transpose(2, 0, 1), **GREY)  # a picture is its first frame
     assert torch.equal(decode(stack, ImagesConfig()), decode(tiff(DEEP[..., 0]), ImagesConfig()))
 

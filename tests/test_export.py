@@ -93,7 +93,9 @@ def test_all_tokens_of_normalized_images_of_another_size_one_at_a_time(finished_
 
 def test_a_probe_is_as_accurate_on_exports_and_eight_bits_stand_beside(finished_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export, "ROUNDS", 1)
+    monkeypatch.setattr(export, "ONE_FILE", 0)  # as of a large encoder, whose weights are in a second file
     run, report = exported(finished_run, tmp_path, "onnx", "--quantize=int8", "--batch=4")
+    assert {file.name for file in tmp_path.iterdir()} == {"encoder.onnx", "encoder.onnx.json"}
     rows = {row["name"]: row for row in report["rows"]}
     assert list(rows) == ["PyTorch fp32", "PyTorch bf16", "onnxruntime fp32", "onnxruntime int8"]
     assert rows["PyTorch fp32"]["difference"] == 0 and rows["onnxruntime fp32"]["difference"] < 1e-5

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import tempfile
 from dataclasses import replace
 from datetime import timedelta
@@ -26,6 +27,7 @@ from mpp import frozen_features as frozen
 from mpp.config import RunConfig
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime import disk, launch
+from mpp.runtime.processes import largest
 from mpp.training.checkpoint import newest_step
 
 
@@ -218,7 +220,7 @@ SHARES = [(11, False), (12, True), (2, False), (2, True)]  # rows of all, and wh
 
 
 def share_out(rank: int, store: str) -> None:
-    """One of three processes, which send their rows two at a time."""
+    """One of three processes, which send their rows two at a time, and agree on the largest number."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     frozen.ROWS = 2
     for count, in_file in SHARES:
@@ -227,10 +229,11 @@ def share_out(rank: int, store: str) -> None:
             frozen.send(whole[rank::3].copy())
         else:
             assert (frozen.interleave(whole[::3].copy(), count, 3, in_file) == whole).all()
+    assert largest(rank / 3) == 2 / 3
     torch.distributed.destroy_process_group()
 
 
-def test_interleave_is_the_inverse_of_sharing_out(tmp_path):
+def test_what_is_shared_out_comes_back_in_order(tmp_path):
     processes = [context.Process(target=share_out, args=(rank, str(tmp_path / "store"))) for rank in range(3)]
     for process in processes:
         process.start()
@@ -240,21 +243,22 @@ def test_interleave_is_the_inverse_of_sharing_out(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0, 0]
 
 
-def join_alone(port: int) -> None:
+def join_alone(port: int, said: Path) -> None:
     """The first of two processes, of which the other ended before it joined."""
+    sys.stderr = said.open("w")
     launch.TRAINING = timedelta(seconds=2)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     launch.command(lambda: launch.start(RunConfig()))
 
 
-def test_a_process_whose_peers_do_not_join_gives_up(capfd):
+def test_a_process_whose_peers_do_not_join_gives_up(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = context.Process(target=join_alone, args=(port,))
+    process = context.Process(target=join_alone, args=(port, tmp_path / "said"))
     process.start()
     process.join(HANGS)
     process.kill()
-    said = capfd.readouterr().err
+    said = (tmp_path / "said").read_text()
     assert process.exitcode == 2 and "another process does not answer" in said.splitlines()[-1], said

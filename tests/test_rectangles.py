@@ -105,7 +105,11 @@ def test_weights_of_other_patches_and_hybrids(pretrain, tmp_path):
     assert build_encoder(coarse).pos_embed.shape == (1, 1 + 2 * 4, 16)
     hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", img_size=(64, 128)))
     export_encoder(hybrid, tmp_path / "hybrid", (64, 128), (0.5,) * 3, (0.5,) * 3, 0.9)
-    assert mpp.load_encoder(tmp_path / "hybrid", img_size=(128, 64))(torch.rand(1, 3, 128, 64)).shape == (1, 192)
+    for size, grid in (((128, 64), (4, 2)), ((64, 64), (2, 2))):
+        found = mpp.load_encoder(tmp_path / "hybrid", img_size=size, num_classes=3)
+        expected = timm.layers.resample_abs_pos_embed(hybrid.pos_embed, grid, (2, 4), num_prefix_tokens=1)
+        torch.testing.assert_close(found.pos_embed, expected)
+        assert torch.equal(found.norm.weight, hybrid.norm.weight) and found(torch.rand(1, 3, *size)).shape == (1, 3)
     grey = mpp.load_encoder(folder, in_chans=1)
     assert grey(torch.rand(1, 1, 16, 32)).shape == (1, 16)
 

@@ -118,6 +118,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys
         *(
             "Settings that differ",
             "mpp pretrain",
+            "--run.precision=fp32",
             "Versions and machine",
             "torn.json: it is no report of an evaluation",
         ),

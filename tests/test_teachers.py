@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import TINY, read_metrics
 from safetensors.torch import load_file, save_file
 from server import Command
+from torch import nn
 
 from evaluation.suite.run_images import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
@@ -163,6 +164,13 @@ def test_the_moving_average_is_the_closed_form():
         torch.testing.assert_close(average, 0.9**5 * a + (1 - 0.9**5) * b)
 
 
+def test_a_moving_average_has_the_students_running_statistics():
+    teacher, student = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    student(torch.randn(8, 2) + 5)
+    follow(teacher, student, 0.5)
+    assert all(map(torch.equal, teacher.buffers(), student.buffers())) and teacher[1].running_mean.abs().sum() > 0
+
+
 def test_half_lives_are_shares_of_the_run():
     assert decay_at((0.01, 0.05), 0, 1000) ** 10 == pytest.approx(0.5)
     assert decay_at((0.01, 0.05), 999, 1000) ** 50 == pytest.approx(0.5)
@@ -274,6 +282,9 @@ def test_pictures_show_both_in_one_basis():
     torch.testing.assert_close(grey, torch.full_like(grey, 127.5), atol=1e-3, rtol=0)
     few, _ = objective.pictures(targets[:1, :2], targets[:1, :2], clean[:1, :2])
     assert few.shape == (1, 2, 3, 8, 8)
+    alone = build_objective(ObjectiveConfig(name="features"), 8, 1, 6)  # of one channel: along the first component
+    first, _ = alone.pictures(targets, targets, clean[:, :, :1])
+    assert torch.equal(first, one[:, :, :1]) and "the first principal component" in alone.shown
 
 
 def test_the_teachers_forward_pass_is_in_the_compute():
@@ -316,7 +327,28 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
     assert "This encoder is the one that was trained" in (whole / "encoder" / "README.md").read_text()
 
 
-def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(tmp_path, pretrain, finished_run):
+def lineage_said(folder, capsys):
+    """What the walk over those that an encoder stands on says, a second time nothing."""
+    for _ in range(2):
+        list(lineage(str(folder)))
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    return line.removeprefix("note: ").split(":")[0]
+
+
+def test_a_teacher_that_learned_from_pixels_read_in_another_way_is_noted(tmp_path, pretrain, finished_run, capsys):
+    teacher = shutil.copytree(finished_run / "encoder", tmp_path / "teacher")
+    saved = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(saved | {"data": {"range": [0, 9]}}))
+    words = (*FEATURES, f"--objective.teacher={teacher}", "--run.steps=1")
+    pretrain(*words, "--data.range=[0,255]", dir=tmp_path / "other")
+    assert "learned from images of data {'range': [0, 9]}; here they are {'range': [0.0, 255" in capsys.readouterr().out
+    pretrain(*words, "--data.range=[0,9]", dir=tmp_path / "same")
+    assert "learned from images" not in capsys.readouterr().out
+
+
+def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
+    tmp_path, pretrain, finished_run, capsys
+):
     words = (*FEATURES, f"--objective.teacher={tmp_path / 'teacher'}", "--objective.loss=cosine")
 
     shutil.copytree(finished_run / "encoder", tmp_path / "teacher")
@@ -326,6 +358,9 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     assert str(tmp_path / "teacher") in list(lineage(str(folder)))
     shutil.rmtree(folder / "encoder")
     pretrain(*words)  # goes on
+    (tmp_path / "teacher").rename(tmp_path / "moved")
+    assert lineage_said(folder, capsys) == f"objective.teacher of {folder} is {tmp_path / 'teacher'}, which is not here"
+    (tmp_path / "moved").rename(tmp_path / "teacher")
     weights = load_file(tmp_path / "teacher" / "model.safetensors")
     save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, tmp_path / "teacher" / "model.safetensors")
     shutil.rmtree(folder / "encoder")
@@ -344,6 +379,7 @@ def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
         (teacher, "--objective.export=teacher"): "objective.export is teacher; it must be student or left out",
         (teacher, "--objective.half_life=[0.1,0.2]"): "objective.half_life is .* unless objective.teacher is ema",
         ("--objective.half_life=[0,0.2]",): "objective.half_life is .* two positive numbers",
+        (teacher, "--objective.teacher_img_size=36"): "teacher_img_size is 36; it must be a multiple of the patch size",
         (teacher, "--objective.teacher_img_size=0"): "objective.teacher_img_size is 0; it must be at least 1",
         (
             "--optim.average=0.9",

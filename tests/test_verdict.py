@@ -138,6 +138,14 @@ def test_few_logged_updates_do_not_say_that_training_waits():
     assert CHECKS["waiting for data"](waited[:10], facts) and CHECKS["waiting for data"](waited[:9], facts) is None
 
 
+@pytest.mark.parametrize("known", [0, 10**6])
+def test_unreadable_images_of_those_that_were_seen(known):
+    """A hundredth of 400 x 64 images is 256, and three deviations of a count of so many are 48."""
+    facts = replace(FACTS, known=known)
+    found = [CHECKS["unreadable images"](history(evaluation(400), unreadable=count), facts) for count in (304, 305)]
+    assert found[0] is None and "305 of 25600 images" in found[1]
+
+
 @pytest.mark.parametrize("check", ["overfitting", "features have peaked"])
 def test_losses_are_not_compared_where_targets_move(check):
     lines, facts, _ = SICK[check]
@@ -243,7 +251,7 @@ def test_copies_and_images_of_one_colour_are_found():
     smaller = np.asarray(Image.fromarray(picture(3)).resize((32, 26)))
     test = [picture(100), smaller, picture(7), grey, picture(9) // 2 + 40]  # the last: a copy of less contrast
     found = look(images_of([*training, training[0], grey], [0] * 15 + [1] * 7), images_of(test), DataConfig(), 60)
-    assert found.duplicates == pytest.approx(3 / 5) and len(found.pairs) == 3
+    assert found.duplicates == pytest.approx(3 / 5) and len(found.pairs) == 3 and found.visible == 0
     assert found.doubles == pytest.approx(1 / 22) and found.constant == pytest.approx(2 / 27)
     assert found.classes == {"0": pytest.approx(15 / 22), "1": pytest.approx(7 / 22)}
     assert found.sizes[(40, 48)] == 26 and found.broken == []

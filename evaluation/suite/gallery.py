@@ -4,7 +4,7 @@ N images, D width.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from mpp.reconstructions import as_rgb, prediction_columns
 
 GAP = 4  # pixels between two images of a sheet
 BATCH = 64
+LARGEST = 256  # pixels of an image of a sheet
 
 
 class Shown(NamedTuple):
@@ -42,14 +43,14 @@ def look_at(
     data: ProbeDataConfig,
     accelerator: Accelerator,
     depth: int,
+    representation: Literal["mean", "class"] = "mean",
 ) -> Shown:
-    """Features (mean of the patches) of all these images after `depth` blocks, and the images as the encoder takes
-    them."""
+    """Features of all these images after `depth` blocks, and the images as the encoder takes them."""
     features, pixels, labels, indices = [], [], [], []
     for batch in held_out_loader(views_for(encoder, dataset, data), data.batch_size or BATCH):
         images = batch.images.to(accelerator.device)
         with accelerator.autocast():
-            features.append(encoder(images, "mean", [depth])[0].float().cpu())
+            features.append(encoder(images, representation, [depth])[0].float().cpu())
         shown = images if images.shape[1] in (1, 3) else images.float().mean(1, keepdim=True)
         pixels.append(as_rgb(shown).movedim(1, -1).cpu())
         labels.append(batch.labels)
@@ -101,12 +102,20 @@ def predicted(task: Pretraining, indices: Sequence[int]) -> NDArray[np.uint8]:
     return as_rgb(columns).movedim(2, -1).cpu().numpy()
 
 
+def shrunk(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """An image (H, W, 3), made smaller where a page of many would be too large."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((LARGEST, LARGEST))
+    return np.asarray(image)
+
+
 def sheet(rows: Sequence[Sequence[NDArray[np.uint8]]], side: int = 96, apart: int = 0) -> Image.Image:
-    """Images (H, W, 3) in rows, each at least `side` pixels wide, on white.
+    """Images (H, W, 3) in rows, each at least `side` pixels wide and at most `LARGEST` wide or high, on white.
 
     Args:
         apart: pixels between the first image of a row and the others, beyond the usual.
     """
+    rows = [[shrunk(pixels) for pixels in row] for row in rows]
     times = max(1, -(-side // rows[0][0].shape[1]))
     height, width = (times * length for length in rows[0][0].shape[:2])
     across = max(map(len, rows))

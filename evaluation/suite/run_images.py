@@ -5,17 +5,16 @@ is against.
 """
 
 import dataclasses
-import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from timm import is_model
 
 from evaluation.config import EncoderConfig, WhichEncoderConfig
 from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
@@ -24,9 +23,9 @@ from mpp.data.record import record, short_digest
 from mpp.data.shards import load_streamed
 from mpp.data.sources import ImageDataset, as_arguments, load_image_datasets
 from mpp.errors import UserError
-from mpp.models.encoder import is_named
+from mpp.models.encoder import how_read, is_named
 from mpp.runtime.parsing import as_words, files_first, read
-from mpp.runtime.weights import BEST, encoder_folder, run_of
+from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import commit_begun_with, saved_settings
 
 ConfigT = TypeVar("ConfigT")
@@ -65,21 +64,6 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
     if run and taken and not named and os.environ.get("RANK", "0") == "0":
         print(f"the images of {run}:{taken}")
     return config
-
-
-def how_read(encoder: str) -> dict[str, Any]:
-    """How the files were read that an encoder without its run was trained on, as far as its own folder says it.
-
-    Raises:
-        UserError: no encoder there.
-    """
-    if is_named(encoder) or Path(encoder).is_file():
-        return {}
-    folder = encoder_folder(Path(encoder))
-    with suppress(OSError, ValueError):  # what is wrong with it, its loading says
-        saved = json.loads((folder / "config.json").read_text()).get("data") or {}
-        return {name: saved[name] for name in HOW_READ if name in saved}
-    return {}
 
 
 def run_folder(encoder: str) -> Path | None:
@@ -151,7 +135,16 @@ def lineage(encoder: str) -> Iterator[str]:
         if run is None or run.resolve() in begun:
             continue
         begun.add(run.resolve())
-        names += stands_on(run).values()
+        for setting, each in stands_on(run).items():
+            names.append(each)
+            if is_named(each) and not is_model(each):
+                note_missing(f"{setting} of {run} is {each}")
+
+
+@lru_cache
+def note_missing(which: str) -> None:
+    """Say, once, that what passed on labels cannot be asked."""
+    print(f"note: {which}, which is not here: nobody can say whose labels it learned", file=sys.stderr)
 
 
 def stands_on(run: Path) -> dict[str, str]:

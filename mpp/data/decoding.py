@@ -155,6 +155,7 @@ def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
         series = file.series[0]
         page = series.pages[0]
         as_pil = as_picture(config) or page.bitspersample == 1  # of faxes, which older releases of tifffile do not read
+        as_pil = as_pil and page.sampleformat != tifffile.SAMPLEFORMAT.INT  # which PIL takes for unsigned
         turned = page.photometric == WHITE_IS_ZERO and (config.range or config.nodata is not None)  # not PIL's business
         if as_pil and page.bitspersample <= 8 and "C" not in series.axes and not (turned and page.bitspersample == 8):
             with contextlib.suppress(UnidentifiedImageError):  # some compressions

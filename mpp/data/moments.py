@@ -34,7 +34,8 @@ def channel_moments(config: DataConfig) -> tuple[list[float], list[float]]:
     deviation = np.sqrt(np.maximum(second / count - mean**2, 0))
     if (deviation < 1e-6).any():
         flat = [number for number, value in enumerate(deviation, start=1) if value < 1e-6]
-        raise UserError(f"model.std is auto, but these channels are the same everywhere: {flat}; choose data.bands")
+        auto = "model.mean or model.std is auto"
+        raise UserError(f"{auto}, but these channels are the same everywhere: {flat}; choose data.bands")
     return [round(float(each), 6) for each in mean], [round(float(each), 6) for each in deviation]
 
 

@@ -61,6 +61,8 @@ class Survey:
     duplicates: float = 0.0
     """Share of the held-out images that are nearly the same as a training image, estimated where not all training
     images were looked at."""
+    visible: float = 0.0
+    """The least share that would be seen: three pairs are expected of it among those that were looked at."""
     pairs: list[tuple[str, str]] = field(default_factory=list)
     """Some of these: names of the held-out image and of the training image."""
     doubles: float = 0.0
@@ -98,6 +100,7 @@ def look(train: ImageDataset, held_out: ImageDataset, data: DataConfig, seconds:
     names = (held_out.choose(HELD_OUT, data.cut_seed), train.choose(TRAINING, data.cut_seed))
     found.pairs = [(names[0].name(one), names[1].name(other)) for one, other in pairs[:8]]
     looked_at = len(learned.indices) / max(len(train), 1)  # each held-out image has a twin with this chance
+    found.visible = min(1.0, 3 / max(found.held_out * looked_at, 1e-9)) if looked_at < 1 else 0.0
     if len(pairs) > 2 or looked_at == 1:
         found.duplicates = min(1.0, len(pairs) / max(found.held_out, 1) / max(looked_at, 1e-9))
     found.doubles = doubled(learned)

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from timm.models import adapt_input_conv, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from mpp.config import ModelConfig, check_grid, require, sides
+from mpp.config import HOW_READ, ModelConfig, check_grid, require, sides
 from mpp.errors import UserError, one_line
 from mpp.models.positions import Grid, sincos_2d
 from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
@@ -315,13 +316,26 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         UserError: no encoder there.
     """
     folder = encoder_folder(Path(path))
-    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained, **changes)
+    build, size = partial(timm.create_model, f"local-dir:{folder}", **changes), trained_on(folder, "input_size")
+    resized = pretrained and "img_size" in changes and size and size[0] != size[1]
+    encoder = build(pretrained=pretrained and not resized)
+    if resized and isinstance(encoder, VisionTransformer) and not isinstance(encoder.patch_embed, PatchEmbed):
+        load_hybrid(encoder, folder / "model.safetensors", size)
+    elif resized:
+        encoder = build(pretrained=True)
     fixed = json.loads((folder / "config.json").read_text()).get("position") == FIXED
     if fixed and not pretrained:
         fix_positions(encoder)
     elif fixed:
         hold_positions(encoder, encoder.pos_embed.data)
     return encoder.eval()
+
+
+def load_hybrid(encoder: VisionTransformer, file: Path, size: Grid) -> None:
+    """Load weights for images of this size, which is no square: timm takes a hybrid's positions for those of one."""
+    state, own = resample(of_these_channels(load_file(file), encoder), encoder, size), encoder.state_dict()
+    same = {name: tensor for name, tensor in state.items() if name in own and tensor.shape == own[name].shape}
+    encoder.load_state_dict(same, strict=False)  # a head of other classes is new
 
 
 def create(
@@ -381,6 +395,21 @@ def create(
 def is_named(encoder: str) -> bool:
     """Whether an encoder is no folder, here or on the hub, but a name: that of a model of timm's."""
     return not (encoder.startswith(HUB) or Path(encoder).exists())
+
+
+def how_read(encoder: str) -> dict[str, Any]:
+    """How the files were read that an encoder without its run was trained on, as far as its own folder says it.
+
+    Raises:
+        UserError: no encoder there.
+    """
+    if is_named(encoder) or Path(encoder).is_file():
+        return {}
+    folder = encoder_folder(Path(encoder))
+    with suppress(OSError, ValueError):  # what is wrong with it, its loading says
+        saved = json.loads((folder / "config.json").read_text()).get("data") or {}
+        return {name: saved[name] for name in HOW_READ if name in saved}
+    return {}
 
 
 def left_random(model: nn.Module, again: Callable[[], nn.Module]) -> str | None:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.data import resolve_model_data_config
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from mpp.config import ObjectiveConfig, require, sides
+from mpp.config import ObjectiveConfig, check_grid, require, sides
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.attention import take
@@ -182,6 +183,8 @@ def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize
     wanted, channels = resolve_model_data_config(model), len(normalize.mean)
     require(wanted["input_size"][0] == channels, f"{SETTING}'s input channels", wanted["input_size"][0], f"{channels}")
     img_size = sides(config.teacher_img_size or wanted["input_size"][1:])
+    if isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # which leaves out what is no whole patch
+        check_grid(img_size, model.patch_embed.patch_size[0], f"{SETTING}_img_size")
     teacher = Teacher(model, Normalize(wanted["mean"], wanted["std"]), grid, config, img_size)
     teacher.register_state_dict_post_hook(without_teacher)
     teacher.register_load_state_dict_post_hook(not_missing)
@@ -201,12 +204,17 @@ def not_missing(teacher: nn.Module, keys: Any) -> None:
 
 @torch.no_grad()
 def follow(teacher: nn.Module, student: nn.Module, decay: float) -> None:
-    """Move a teacher's weights towards the student's: decay * its own + (1 - decay) * the student's. Shards, too."""
+    """Move a teacher's weights towards the student's: decay * its own + (1 - decay) * the student's. Shards, too.
+
+    Running statistics, which are averages already, are the student's.
+    """
     averages, weights = (
         [each.to_local() if isinstance(each, DTensor) else each.detach() for each in encoder.parameters()]
         for encoder in (teacher, student)
     )
     get_ema_multi_avg_fn(decay)(averages, weights, None)
+    for own, theirs in zip(teacher.buffers(), student.buffers(), strict=True):
+        own.copy_(theirs)
 
 
 def decay_at(half_life: tuple[float, float], step: int, steps: int) -> float:

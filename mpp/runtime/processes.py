@@ -36,6 +36,15 @@ def hosts() -> ProcessGroup:
     return group_beside(torch.distributed.group.WORLD)
 
 
+def largest(value: float) -> float:
+    """The largest that a process has, for all of them, which have to ask together."""
+    if not torch.distributed.is_initialized():
+        return value
+    found = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=hosts())
+    return float(found)
+
+
 @lru_cache(maxsize=1)
 def group_beside(world: ProcessGroup) -> ProcessGroup:
     """A group of the same processes, by gloo."""

@@ -318,12 +318,18 @@ UNREADABLE = 0.01
 
 
 def unreadable_images(history: History, facts: Facts) -> str | None:
-    """More than one image in a hundred cannot be decoded. In all sets that were measured none was broken."""
+    """More than one image in a hundred cannot be decoded. In all sets that were measured none was broken.
+
+    Before all were seen, as in a stream, there have to be three standard deviations more.
+    """
     counts = series(history, "unreadable")
-    if not counts or not facts.known or counts[-1][1] <= UNREADABLE * facts.known:
+    seen = counts[-1][0] * facts.images if counts else 0
+    whole = 0 < facts.known <= seen
+    seen = facts.known if whole else seen
+    if not counts or counts[-1][1] <= UNREADABLE * seen + (0 if whole else 3 * (UNREADABLE * seen) ** 0.5):
         return None
     return (
-        f"{counts[-1][1]:.0f} of {facts.known} images cannot be decoded; unreadable.txt names them: repair or remove "
+        f"{counts[-1][1]:.0f} of {seen:.0f} images cannot be decoded; unreadable.txt names them: repair or remove "
         "them, or see data.channels and data.max_pixels"
     )
 

@@ -20,6 +20,7 @@ from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.metrics import Sums, add, total
 from mpp.runtime.preemption import Ending, Preemption
+from mpp.runtime.processes import largest
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import resume, save
@@ -159,6 +160,7 @@ class Loop:
     def log(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> None:
         """The scalars of the update that was done last."""
         scalars = {name: float(value) for name, value in values.items()} | self.task.describe(total(sums))
+        self.feed.waited = largest(self.feed.waited)  # the others wait for the one that waits for its images
         scalars |= self.speed.read(self.feed) | {"compute/pflop": self.flops * done / 1e15}
         scalars |= {"unreadable": self.tracker.count_unreadable()}
         self.tracker.log(done, scalars)

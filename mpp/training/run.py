@@ -106,8 +106,9 @@ def settled(config: Any, accelerator: Accelerator) -> Any:
 def with_moments(config: Any, mean: Any, std: Any) -> Any:
     """The config with these in the place of `auto`, where they are known."""
     model = getattr(config, "model", None)
-    found = {"mean": mean, "std": std}
-    given = {name: value for name, value in found.items() if value and getattr(model, name, None) == "auto"}
+    found = {"mean": mean, "std": std}  # what was measured is a list
+    known = {name: value for name, value in found.items() if isinstance(value, list)}
+    given = {name: value for name, value in known.items() if getattr(model, name, None) == "auto"}
     measured = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return replace(config, model=replace(model, **measured)) if measured else config
 
