@@ -52,7 +52,7 @@ def commit_of(config: ImagesConfig, begun_with: str | None = None) -> str | None
 def cached_commit(rows: Any) -> str | None:
     """The commit that the library's cache has these rows of; None: it does not say, or they are a stream."""
     files = [each["filename"] for each in getattr(rows, "cache_files", ())]
-    return next((part for file in files for part in Path(file).parts if COMMIT.fullmatch(part)), None)
+    return next((part for file in files for part in reversed(Path(file).parts) if COMMIT.fullmatch(part)), None)
 
 
 def check_commit(splits: dict[str, Any], config: ImagesConfig) -> None:

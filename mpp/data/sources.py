@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import fsspec
+import huggingface_hub.constants
 import numpy as np
 from datasets.data_files import get_data_patterns
 from datasets.exceptions import DatasetsError
@@ -272,7 +273,8 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
     for name in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
         setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
     datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    splits = retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
+    offline = of_the_hub(config) and huggingface_hub.constants.HF_HUB_OFFLINE  # by choice, for good
+    splits = load() if offline else retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
     check_commit(splits, config)
     return splits
 

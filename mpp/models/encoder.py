@@ -318,11 +318,12 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
     folder = encoder_folder(Path(path))
     build, size = partial(timm.create_model, f"local-dir:{folder}", **changes), trained_on(folder, "input_size")
     resized = pretrained and "img_size" in changes and size and size[0] != size[1]
-    encoder = build(pretrained=pretrained and not resized)
-    if resized and isinstance(encoder, VisionTransformer) and not isinstance(encoder.patch_embed, PatchEmbed):
+    with torch.random.fork_rng(devices=[]):
+        encoder = build(pretrained=False) if resized else None
+    if isinstance(encoder, VisionTransformer) and not isinstance(encoder.patch_embed, PatchEmbed):
         load_hybrid(encoder, folder / "model.safetensors", size)
-    elif resized:
-        encoder = build(pretrained=True)
+    else:
+        encoder = build(pretrained=pretrained)
     fixed = json.loads((folder / "config.json").read_text()).get("position") == FIXED
     if fixed and not pretrained:
         fix_positions(encoder)

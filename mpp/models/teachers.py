@@ -183,7 +183,7 @@ def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize
     wanted, channels = resolve_model_data_config(model), len(normalize.mean)
     require(wanted["input_size"][0] == channels, f"{SETTING}'s input channels", wanted["input_size"][0], f"{channels}")
     img_size = sides(config.teacher_img_size or wanted["input_size"][1:])
-    if isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # which leaves out what is no whole patch
+    if config.teacher_img_size and isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # leaves out the rest
         check_grid(img_size, model.patch_embed.patch_size[0], f"{SETTING}_img_size")
     teacher = Teacher(model, Normalize(wanted["mean"], wanted["std"]), grid, config, img_size)
     teacher.register_state_dict_post_hook(without_teacher)

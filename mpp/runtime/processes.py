@@ -23,7 +23,8 @@ def no_answer(error: BaseException | None) -> str | None:
         return HANGS if "Timed out waiting" in str(error) else GONE
     if isinstance(error, torch.distributed.DistBackendError) and "ncclRemoteError" in str(error):
         return GONE  # where NCCL itself gives up waiting, it ends the process
-    if isinstance(error, torch.distributed.DistStoreError):
+    at_first = isinstance(error, torch.distributed.DistNetworkError) and "client socket" in str(error)
+    if at_first or isinstance(error, torch.distributed.DistStoreError):
         return HANGS  # it did not join
     return None
 
@@ -48,7 +49,7 @@ def largest(value: float) -> float:
 @lru_cache(maxsize=1)
 def group_beside(world: ProcessGroup) -> ProcessGroup:
     """A group of the same processes, by gloo."""
-    return torch.distributed.new_group(backend="gloo")
+    return torch.distributed.new_group(backend="gloo", timeout=TRAINING)
 
 
 def on_main_process(accelerator: Accelerator, act: Callable[[], object]) -> None:

@@ -37,6 +37,8 @@ class Facts:
     """Largest norm of the gradient."""
     known: int = 0
     """Training images; 0: nobody knows."""
+    held_out: int = 0
+    """Held-out images of an evaluation."""
     judged: int = 0
     """Held-out images that kNN accuracy, or agreement, is measured on."""
     gpu_tflops: float = 0.0
@@ -320,16 +322,22 @@ UNREADABLE = 0.01
 def unreadable_images(history: History, facts: Facts) -> str | None:
     """More than one image in a hundred cannot be decoded. In all sets that were measured none was broken.
 
-    Before all were seen, as in a stream, there have to be three standard deviations more.
+    Before all were seen, as in a stream, there have to be three standard deviations more since the first logged update:
+    an earlier life of the run may have named some, and an evaluation names held-out ones.
     """
     counts = series(history, "unreadable")
-    seen = counts[-1][0] * facts.images if counts else 0
-    whole = 0 < facts.known <= seen
-    seen = facts.known if whole else seen
-    if not counts or counts[-1][1] <= UNREADABLE * seen + (0 if whole else 3 * (UNREADABLE * seen) ** 0.5):
+    for step, count in counts:
+        if 0 < facts.known <= step * facts.images:
+            broken, seen, most = count, facts.known, UNREADABLE * facts.known
+        else:
+            broken, seen = count - counts[0][1], (step - counts[0][0]) * facts.images + facts.held_out
+            most = UNREADABLE * seen + 3 * (UNREADABLE * seen) ** 0.5
+        if broken > most:
+            break
+    else:
         return None
     return (
-        f"{counts[-1][1]:.0f} of {seen:.0f} images cannot be decoded; unreadable.txt names them: repair or remove "
+        f"{broken:.0f} of {seen} images cannot be decoded; unreadable.txt names them: repair or remove "
         "them, or see data.channels and data.max_pixels"
     )
 

@@ -115,6 +115,7 @@ class ImageTask:
         """What the verdict on a run is to know of its images (see `mpp.training.checks.Facts`)."""
         judged = self.probe.judged or self.probe.ranked if self.probe else None
         known = {"known": 0 if isinstance(self.train, Shards) else len(self.train)}
+        known |= {"held_out": min(len(self.held_out), self.data.eval_images)}
         known |= {"judged": len(judged.dataset) if judged else len(self.held_out)}
         if isinstance(self.train, Shards):
             return known
