@@ -88,14 +88,10 @@ def check(config: Config) -> Path:
             Section("settings", "Settings", settings_rows(config)),
             Section("machine", "Versions and machine", machine_blocks()),
         ]
-    page = Page(
-        f"{folder}: before the run",
-        f"{task.describe_model()}; {describe(config.data)}: {task.describe_images()}",
-        verdict_points(task, config, found, timing),
-        warnings(task, config, found, timing),
-        [section for section in sections if section.blocks],
-        missing,
-    )
+    about = f"{task.describe_model()}; {describe(config.data)}: {task.describe_images()}"
+    said = verdict_points(task, config, found, timing), warnings(task, config, found, timing)
+    shown = [section for section in sections if section.blocks]
+    page = Page(f"{folder}: before the run", about, *said, shown, missing)
     path = folder / CHECK
     write_page(path, page)
     for text, _ in page.verdict:
@@ -137,11 +133,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def hours(config: Config, timing: Timing) -> float:
-    """Of the whole run, evaluations left out."""
-    return config.run.steps * timing.update / 3600
-
-
 def disk(config: Config, timing: Timing) -> float:
     """Bytes: the checkpoints that stay, the one that is being written, and the encoder, at most as large as one."""
     return timing.checkpoint * (config.run.keep_checkpoints + 2)
@@ -163,9 +154,8 @@ def verdict_points(
     waits = f", of which it waits {timing.waiting / timing.update:.0%} for images" if timing.waiting else ""
     cost = Link("why", "#cost")
     points.append((f"An update takes {timing.update:.3g} s here{waits}, and {timing.memory:.2g} GB of memory", cost))
-    points.append(
-        (f"{config.run.steps:,} updates take one process {duration(3600 * hours(config, timing))} here", cost)
-    )
+    whole = duration(config.run.steps * timing.update)  # evaluations left out
+    points.append((f"{config.run.steps:,} updates take one process {whole} here", cost))
     free = shutil.disk_usage(existing(Path(config.run.dir))).free
     points.append((f"The run folder takes {disk(config, timing) / 1e9:.2g} GB; {free / 1e9:.3g} GB are free", cost))
     return points
@@ -183,25 +173,18 @@ def warnings(task: Pretraining, config: Config, found: Survey | None, timing: Ti
         said.append(
             "the disk is too small for the run's checkpoints; choose another run.dir, or lower run.keep_checkpoints"
         )
-    for name, value, low, high in unusual(config):
-        advice = "try half and double of optim.lr for a tenth of the steps first"
-        said.append(f"{name} is {value:g}, outside of what was ever searched here ({low:g} to {high:g}); {advice}")
+    advice = "try half and double of optim.lr for a tenth of the steps first"
+    for name, value, low, high in usual(config):
+        if value < low or value > high:  # what was never searched: NaN
+            said.append(f"{name} is {value:g}, outside of what was ever searched here ({low:g} to {high:g}); {advice}")
     return said
 
 
 def usual(config: Config) -> list[tuple[str, float, float, float]]:
     """(setting, value, least, most) of what was searched."""
-    values = {
-        "optim.global_batch_size": config.optim.global_batch_size,
-        "run.steps": config.run.steps,
-        f"optim.lr of {config.optim.name}": config.optim.lr,
-    }
+    optim, values = config.optim, {"optim.global_batch_size": config.optim.global_batch_size}
+    values |= {"run.steps": config.run.steps, f"optim.lr of {optim.name}": optim.lr}
     return [(name, value, *SEARCHED.get(name, (math.nan, math.nan))) for name, value in values.items()]
-
-
-def unusual(config: Config) -> list[tuple[str, float, float, float]]:
-    """Those that lie outside."""
-    return [each for each in usual(config) if each[1] < each[2] or each[1] > each[3]]  # what was never searched: NaN
 
 
 def existing(path: Path) -> Path:
@@ -256,7 +239,10 @@ def cost_blocks(config: Config, precision: str, layout: BatchLayout, timing: Tim
         ["of which it waits for images", f"{timing.waiting:.4g} s"],
         ["images/s", f"{layout.images / timing.update:.4g}"],
         ["memory of this process", f"{timing.memory:.3g} GB"],
-        [f"{config.run.steps} updates of one process, evaluations left out", duration(3600 * hours(config, timing))],
+        [
+            f"{config.run.steps} updates of one process, evaluations left out",
+            duration(config.run.steps * timing.update),
+        ],
         ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
         ["the run folder", f"{disk(config, timing) / 1e9:.3g} GB"],
     ]
@@ -271,22 +257,12 @@ def cost_blocks(config: Config, precision: str, layout: BatchLayout, timing: Tim
 
 def usual_blocks(config: Config) -> list:
     """Whether batch, length and learning rate are in the range that was ever searched here."""
-    rows = [
-        [
-            name,
-            f"{value:g}",
-            "not searched" if math.isnan(low) else f"{low:g} to {high:g}",
-            "yes" if low <= value <= high else "no",
-        ]
-        for name, value, low, high in usual(config)
-    ]
-    return [
-        Table(
-            ["setting", "value", "searched", "inside"],
-            rows,
-            "Small ViTs on the birds and on CIFAR-10: configs/search.md",
-        )
-    ]
+    rows = []
+    for name, value, low, high in usual(config):
+        searched = "not searched" if math.isnan(low) else f"{low:g} to {high:g}"
+        rows.append([name, f"{value:g}", searched, "yes" if low <= value <= high else "no"])
+    caption = "Small ViTs on the birds and on CIFAR-10: configs/search.md"
+    return [Table(["setting", "value", "searched", "inside"], rows, caption)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

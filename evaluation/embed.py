@@ -27,11 +27,11 @@ from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder, encoder_of
 from evaluation.suite.run_images import parse_with_images
 from evaluation.suite.teachers import Teacher, classifier_at
-from mpp.config import RunConfig, require
+from mpp.config import HOW_READ, RunConfig, require
 from mpp.data.decoding import UnreadableImage
 from mpp.data.images import Size, centre_crop
 from mpp.data.record import record
-from mpp.data.sources import ImageDataset, find_image_column, load_splits, undecoded
+from mpp.data.sources import ImageDataset, dataset_of, find_image_column, load_splits
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
 from mpp.runtime.launch import command, start_alone
@@ -72,11 +72,7 @@ def all_images(data: ProbeDataConfig) -> list[ImageDataset]:
     """Every split, without labels."""
     splits = load_splits(data)
     columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
-    return [
-        ImageDataset(undecoded(rows.select_columns([columns[name]]), columns[name]), columns[name], None, name)
-        for name, rows in splits.items()
-        if len(rows)
-    ]
+    return [dataset_of(rows, columns[name], None, name) for name, rows in splits.items() if len(rows)]
 
 
 @dataclass(frozen=True)
@@ -174,22 +170,14 @@ def embed(config: EmbedConfig) -> Path:
 def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
     """What a table is of: settings, weights and images."""
     kept = ("random", "img_size", "representation", "depth")
-    data = {
-        name: getattr(config.data, name) for name in ("channels", "bands", "range", "nodata", "max_pixels", "eval_crop")
-    }
     weights = fingerprint(Path(config.checkpoint or config.encoder))
     if config.random or not weights:
         kept += ("encoder", "seed")
     elif config.checkpoint:
         kept += ("encoder",)  # a name of timm's, which says how the weights are used
-    return (
-        {name: getattr(config, name) for name in kept}
-        | data
-        | {
-            "weights": weights,
-            "images": [record(each, labels=False, retries=config.data.read_retries) for each in splits],
-        }
-    )
+    read = {name: getattr(config.data, name) for name in (*HOW_READ, "max_pixels", "eval_crop")}
+    images = [record(each, labels=False, retries=config.data.read_retries) for each in splits]
+    return {name: getattr(config, name) for name in kept} | read | {"weights": weights, "images": images}
 
 
 def write_parts(

@@ -228,13 +228,9 @@ def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figu
     if question.plot == "lines":
         drawn = [row for row in of_kind(rows, "test") if place(question, row) is not None]
         if question.lines is not None:
-            named = question.lines.items()  # one encoder may begin several lines
-            drawn = [
-                row | {"case": f"{line} {row['case']}".strip()}
-                for line, encoders in named
-                for row in drawn
-                if row["encoder"] in encoders
-            ]
+            lines = question.lines.items()  # one encoder may begin several lines
+            named = [(line, row) for line, encoders in lines for row in drawn if row["encoder"] in encoders]
+            drawn = [row | {"case": f"{line} {row['case']}".strip()} for line, row in named]
         curves = curves_of(drawn, "case", partial(place, question))
         return plot_lines(curves, COMPUTE.get(question.x, question.x)) if drawn else None
     tested = columns_of([*of_kind(rows, "test"), *without_a_result(rows)])
@@ -266,11 +262,9 @@ def write_findings(
             texts.append(heading + table_of(numbers))
             headings, cells = cells_of(numbers)
             reports = {name: reports_of(folder, (runs or {}).get(name, ())) for name in numbers}
-            section.blocks.append(
-                Table([*headings, "reports"], [[*row, reports[row[0]]] for row in cells])
-                if any(reports.values())
-                else Table(headings, cells)
-            )
+            if any(reports.values()):
+                headings, cells = [*headings, "reports"], [[*row, reports[row[0]]] for row in cells]
+            section.blocks.append(Table(headings, cells))
         figure = plot_question(question, asked, numbers)
         if figure:
             drawn.append(f"{question.name}.png")

@@ -103,22 +103,14 @@ class ModelConfig:
     def check_variant(self) -> None:
         """Raise UserError at settings of an encoder that do not go together."""
         require(self.name != "mpp_vit", "model.name", self.name, "null: its settings say what it is")
-        require(
-            self.name is None or not self.is_variant(),
-            *("model.name", self.name),
-            "null with model.position_at, model.stride, model.mixing and this model.position: give width, depth, "
-            "heads, img_size and patch_size in its place",
-        )
-        absolute = self.position in ("learned", "learned_2d", "sincos_2d")
-        require(
-            absolute or self.position_at == "stem",
-            *("model.position_at", self.position_at, f"stem with model.position={self.position}"),
-        )
-        patch = self.numbers()["patch_size"]
-        require(
-            self.stride is None or (self.stride >= 1 and patch and patch % self.stride == 0),
-            *("model.stride", self.stride, f"a divisor of the patch size ({patch})"),
-        )
+        allowed = "null with model.position_at, model.stride, model.mixing and this model.position: give width, depth, "
+        allowed += "heads, img_size and patch_size in its place"
+        require(self.name is None or not self.is_variant(), "model.name", self.name, allowed)
+        stem = self.position_at == "stem" or self.position in ("learned", "learned_2d", "sincos_2d")
+        require(stem, "model.position_at", self.position_at, f"stem with model.position={self.position}")
+        patch, stride = self.numbers()["patch_size"], self.stride
+        divides = stride is None or (stride >= 1 and patch and patch % stride == 0)
+        require(divides, "model.stride", stride, f"a divisor of the patch size ({patch})")
 
 
 def of_channels(value: float | Sequence[float], channels: int) -> tuple[float, ...]:

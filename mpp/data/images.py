@@ -87,12 +87,8 @@ def crop_box(
         ratio = proportion * math.exp(slim + (wide - slim) * ratio)
         crop_height, crop_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
         if 1 <= crop_height <= height and 1 <= crop_width <= width:
-            return (
-                int(down * (height - crop_height + 1)),
-                int(right * (width - crop_width + 1)),
-                crop_height,
-                crop_width,
-            )
+            top, left = int(down * (height - crop_height + 1)), int(right * (width - crop_width + 1))
+            return top, left, crop_height, crop_width
     crop_width = max(1, min(width, round(height * proportion * config.crop_ratio[1])))
     crop_height = max(1, min(height, round(width / (proportion * config.crop_ratio[0]))))
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
@@ -107,9 +103,7 @@ def centre_crop(image: Tensor, size: Size, share: float, nearest: bool = False) 
     height, width = image.shape[-2:]
     size = sides(size)
     most = max(1, LONGEST * height * size[1] // size[0]), max(1, LONGEST * width * size[0] // size[1])  # width, height
-    if (
-        width > most[0] or height > most[1]
-    ):  # a line of pixels would become gigabytes, of which the crop shows the middle
+    if width > most[0] or height > most[1]:  # a line of pixels would become gigabytes; the crop shows its middle
         image = functional.center_crop(image, [min(height, most[1]), min(width, most[0])])
         height, width = image.shape[-2:]
     if height * size[1] <= width * size[0]:  # it is wider than the view

@@ -29,6 +29,7 @@ from mpp.data.samples import Files, files_of, keep, list_files
 from mpp.data.sources import (
     LOADING_ERRORS,
     ImageDataset,
+    dataset_of,
     decode_cell,
     describe,
     find_image_column,
@@ -314,10 +315,8 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     labels = [
         read_labels(rows, name, describe(config), key) for rows, name, key in zip(parts, column_of, keys, strict=True)
     ]
-    known = [
-        ImageDataset(undecoded(rows.select_columns([column]), column), column, of_part, name)
-        for rows, of_part, name in zip(parts, number_labels(labels), (config.split, others.split), strict=True)
-    ]
+    named = zip(parts, number_labels(labels), (config.split, others.split), strict=True)
+    known = [dataset_of(rows, column, of_part, name) for rows, of_part, name in named]
     return replace(shards, stream=train.select_columns([column])), known[0], known[1]
 
 

@@ -146,6 +146,11 @@ class ImageDataset:
         return self.select(np.sort(order[count:])), replace(self.select(np.sort(order[:count])), split=name)
 
 
+def dataset_of(rows: datasets.Dataset, column: str, labels: NDArray[np.int64] | None, split: str) -> ImageDataset:
+    """The images of a column, as they are stored."""
+    return ImageDataset(undecoded(rows.select_columns([column]), column), column, labels, split)
+
+
 def decode_cell(cell: Any, config: ImagesConfig, numbers: str | None = None) -> Tensor:
     """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `contents`."""
     return decoding.decode(contents(cell, config.read_retries, numbers), config)
@@ -209,10 +214,7 @@ def load_image_datasets(config: SourceConfig) -> tuple[ImageDataset, ImageDatase
         if len(rows) == 0:
             raise UserError(f"{describe(config)}: its split {name} has no images")
     labels = number_labels([read_labels(rows, name, describe(config), key) for rows, name, key in parts.values()])
-    loaded = [
-        ImageDataset(undecoded(rows.select_columns([column]), column), column, of_split, name)
-        for (name, (rows, *_)), of_split in zip(parts.items(), labels, strict=True)
-    ]
+    loaded = [dataset_of(rows, column, of, name) for (name, (rows, *_)), of in zip(parts.items(), labels, strict=True)]
     if held_out is None:
         loaded = loaded[0].cut(config.eval_fraction, config.cut_seed, "held out")
     return loaded[0], loaded[1]
