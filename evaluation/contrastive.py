@@ -71,6 +71,8 @@ class Contrastive(ImageTask):
         with accelerator.main_process_first():
             known, self.held_out = load_image_datasets(config.data)
         self.train = known.choose(config.data.train_images, config.data.eval_seed)
+        count = f"at most {len(self.train)}, of so many training images: one more would be told from itself"
+        require(self.together <= len(self.train), "images of a forward pass", self.together, count)
         judged = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         require(len(judged) > 1, "held-out images", len(judged), "at least 2: an image is told from others")
         self.judged = self.evaluation.add(self.views(judged))

@@ -42,8 +42,6 @@ SPARE = 5000
 class Finetuning(Classification):
     """The task: classify, from an encoder's weights."""
 
-    method = "Fine-tuned with labels; the classification head is left out"
-
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
         weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
         train, test, spare = load_labelled(config.data, accelerator, weights, min(SPARE, config.data.eval_images))
@@ -51,6 +49,8 @@ class Finetuning(Classification):
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
         random = config.init == "random"
+        how = "Trained with labels, from random weights" if random else f"Fine-tuned with labels, from {config.encoder}"
+        self.method = f"{how}; the classification head is left out"
         drop_path = {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
         shown = (config.img_size, config.run.seed, config.data.channels)
         loaded = load_frozen(config.encoder, config.checkpoint, random, *shown, **drop_path)

@@ -18,11 +18,12 @@ from evaluation.suite.findings import Row
 from evaluation.suite.plan import Case, Options, Plan
 from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
-from evaluation.suite.run_images import images_at, run_folder, stands_on
-from mpp.config import Config
+from evaluation.suite.run_images import images_at, images_of_run, run_folder, stands_on
+from mpp.config import HOW_READ, Config
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
+from mpp.models.encoder import how_read
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import hold
@@ -159,7 +160,7 @@ class Job:
         entry, seed, evaluation, dataset = self.case
         if evaluation.command == "masked":  # reads a run's folder: no images, no other settings
             return command_line(evaluation.options | {"encoder": entry.encoder, "out": str(out)}, seed)
-        options = dataset.options | evaluation.options | entry.options
+        options = self.how_read() | dataset.options | evaluation.options | entry.options
         options |= {"encoder": entry.encoder, "out": str(out)}
         if evaluation.command == "finetune":
             options |= {"run.dir": str(self.folder / "finetuned" / out.stem), "run.seed": seed}
@@ -167,6 +168,19 @@ class Job:
         else:
             options |= {"random": entry.random, "seed": seed}
         return command_line(options, seed)
+
+    def how_read(self) -> Options:
+        """The settings by which the files were read that the encoder learned from: others are read in the same way."""
+        encoder, read = str(self.weights), {}
+        run = run_folder(encoder)
+        if self.requested is not None:
+            read = self.requested.data.how_read()
+        elif run is not None:
+            read = {name: value for name, value in images_of_run(run) if name in HOW_READ}
+        else:
+            with suppress(UserError):  # there is none, which its evaluation says
+                read = how_read(encoder)
+        return {f"data.{name}": value for name, value in read.items()}
 
     @cached_property
     def evaluation(self) -> Any:

@@ -32,9 +32,7 @@ from mpp.training.tracking import last_evaluation
 
 
 class Supervised(Classification):
-    """The task: classify, from random weights."""
-
-    method = "Trained with labels, from random weights; the classification head is left out"
+    """The task: classify, from random weights or those that the model begins from."""
 
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
         splits = load_labelled(config.data, accelerator, config.model.init_from or "")
@@ -43,6 +41,8 @@ class Supervised(Classification):
         head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
         normalization = config.model.normalization(config.data.channels)
         self.model = HeadedEncoder(encoder, head, config.head.pooling, *normalization)
+        start = config.model.init_from or "random weights"
+        self.method = f"Trained with labels, from {start}; the classification head is left out"
         self.judged = self.evaluation.add(self.views(self.held_out))
 
 

@@ -41,6 +41,7 @@ from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
+from mpp.frozen_features import has_class
 from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns
@@ -184,8 +185,7 @@ def trained_class(subject: Subject) -> bool:
     ours = getattr(model_of(subject.encoder), "pretrained_cfg", {}).get("tag") == "mpp"  # by the hub, without its run
     saved = saved_settings(subject.run) or ({"objective": None} if ours else {})
     pooling = saved.get("pooling") or (saved.get("head") or {}).get("pooling")  # of fine-tuning, or supervised
-    has_class = getattr(model_of(subject.encoder), "has_class_token", False)
-    return has_class and "objective" not in saved and pooling != "mean"
+    return has_class(model_of(subject.encoder)) and "objective" not in saved and pooling != "mean"
 
 
 def pca(subject: Subject) -> tuple[Figure, Numbers]:

@@ -132,6 +132,11 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
     return [pad(each, (0, 0, prefix, 0)) if missing else each for each, missing in zip(found, late, strict=True)]
 
 
+def has_class(encoder: nn.Module) -> bool:
+    """Whether an encoder of timm's has a [class] token; not all of timm's modules say so."""
+    return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
+
+
 def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:
     """Tokens to a feature of the image.
 
@@ -150,7 +155,7 @@ def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, nor
         return encoder.forward_head(tokens, pre_logits=True)
     parts = []
     if representation in ("class", "both"):
-        if not getattr(encoder, "has_class_token", False):
+        if not has_class(encoder):
             raise UserError(f"representation is {representation}, but this encoder has no [class] token; use mean")
         parts.append(tokens[:, 0])
     if representation in ("mean", "both"):

@@ -82,7 +82,8 @@ class Pretraining(ImageTask):
 
     @property
     def method(self) -> str:
-        how = f"Pre-trained without labels by {self.model.method}"
+        begun = self.config.model.init_from
+        how = f"Pre-trained without labels{f', from {begun},' if begun else ''} by {self.model.method}"
         if not self.model.encoder.has_class_token:
             return how
         return (

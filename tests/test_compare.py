@@ -504,6 +504,17 @@ def test_what_a_result_depends_on_is_in_its_digest(tmp_path):
         assert len({json.dumps(jobs.substance(each)) for each in configs}) == 1 + counts
 
 
+def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(tmp_path):
+    read = {"data.channels": 1, "data.range": [0, 9]}
+    encoder = {"name": "grey", "encoder": str(tmp_path / "run"), "train": "pretrain", "train_options": read}
+    for own, expected in (({}, (0, 9)), ({"data.range": [0, 5]}, (0, 5))):
+        images = {"name": "scans", "options": own | {"data.path": "scans"}}
+        judged = [{"name": "kNN", "command": "knn"}]
+        (case,) = plan.plan(CompareConfig(encoders=[encoder], evaluations=judged, datasets=[images])).cases
+        data = jobs.Job(case, tmp_path).evaluation.data
+        assert data.channels == 1 and tuple(data.range) == expected
+
+
 def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     for name, settings in (
         ("first", {"model": {"init_from": None}}),

@@ -276,7 +276,7 @@ def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
     with pytest.raises(UserError, match=r"the processes compute in fp32 and in bf16; run\.precision must name one"):
         pretrain("--optim.name=adam")
     others.clear()
-    others |= {f"{arithmetic()} (Muon's products)": "other products"}
+    others |= {f"{arithmetic()}, 1 threads (Muon's products)": "other products"}
     with pytest.raises(UserError, match=r"Muon's products\) and in other products; all machines must have the same"):
         pretrain()
     pretrain("--optim.name=adam", "--run.steps=1")

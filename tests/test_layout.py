@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import ROOT, TINY
 
-CODE, TESTS = 12260, 12570  # lines of mpp/ with evaluation/, and of tests/: pages have 1,575, masks 1,250, exports 410
+CODE, TESTS = 12290, 12600  # lines of mpp/ with evaluation/, and of tests/: pages have 1,575, masks 1,250, exports 410
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
 

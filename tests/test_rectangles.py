@@ -14,6 +14,7 @@ from mpp.corruption import draw
 from mpp.data.images import centre_crop, random_crop
 from mpp.metrics import nearest_visible
 from mpp.models.encoder import build_encoder, export_encoder
+from mpp.models.positions import interpolate_offsets
 
 WIDE = "--model.img_size=[16,32]"
 
@@ -97,6 +98,30 @@ def test_tables_are_resampled_from_their_own_grid(tmp_path, kind):
                 grid = (size[0] // 4, size[1] // 4)
                 expected = timm.layers.resample_abs_pos_embed(source.pos_embed, grid, (4, 8), num_prefix_tokens=1)
                 torch.testing.assert_close(encoder.pos_embed, expected)
+
+
+@pytest.mark.parametrize("name", [None, "vit_tiny_patch16_224", "vit_tiny_r_s16_p8_224"])
+def test_a_line_of_as_many_patches_as_a_square_is_no_square(tmp_path, name):
+    """timm would take the table of [112, 448] for that of 224 x 224, or the other way round."""
+    numbers = dict(width=16, depth=1, heads=2, patch_size=16) if name is None else dict(name=name)
+    long, square = ((64, 256), (128, 128)) if name and "_r_" in name else ((112, 448), (224, 224))
+    for size, other in ((long, square), (square, long), (long, long)):
+        source = build_encoder(ModelConfig(img_size=size, **numbers))
+        export_encoder(source, tmp_path / "encoder", size, (0.5,) * 3, (0.5,) * 3, 0.9)
+        begun = build_encoder(ModelConfig(img_size=other, init_from=str(tmp_path), **numbers))
+        grids = [encoder.patch_embed.grid_size for encoder in (begun, source)]
+        expected = timm.layers.resample_abs_pos_embed(source.pos_embed, *map(list, grids), num_prefix_tokens=1)
+        torch.testing.assert_close(begun.pos_embed, expected if size != other else source.pos_embed)
+        torch.testing.assert_close(mpp.load_encoder(tmp_path, img_size=other).pos_embed, begun.pos_embed)
+
+
+def test_patches_that_overlap_begin_from_plain_ones(tmp_path):
+    numbers = dict(width=16, depth=1, heads=2, patch_size=8, img_size=32, position="relative")
+    source = build_encoder(ModelConfig(**numbers))
+    export_encoder(source, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 0.9)
+    begun = build_encoder(ModelConfig(stride=4, init_from=str(tmp_path), **numbers))
+    tables = [next(p for n, p in each.named_parameters() if "added" in n) for each in (source, begun)]
+    torch.testing.assert_close(tables[1], interpolate_offsets(tables[0], (7, 7), 1, (4, 4)))
 
 
 def test_weights_of_other_patches_and_hybrids(pretrain, tmp_path):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from evaluation.suite.encoders import FrozenEncoder, Unavailable, grid_of
+from mpp.frozen_features import has_class
 from mpp.models.attention import is_known
 from mpp.models.encoder import set_attention
 
@@ -117,7 +118,7 @@ def attention_rollout(
     Returns:
         (B, h, w), as multiples of uniform attention: 1 on average.
     """
-    if start == "class" and not getattr(encoder.model, "has_class_token", False):
+    if start == "class" and not has_class(encoder.model):
         raise Unavailable("this encoder has no [class] token to roll out from; use patches")
     rollout: Tensor | None = None
 

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evaluation.config import HeadKind, Pooling
 from mpp.config import ModelConfig, require, sides
-from mpp.frozen_features import pool
-from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations
+from mpp.frozen_features import has_class, pool
+from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations, create
 
 VITS = ("vision_transformer", "vision_transformer_hybrid")
 
@@ -33,7 +33,7 @@ class HeadedEncoder(nn.Module):
     ):
         super().__init__()
         self.normalize, self.encoder, self.head = Normalize(mean, std), encoder, head
-        auto = "class" if getattr(encoder, "has_class_token", False) else "mean"
+        auto = "class" if has_class(encoder) else "mean"
         self.pooling = auto if pooling == "auto" else pooling
 
     def forward(self, images: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, t
     for name in ("position", "position_at", "stride", "mixing", "arguments", "attention"):
         value, usual = getattr(config, name), getattr(ModelConfig(), name)
         require(value == usual, f"model.{name}", value, f"{'null' if usual is None else usual} with {config.name}")
-    encoder = timm.create_model(config.name, num_classes=0, in_chans=channels)
+    encoder = create(config.name, config.img_size, False, key="model.name", in_chans=channels)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])

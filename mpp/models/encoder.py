@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import PatchEmbed
-from timm.models import adapt_input_conv, save_for_hf
+from timm.models import adapt_input_conv, is_model_in_modules, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -39,6 +39,7 @@ PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
+HYBRIDS = ("vision_transformer_hybrid",)  # timm's module of ViTs on convolutions
 BAD_VALUES = (AttributeError, KeyError, RuntimeError, ValueError)  # how timm answers to senseless arguments
 
 
@@ -209,7 +210,8 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     """
     file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
     try:
-        state = resample(of_these_channels(load_file(file), encoder), encoder, trained_on(file.parent, "input_size"))
+        size, stride = trained_on(file.parent, "input_size"), stride_of(file.parent)
+        state = resample(of_these_channels(load_file(file), encoder), encoder, size, stride)
         encoder.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("head.")})
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
@@ -248,6 +250,15 @@ def of_these_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> d
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {key} is of RGB: its filters {how} for {first.in_channels} channels, as timm does")
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, own)}
+
+
+def stride_of(folder: Path) -> int | None:
+    """Pixels from one patch to the next of an exported encoder of `mpp_vit`; None: nothing says so."""
+    try:
+        arguments = json.loads((folder / "config.json").read_text())["model_args"]
+        return arguments.get("stride") or arguments.get("patch_size")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def trained_on(folder: Path, what: str) -> Any:
@@ -316,15 +327,12 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         UserError: no encoder there.
     """
     folder = encoder_folder(Path(path))
-    build, size = partial(timm.create_model, f"local-dir:{folder}", **changes), trained_on(folder, "input_size")
-    resized = pretrained and "img_size" in changes and size and size[0] != size[1]
-    with torch.random.fork_rng(devices=[]):
-        encoder = build(pretrained=False) if resized else None
-    if isinstance(encoder, VisionTransformer) and not isinstance(encoder.patch_embed, PatchEmbed):
-        load_hybrid(encoder, folder / "model.safetensors", size)
-    else:
-        encoder = build(pretrained=pretrained)
-    fixed = json.loads((folder / "config.json").read_text()).get("position") == FIXED
+    about = json.loads((folder / "config.json").read_text())
+    by_us = pretrained and "img_size" in changes and is_model_in_modules(about.get("architecture", ""), HYBRIDS)
+    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained and not by_us, **changes)
+    if by_us:
+        load_hybrid(encoder, folder / "model.safetensors", trained_on(folder, "input_size"))
+    fixed = about.get("position") == FIXED
     if fixed and not pretrained:
         fix_positions(encoder)
     elif fixed:
@@ -332,8 +340,8 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
     return encoder.eval()
 
 
-def load_hybrid(encoder: VisionTransformer, file: Path, size: Grid) -> None:
-    """Load weights for images of this size, which is no square: timm takes a hybrid's positions for those of one."""
+def load_hybrid(encoder: VisionTransformer, file: Path, size: Grid | None) -> None:
+    """Load weights for images of this size: timm does not know the grid of a hybrid's positions."""
     state, own = resample(of_these_channels(load_file(file), encoder), encoder, size), encoder.state_dict()
     same = {name: tensor for name, tensor in state.items() if name in own and tensor.shape == own[name].shape}
     encoder.load_state_dict(same, strict=False)  # a head of other classes is new

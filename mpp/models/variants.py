@@ -153,18 +153,23 @@ class VariantViT(VisionTransformer):
         return super().no_weight_decay() | ours
 
 
-def resample(state: dict[str, Tensor], model: VisionTransformer, size: Grid | None) -> dict[str, Tensor]:
+def resample(
+    state: dict[str, Tensor], model: VisionTransformer, size: Grid | None, stride: int | None = None
+) -> dict[str, Tensor]:
     """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know.
 
     Args:
         size: height and width that the weights are for; None: nobody knows, and tables are taken for those of squares.
+        stride: pixels from one of their patches to the next, where that is known.
     """
-    old, new = size and grid_of_weights(state, model, size), tuple(model.patch_embed.grid_size)
+    old, new = size and grid_of_weights(state, model, size, stride), tuple(model.patch_embed.grid_size)
     table, own = state.get("pos_embed"), getattr(model, "pos_embed", None)
     if old and table is not None and own is not None and (old != new or table.shape != own.shape):
         prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-        state = state | {"pos_embed": resample_abs_pos_embed(table, list(new), list(old), num_prefix_tokens=prefix)}
-    state = checkpoint_filter_fn(state, model)
+        table = resample_abs_pos_embed(table, list(new), list(old), num_prefix_tokens=prefix)
+    state = checkpoint_filter_fn(state | ({} if table is None else {"pos_embed": table}), model)
+    if old and "pos_embed" in state:
+        state["pos_embed"] = table  # timm's may be of the square with as many patches
     for place, module in model.named_modules():
         for name, parameter in module.named_parameters() if isinstance(module, RESAMPLED) else ():
             key = f"{place}.{name}"
@@ -173,15 +178,15 @@ def resample(state: dict[str, Tensor], model: VisionTransformer, size: Grid | No
     return state
 
 
-def grid_of_weights(state: dict[str, Tensor], model: VisionTransformer, size: Grid) -> Grid:
+def grid_of_weights(state: dict[str, Tensor], model: VisionTransformer, size: Grid, stride: int | None = None) -> Grid:
     """Rows and columns of the patches of images of this size, of which the weights may have others than the model."""
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):  # a hybrid's convolutions
         return tuple(side // embed.feat_ratio() for side in size)
     patch, table = tuple(state["patch_embed.proj.weight"].shape[-2:]), state.get("pos_embed")
-    if isinstance(embed, OverlappingPatchEmbed):
-        grid = tuple((side - part) // embed.stride + 1 for side, part in zip(size, patch, strict=True))
-        if table is None or table.shape[1] >= math.prod(grid):  # else they are a plain ViT's
+    if isinstance(embed, OverlappingPatchEmbed) or stride:
+        grid = tuple((side - part) // (stride or embed.stride) + 1 for side, part in zip(size, patch, strict=True))
+        if stride or table is None or table.shape[1] >= math.prod(grid):  # else they are a plain ViT's
             return grid
     return tuple(side // part for side, part in zip(size, patch, strict=True))
 

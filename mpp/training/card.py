@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mpp.frozen_features import has_class
 from mpp.models.variants import VariantViT
 from mpp.training.tracking import last_evaluation
 
@@ -66,4 +67,4 @@ def describe_output(encoder: nn.Module) -> str:
     if prefix is None:
         return "a feature map"
     shape = f"(B, {prefix} + N, D)" if prefix else "(B, N, D)"
-    return f"{shape}, the [class] token first" if getattr(encoder, "has_class_token", False) else shape
+    return f"{shape}, the [class] token first" if has_class(encoder) else shape

@@ -22,7 +22,7 @@ from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.runtime.disk import appears
-from mpp.runtime.hardware import arithmetic
+from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launch import SHARDED, check_alike, start
 from mpp.runtime.lock import exclusive
 from mpp.runtime.parsing import differing, to_yaml
@@ -57,9 +57,9 @@ def train(config: Any, build: Build) -> Path:
     """
     accelerator = start(config.run)
     if config.optim.name == "muon":  # each process does its products itself: else the weights would drift apart
-        check_alike(
-            f"{arithmetic()} (Muon's products)", "all machines must have the same hardware, or optim.name be adam"
-        )
+        alike = "all machines must have the same hardware and run.threads, or optim.name be adam"
+        threads = "" if uses_gpu() else f", {torch.get_num_threads()} threads"
+        check_alike(f"{arithmetic()}{threads} (Muon's products)", alike)
     given, config = config, settled(config, accelerator)
     folder = open_run(config, accelerator)
     if from_main_process(accelerator, lambda: is_finished(folder, config.run.steps)):
