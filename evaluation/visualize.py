@@ -41,7 +41,7 @@ from mpp.data.sources import ImageDataset, load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.frozen_features import has_class
+from mpp.models.encoder import has_class
 from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns

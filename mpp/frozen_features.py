@@ -20,7 +20,7 @@ from mpp.data.decoding import as_asked, from_pil
 from mpp.data.images import centre_crop
 from mpp.data.views import Batch
 from mpp.errors import UserError
-from mpp.models.encoder import Normalize
+from mpp.models.encoder import Normalize, has_class
 from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
 from mpp.runtime.processes import hosts
 
@@ -130,11 +130,6 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
     prefix, found = getattr(encoder, "num_prefix_tokens", 0), [seen[depth] for depth in depths]
     late = [each.ndim == 3 and each.shape[1] + prefix == seen[last].shape[1] and prefix > 0 for each in found]
     return [pad(each, (0, 0, prefix, 0)) if missing else each for each, missing in zip(found, late, strict=True)]
-
-
-def has_class(encoder: nn.Module) -> bool:
-    """Whether an encoder of timm's has a [class] token; not all of timm's modules say so."""
-    return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
 
 
 def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from evaluation.suite.encoders import FrozenEncoder, Unavailable, grid_of
-from mpp.frozen_features import has_class
 from mpp.models.attention import is_known
-from mpp.models.encoder import set_attention
+from mpp.models.encoder import has_class, set_attention
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evaluation.config import HeadKind, Pooling
 from mpp.config import ModelConfig, require, sides
-from mpp.frozen_features import has_class, pool
-from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations, create
+from mpp.frozen_features import pool
+from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations, create, has_class
 
 VITS = ("vision_transformer", "vision_transformer_hybrid")
 

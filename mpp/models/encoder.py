@@ -421,6 +421,11 @@ def how_read(encoder: str) -> dict[str, Any]:
     return {}
 
 
+def has_class(encoder: nn.Module) -> bool:
+    """Whether an encoder of timm's has a [class] token; not all of timm's modules say so."""
+    return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
+
+
 def left_random(model: nn.Module, again: Callable[[], nn.Module]) -> str | None:
     """A weight of a model that was not loaded, by name: built again by other random numbers, it is another.
 

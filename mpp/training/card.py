@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from mpp.frozen_features import has_class
+from mpp.models.encoder import has_class
 from mpp.models.variants import VariantViT
 from mpp.training.tracking import last_evaluation
 
