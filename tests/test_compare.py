@@ -539,6 +539,8 @@ def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
     assert numbers["a"]["mean natural kNN"] == {"mean": pytest.approx(0.6), "std": 0, "count": 1}
     assert numbers["a"]["easy kNN"]["count"] == 2
     assert "mean natural kNN" not in numbers["b"] and numbers["b"]["easy kNN"]["mean"] == 0.85
+    unmeasured = numbers_of(whole, groups={"natural": {"easy", "hard", "gone"}})
+    assert "mean natural kNN" not in unmeasured["a"] and unmeasured["a"]["hard kNN"]["mean"] == 0.3
 
 
 def test_plots_show_a_panel_for_each_column_and_no_more():

@@ -61,7 +61,8 @@ class CompareConfig:
     evaluations: tuple[dict[str, Any], ...] = ()
     """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune or masked."""
     datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
-    """{name, options, group}: options have data.path and the like."""
+    """{name, options, group}: options have data.path and the like. Files are read as the encoder's own were, with its
+    channels and range, unless options say otherwise."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
     """{name, title, encoders, evaluations, plot, x, lines}: a table and a plot each. Only what is asked for is done."""
     extends: str | None = None

@@ -117,16 +117,24 @@ def columns_of(rows: list[Row]) -> dict[str, Callable[[Row], bool]]:
     return columns
 
 
-def numbers_of(rows: list[Row], pflop: Callable[[Row], float | None] = lambda row: None) -> Numbers:
+def numbers_of(
+    rows: list[Row],
+    pflop: Callable[[Row], float | None] = lambda row: None,
+    groups: Mapping[str | None, set[str]] | None = None,
+) -> Numbers:
     """The numbers of a table, and in how many of an encoder's seeds a training `diverged` that they need.
 
-    `pflop` says what an accuracy took, where the table says it: the mean.
+    Args:
+        pflop: what an accuracy took, where the table says it: the mean.
+        groups: the datasets of each, measured or not.
     """
     measured, lost = of_kind(rows, "test"), without_a_result(rows)
     numbers: Numbers = {encoder: {} for encoder in unique([*measured, *lost], "encoder")}
     for name, belongs in columns_of([*measured, *lost]).items():
         column = [row for row in measured if belongs(row)]
-        datasets = set(unique(column, "dataset"))
+        datasets, group = set(unique(column, "dataset")), column[0]["group"] if column else None
+        if name.startswith(f"mean {group} "):
+            datasets |= (groups or {}).get(group, set())
         for encoder, cells in numbers.items():
             own = complete([row for row in column if row["encoder"] == encoder], datasets)
             seeds = {row["encoder_seed"] for row in lost if belongs(row) and row["encoder"] == encoder}
@@ -252,10 +260,13 @@ def write_findings(
     """
     folder.mkdir(parents=True, exist_ok=True)
     summary, texts, drawn, sections = {}, [], [], []
+    groups: dict[str | None, set[str]] = {}
+    for each in settings.get("datasets", ()):
+        groups.setdefault(each.get("group"), set()).add(each["name"])
     for question in questions:
         asked = chosen(rows, question)
         took = partial(place, question) if question.x in COMPUTE else lambda row: None
-        numbers = summary[question.name] = numbers_of(asked, took)
+        numbers = summary[question.name] = numbers_of(asked, took, groups)
         section = Section(f"question_{len(sections)}", question.title or question.name)
         heading = f"### {question.title}\n\n" if question.title else ""
         if numbers and question.plot != "depth":  # what that draws are no test accuracies
