@@ -14,7 +14,7 @@ from imagecodecs import png_encode
 from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
-from mpp.data.decoding import UnreadableImage, decode
+from mpp.data.decoding import UnreadableImage, decode, is_picture, kind_of
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import cache_decoded
 from mpp.errors import UserError
@@ -526,3 +526,20 @@ def test_a_column_of_words_is_no_image(tmp_path):
     datasets.Dataset.from_dict({"words": [[["a"]]] * 4}, features=features).to_parquet(tmp_path / "train.parquet")
     with pytest.raises(UserError, match="which holds no images but"):
         load_image_datasets(SourceConfig(path=str(tmp_path), image_column="words"))
+
+
+KINDS_READ = {"JPEG": "a JPEG file", "PNG": "a PNG file", "WEBP": "a WebP file", "GIF": "a GIF file"}
+KINDS_READ |= {"BMP": "a BMP file", "TIFF": "a TIFF file", "PPM": "a PPM file"}
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "RGB"])
+@pytest.mark.parametrize("form", KINDS_READ)
+def test_pictures_are_known_by_their_first_bytes(form, mode):
+    data = encoded(Image.fromarray(RGB).convert(mode), form)
+    assert is_picture(data[:64]) and is_picture(data[:18]) and kind_of(data) == KINDS_READ[form]
+    assert decode(data, ImagesConfig()).shape == (3, 40, 48)
+
+
+@pytest.mark.parametrize("data", [b"P6 is a protein", b"BM and other words in a text", npy(RGB), npz(RGB), b"GIF", b""])
+def test_other_files_are_no_pictures(data):
+    assert not is_picture(data[:64])

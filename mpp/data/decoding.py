@@ -5,6 +5,7 @@ tifffile, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.ban
 bands. Their values become [0, 255] by `data.range`.
 """
 
+import codecs
 import contextlib
 import io
 import logging
@@ -33,6 +34,43 @@ TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins; + is 
 NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"
 DEEP_PNG = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x04\x06]", re.DOTALL)  # 16 bits, several bands
 PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
+PICTURES = {  # how the files begin that PIL or tifffile reads
+    "a JPEG file": rb"\xff\xd8\xff",
+    "a PNG file": rb"\x89PNG\r\n\x1a\n",
+    "a WebP file": rb"RIFF....WEBP",
+    "a GIF file": rb"GIF8[79]a",
+    "a BMP file": rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0",  # the size of its second header: text may begin so
+    "a TIFF file": rb"II[*+]\0|MM\0[*+]",
+    "a PPM file": rb"P[1-6f]\s+[#\d-]",
+}
+OTHERS = {  # of files that are taken for images, or come with them
+    "an empty file": rb"\Z",
+    "a file of zeros": rb"\0{32}\0*\Z",
+    "a JPEG 2000 file": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
+    "a JPEG XL file": rb"\0\0\0\x0cJXL |\xff\x0a",
+    "an AVIF file": rb"....ftypavi[fs]",
+    "a HEIC file": rb"....ftyp(hei|hev|mif1|msf1)",
+    "a Canon raw file": rb"....ftypcrx ",
+    "an MP4 or QuickTime video": rb"....(ftyp|moov)",
+    "a Matroska or WebM video": rb"\x1a\x45\xdf\xa3",
+    "an AVI video": rb"RIFF....AVI ",
+    "an MPEG video": rb"\0\0\x01[\xb3\xba]",
+    "a DICOM file": rb".{128}DICM",
+    "a PDF file": rb"%PDF-",
+    "a Photoshop file": rb"8BPS",
+    "an OpenEXR file": rb"\x76\x2f\x31\x01",
+    "an HDF5 file": rb"\x89HDF\r\n\x1a\n",
+    "a FITS file": rb"SIMPLE  =",
+    "a gzip file": rb"\x1f\x8b",
+    "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
+    "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
+    "an XML file": rb"\s*<\?xml\b",
+    "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
+}
+HEAD = 1024  # bytes of a file that say its kind
+PICTURE = re.compile(b"|".join(PICTURES.values()), re.DOTALL)
+KINDS = {kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in OTHERS.items()}
+KINDS |= {kind: re.compile(start, re.DOTALL) for kind, start in PICTURES.items()}
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 BANDS_AS_ONE = 4  # for data.max_pixels
 PREMULTIPLIED, OPACITY = 1, 2  # extra samples of a TIFF
@@ -42,6 +80,23 @@ LUMA = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 
 
 class UnreadableImage(Exception):
     """The bytes are no image that can be shown."""
+
+
+def is_picture(head: bytes) -> bool:
+    """Whether a file is a picture that `decode` reads, by its first bytes, of which 18 are enough.
+
+    `.npy` and `.npz` are none: such files hold arrays of any kind.
+    """
+    return PICTURE.match(head) is not None
+
+
+def kind_of(head: bytes) -> str | None:
+    """What sort of file begins so, such as "a JPEG 2000 file"; None where it is not known.
+
+    Args:
+        head: the first HEAD bytes, or all where there are fewer.
+    """
+    return next((kind for kind, start in KINDS.items() if start.match(head[:HEAD].removeprefix(codecs.BOM_UTF8))), None)
 
 
 def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
