@@ -217,6 +217,7 @@ def test_every_kind_trains_resumes_and_is_loaded_by_timm(pretrain, monkeypatch, 
     assert mpp.load_encoder(folder, img_size=(24, 16))(torch.rand(1, channels, 24, 16)).shape == (1, 16)
 
 
+@pytest.mark.faults
 def test_two_processes_are_one(four, tmp_path):
     """With moments that are measured, and a kill in between."""
     words = [*TINY, *four, "--model.img_size=[16,32]", "--model.mean=auto", "--model.std=auto", "--data.workers=1"]
@@ -307,6 +308,7 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     knn.main([f"--encoder={run}", "--neighbours=3", "--precision=fp32", "--threads=1", "--data.workers=0"])
 
 
+@pytest.mark.faults
 def test_it_is_judged_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, capsys):
     """An encoder of four bands, with the run's settings, whichever images are named."""
     folder = pretrain(*four, "--model.img_size=[16,32]")

@@ -69,6 +69,7 @@ def test_every_case_of_a_comparison_file_parses(path):
         assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
 
 
+@pytest.mark.faults
 def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     """A run that is taught by another of the comparison costs both; while somebody trains its teacher, it waits."""
     config = yaml.safe_load(small.read_text())
@@ -98,6 +99,7 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
         compare.main(["--config", str(small)])
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_teacher_is_trained_where_its_own_results_are_published_or_not_asked_for(small, tmp_path, asked):
     """A student of it is new, and needs its weights."""
@@ -175,6 +177,7 @@ def small(tmp_path):
     return file
 
 
+@pytest.mark.faults
 def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, capsys, monkeypatch):
     compare.main(["--config", str(small)])
     report = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -286,6 +289,7 @@ def test_published_results_are_found_by_their_digests(path, tmp_path):
             assert jobs[about].digest == row["digest"]
 
 
+@pytest.mark.faults
 def test_another_comparison_goes_on_from_published_results(small, tmp_path, monkeypatch):
     """By other names, in another folder, without the encoders: what is new is done, and nothing else."""
     config = yaml.safe_load(small.read_text())
@@ -343,6 +347,7 @@ def test_a_report_that_was_cut_off_is_none(floors, monkeypatch, tmp_path):
     assert floors(shots=[5]) == whole and done == [(1,)]
 
 
+@pytest.mark.faults
 def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, monkeypatch, capsys):
     """Of two evaluations of two seeds, and of a start from new; other settings are tried."""
     config = yaml.safe_load(small.read_text())
@@ -552,6 +557,7 @@ def test_plots_show_a_panel_for_each_column_and_no_more():
     assert sum(axes.get_visible() for axes in plot_depths(depths).axes) == 2
 
 
+@pytest.mark.faults
 def test_processes_share_a_comparison(small, tmp_path):
     """Two at once: none trains or judges what the other does, and both end with all results."""
     config = yaml.safe_load(small.read_text())
@@ -574,6 +580,7 @@ def hurry() -> None:
     compare.PAUSE = 0.2
 
 
+@pytest.mark.faults
 def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys):
     config = yaml.safe_load(small.read_text())
     (trained, random, floor), (fewshot, _) = config["encoders"], config["evaluations"]

@@ -452,6 +452,7 @@ def test_what_prepare_cannot_keep_is_refused(tmp_path, words, says):
         prepare([f"--data.path={path}", "--workers=1", f"--out={tmp_path / 'out'}", *words])
 
 
+@pytest.mark.faults
 def test_formats_train_alike(pretrain, tmp_path):
     """8 bits to the bit, whatever file holds them; 16 bits and floats to each other."""
     kinds = {

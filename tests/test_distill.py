@@ -147,6 +147,7 @@ def held_out_accuracy(task):
 MIXED = ("--augment.mixup=0.8", "--augment.label_smoothing=0.1", "--head.kind=linear", "--head.pooling=mean")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("arguments", [MIXED, ("--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1")])
 def test_a_killed_distillation_goes_on_with_the_same_bits(tmp_path, teacher, monkeypatch, arguments):
     arguments = (*arguments, "--model.dropout=0.1", f"--distill.teacher={teacher}")
@@ -158,6 +159,7 @@ def test_a_killed_distillation_goes_on_with_the_same_bits(tmp_path, teacher, mon
     assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
 
 
+@pytest.mark.faults
 def test_a_run_goes_on_with_a_teacher_that_moved_and_with_no_other(tmp_path, teacher, monkeypatch):
     place, run = tmp_path / "teacher", tmp_path / "run"
     shutil.copytree(teacher, place)

@@ -115,6 +115,7 @@ def test_weights_count_and_neither_their_folder_nor_a_seed_that_nothing_draws(im
         embed.main([f"--encoder={moved}", "--random=true", *words])
 
 
+@pytest.mark.faults
 def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run, tmp_path):
     (images / "cat" / "broken.png").unlink()
     words = ["--data.eval_fraction=0.3", "--lrs=0.1", "--run.steps=3", "--data.workers=0", "--run.threads=1"]

@@ -32,6 +32,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.faults
 def test_a_fresh_kernel_trains_loads_and_extracts(tmp_path):
     ended = subprocess.run([sys.executable, "-c", CELLS, str(tmp_path / "run")], capture_output=True, text=True)
     *_, shape, refused = ended.stdout.splitlines()

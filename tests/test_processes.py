@@ -31,6 +31,7 @@ from mpp.runtime.processes import largest
 from mpp.training.checkpoint import newest_step
 
 
+@pytest.mark.faults
 def test_two_processes_are_one_run(tmp_path):
     """Whole, a probe and a loader process each too; `accelerate launch` starts them in tests/test_faults.py."""
     arguments = [*TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=64"]

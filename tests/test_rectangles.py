@@ -144,6 +144,7 @@ def test_a_tiny_image_has_a_long_view():
         assert centre_crop(image(1, 1), size, 0.875).shape == (3, *size)
 
 
+@pytest.mark.faults
 def test_it_is_judged_fine_tuned_and_drawn(pretrain, tmp_path):
     folder = pretrain(WIDE, "--model.patch_size=8")
     fast = ("--data.workers=0", "--precision=fp32", "--threads=1")

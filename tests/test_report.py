@@ -135,6 +135,7 @@ def test_the_same_again_draws_nothing_anew(hostile, tmp_path, monkeypatch):
     assert read(tmp_path / "again.html")[0].tags["img"] == read(hostile / "report.html")[0].tags["img"]
 
 
+@pytest.mark.faults
 def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pretrain, tmp_path):
     (tmp_path / "plain").mkdir()
     for number in range(16):

@@ -95,6 +95,7 @@ def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, option
     assert read_metrics(killed) == read_metrics(whole)
 
 
+@pytest.mark.faults
 def test_a_run_goes_on_in_another_layout(tmp_path, monkeypatch):
     """One process, then two with shards, then two with copies, then one: the losses of one process all the way."""
     words = (*TINY, "--run.steps=10", "--run.checkpoint_every=1", "--optim.average=0.9")
@@ -199,6 +200,7 @@ def test_two_processes_hold_a_half_each(tmp_path, width=1024):
     assert taken["copies"] - taken["shards"] > 0.3 * everything / 1e9  # 0.5, less the block that is gathered
 
 
+@pytest.mark.faults
 def test_a_signal_stops_a_sharded_run_with_a_checkpoint(tmp_path):
     words = (*TINY, "--run.steps=100000", "--run.checkpoint_every=100000", f"--run.dir={tmp_path / 'run'}")
     run = Command("pretrain", *words, processes=2, sharded=True)
@@ -208,6 +210,7 @@ def test_a_signal_stops_a_sharded_run_with_a_checkpoint(tmp_path):
     assert newest_step(tmp_path / "run") >= 2 and (tmp_path / "run/preempted").exists()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["cpu_2", "fsdp_cpu_2"])
 def test_the_configs_of_two_cpu_processes(tmp_path, name):
     config = ("--config_file", f"configs/accelerate/{name}.yaml", "--main_process_port", "0")

@@ -187,6 +187,7 @@ def test_every_sort_of_source(tmp_path, kind):
     assert known.labelled() is not None and held_out.decode(0, ImagesConfig()).shape == (3, 16, 16)
 
 
+@pytest.mark.faults
 def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_path, monkeypatch):
     options = [f"--data.path={parquet}", "--data.streaming=true", "--run.steps=24", "--data.shuffle_block=4"]
     options += ["--data.workers=2", "--probe.every=24", "--run.eval_every=24"]
@@ -267,6 +268,7 @@ def test_images_that_are_all_unreadable_end_a_stream(pretrain, tmp_path):
         )
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, parquet, tmp_path, monkeypatch, workers):
     data, options = tmp_path / "data", ["--data.streaming=true", f"--data.workers={workers}", "--run.steps=20"]
@@ -307,6 +309,7 @@ def begin_on(machines: int, cache: Path) -> None:
     mpp.training.run.start, Shards.blocks = start_there, blocks_said
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("machines", [1, 2])
 def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
     """One of each machine reads what is evaluated on; the others have it from the machine's cache."""

@@ -335,6 +335,7 @@ def lineage_said(folder, capsys):
     return line.removeprefix("note: ").split(":")[0]
 
 
+@pytest.mark.faults
 def test_a_teacher_that_learned_from_pixels_read_in_another_way_is_noted(tmp_path, pretrain, finished_run, capsys):
     teacher = shutil.copytree(finished_run / "encoder", tmp_path / "teacher")
     saved = json.loads((teacher / "config.json").read_text())
@@ -346,6 +347,7 @@ def test_a_teacher_that_learned_from_pixels_read_in_another_way_is_noted(tmp_pat
     assert "learned from images" not in capsys.readouterr().out
 
 
+@pytest.mark.faults
 def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     tmp_path, pretrain, finished_run, capsys
 ):
@@ -413,6 +415,7 @@ def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, fi
     assert "targets collapse" not in capsys.readouterr().err
 
 
+@pytest.mark.faults
 def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):
     """Two processes with copies or shares, two passes an update, recomputed activations: the losses of one process."""
     adam = ("--optim.name=adam", "--optim.lr=3e-3")  # Muon's bf16 rounds what is added in another order
@@ -447,6 +450,7 @@ def test_overlays_run_and_export_to_plain_timm(tmp_path, pretrain, overlay):
     assert last["heldout/target_deviation"] > 0.1 and "heldout/accuracy" not in last
 
 
+@pytest.mark.faults
 def test_a_compiled_teacher_is_the_same():
     model, _, images, corruption = model_of()
     expected = model(images, corruption)

@@ -9,6 +9,7 @@ from evaluation import throughput
 from evaluation.suite import peers
 
 
+@pytest.mark.faults
 def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     """Of a small model; with few and small files to load from, and a small matrix."""
     monkeypatch.setattr(peers, "FILES", 16)
@@ -40,6 +41,7 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     assert "mpp update" in said and "images/s a core" in said
 
 
+@pytest.mark.faults
 def test_cost_of_sizes(tmp_path):
     out = tmp_path / "sizes.json"
     words = ["--sizes=[test_vit]", "--batch_size=2", "--rounds=1", "--precision=fp32", f"--out={out}"]

@@ -362,6 +362,7 @@ def test_offsets_along_a_line_are_stretched(grid):
     torch.testing.assert_close(found, torch.arange(-8, 9) / 2)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", RESUMED)
 def test_a_killed_run_ends_with_the_same_bits(kind, pretrain, tmp_path, monkeypatch):
     words = [f"--model.{key}={json.dumps(v) if isinstance(v, dict) else v}" for key, v in KINDS[kind].items()]

@@ -116,6 +116,7 @@ WELL = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("probes", [10, 30, 100])
 def test_a_probe_that_neither_rises_nor_falls_has_not_peaked(probes):
     """Noise of half a standard error: none of a hundred runs is said to have peaked, at any of its evaluations."""
@@ -278,6 +279,7 @@ def test_what_cannot_be_decoded_is_counted():
 EVALUATED = ("--run.eval_every=1",)
 
 
+@pytest.mark.faults
 def test_a_run_says_how_it_is_and_warns_once_in_all_of_its_lives(pretrain, capsys, monkeypatch):
     arguments = (*EVALUATED, "--optim.lr=1e-9", "--probe.every=1", "--probe.images=40", "--run.checkpoint_every=1")
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="killed"):
@@ -325,6 +327,7 @@ def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
     assert "after 2 updates" in (folder / "encoder_best" / "README.md").read_text()
 
 
+@pytest.mark.faults
 def test_a_slow_loader_is_seen(pretrain, monkeypatch):
     decode = ImageDataset.decode
     monkeypatch.setattr(ImageDataset, "decode", lambda *args: time.sleep(0.02) or decode(*args))

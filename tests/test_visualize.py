@@ -231,6 +231,7 @@ def test_entropy_lands_on_its_patch():
     assert np.isnan(whole).sum() == 8
 
 
+@pytest.mark.faults
 def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
     run, out = finished_run, tmp_path / "pictures"
     main([f"--encoder={run}", f"--out={out}", *FEW])
@@ -246,6 +247,7 @@ def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
     assert found["colors"].shape == (2, 3, 4, 4, 3) and found["depths"].tolist() == [1, 2]
 
 
+@pytest.mark.faults
 def test_the_rank_is_that_of_training(pretrain, tmp_path):
     run = pretrain("--probe.every=4", "--data.eval_images=300")  # all of the held-out ones
     main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=rank", *FAST])
@@ -254,6 +256,7 @@ def test_the_rank_is_that_of_training(pretrain, tmp_path):
     assert drawn == {"images": 286, "width": 16, "rank_by_depth": ranks}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("settings", "cells", "heading"),
     [
@@ -284,6 +287,7 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch
     assert (saved["true"] == saved["original"]).all() == ("pixels" in heading)
 
 
+@pytest.mark.faults
 def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch, tmp_path):
     run, seen = pretrain("--optim.average=0.9", "--optim.lr=0.1"), []
     predict = Pretraining.predict
@@ -293,6 +297,7 @@ def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch
     assert all(np.array_equal(seen[0].encoder.state_dict()[name].numpy(), exported[name]) for name in exported)
 
 
+@pytest.mark.faults
 def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
     images = (f"--data.path={image_folder}", "--data.eval_fraction=0.5")
     main(["--encoder=resnetv2_18", "--random=true", "--img_size=32", f"--out={tmp_path}", *images, *FEW])
@@ -304,6 +309,7 @@ def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
         main(["--encoder=floor:pixels", f"--out={tmp_path}", "--pictures=filters", *FAST])
 
 
+@pytest.mark.faults
 def test_images_without_labels_give_all_but_accuracy(finished_run, tmp_path, capsys):
     for number in range(6):
         (tmp_path / "plain").mkdir(exist_ok=True)
@@ -316,6 +322,7 @@ def test_images_without_labels_give_all_but_accuracy(finished_run, tmp_path, cap
     assert {path.stem for path in out.glob("*.png")} == set(ALL) - {"accuracy_by_depth", "neighbours"}
 
 
+@pytest.mark.faults
 def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):
     run = pretrain("--corruption.source=batch")
     main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=[predictions,filters]", *SHOWN])
@@ -341,6 +348,7 @@ def test_looking_leaves_the_encoder_as_it_was():
     assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
 
 
+@pytest.mark.faults
 def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
     starts = []
     monkeypatch.setattr(
