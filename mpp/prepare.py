@@ -31,8 +31,9 @@ from torchvision.transforms.v2 import functional
 from mpp.config import PrepareConfig, require
 from mpp.data.decoding import UnreadableImage, read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
+from mpp.data.listing import printable
 from mpp.data.record import differences, image_files, short_digest
-from mpp.data.sources import contents, describe, find_image_column, load_splits, numbers_of, undecoded
+from mpp.data.sources import contents, describe, file_of, find_image_column, load_splits, numbers_of, undecoded
 from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import sync, write_whole
@@ -51,7 +52,7 @@ class Shard(NamedTuple):
 
     split: str
     file: Path
-    rows: datasets.Dataset  # of undecoded images or arrays (`image`) and, where there are some, labels (`label`)
+    rows: datasets.Dataset  # of undecoded images or arrays (`image`) and, where there are some, labels
     config: PrepareConfig
 
     @property
@@ -129,7 +130,7 @@ def write_shard(shard: Shard) -> None:
 
 def name_of(cell: Any, root: str | None) -> str | None:
     """A file's name, from the dataset's folder on where it is in there: nothing of the machine. An array has none."""
-    path = Path((isinstance(cell, dict) and cell.get("path")) or "")
+    path = Path(printable(file_of(cell) or ""))
     folder = Path(root or "").expanduser().absolute()
     if root and path.is_absolute() and path.is_relative_to(folder):
         return str(path.relative_to(folder))
@@ -149,16 +150,14 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
         image_column = find_image_column(config.data, rows.features)
         label_column = config.data.label_column or ("label" if "label" in rows.features else None)
         require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
-        columns = {image_column: "image"}
-        if label_column:
-            columns.setdefault(label_column, "label")
-        rows = rows.select_columns([*columns]).rename_columns(columns)
+        rows = rows.select_columns([*dict.fromkeys(name for name in (image_column, label_column) if name)])
+        rows = rows if image_column == "image" else rows.rename_column(image_column, "image")
         rows = undecoded(rows, "image")
         files = short_digest(image_files(rows, "image", config.data.read_retries))
         images[split] = {"images": len(rows), "files": files, "revision": commit}
         if label_column:
-            labels = rows.select_columns(["label"]).with_format("arrow")[:].column(0)
-            parts = str(rows.features["label"]).encode(), json.dumps(labels.to_pylist(), default=str).encode()
+            labels = rows.select_columns([label_column]).with_format("arrow")[:].column(0)
+            parts = str(rows.features[label_column]).encode(), json.dumps(labels.to_pylist(), default=str).encode()
             images[split]["labels"] = short_digest(list(parts))
         order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
         for number in range(count):
@@ -259,7 +258,9 @@ def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listed}:")
         print("\n".join(f"  {line}" for line in dropped[:10]))
     channels = f" --data.channels {config.data.channels}" if config.data.channels != 3 else ""
-    command = f"mpp pretrain --data.path {shlex.quote(config.out)}{channels}"
+    named = config.data.label_column
+    labels = f" --data.label_column {shlex.quote(named)}" if named not in (None, "label") else ""
+    command = f"mpp pretrain --data.path {shlex.quote(config.out)}{channels}{labels}"
     print(f"next: {command}    (--data.streaming true: without an index)")
 
 

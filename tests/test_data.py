@@ -52,29 +52,36 @@ def test_birds_are_the_default():
 
 
 LISTED = b'file_name,mask_file_name\nb.png,"masks/b2, left.png"\n'
+LISTED_HERE = b"file_name\nb.png\n"
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "used", "said"),
     [
-        (["car/0.png", "plane/0.png", "train/0.png", "train/1.png"], "has 4 images, and 2 are used, as train;"),
-        (["spring.png", "steam train.png", "train.png"], "has 3 images, and 2 are used, as train;"),
-        (["a.png", "b.npy", "c.npy"], "has 2 images, and 1 are used, as train;"),
-        (["a.png", "b.png", "labels.npy"], ""),
-        (["a.png", "b.png", "c.png", "metadata.csv"], "has 3 images, and 1 are used, as train;"),
-        (["b.png", "masks/b2, left.png", "metadata.csv"], ""),
-        (["a/b.png", "c/b.png", "a/metadata.csv"], "has 2 images, and 1 are used, as train;"),
-        (["a.png", "test.png", "c.parquet", "metadata.json"], ""),
-        (["train/a/0.png", "train/b/0.png", "test/a/0.png"], ""),
-        (["a/0.png", "b/0.png", ".hidden/0.png"], ""),
+        (["car/0.png", "plane/0.png", "train/0.png"], 1, "images in no split's folder (2: car/0.png, plane/0.png)"),
+        (["spring.png", "steam train.png", "train.png"], 3, ""),
+        (["a.png", "b.npy", "c.npy"], 1, "arrays next to pictures (2: b.npy, ...)"),
+        (["a.png", "b.png", "c.png", "labels.csv"], 1, "files that no list names (2: a.png, c.png)"),
+        (["b.png", "masks/b2, left.png", "metadata.csv"], 1, ""),
+        (["a/b.png", "c/b.png", "a/labels.csv"], 2, ""),
+        (["a.png", "test.png", "c.parquet", "metadata.json"], 2, "tables without images (1: c.parquet)"),
+        (["a.png", "b.png", "old.tar"], 2, "tars next to images (1: old.tar)"),
+        (
+            ["a.png", "b.png", "old.zip"],
+            2,
+            "archives next to images, or in one; unpack them or move them away (1: old.zip)",
+        ),
+        (["train/a/0.png", "train/b/0.png", "test/a/0.png"], 2, ""),
+        (["a/0.png", "b/0.png", ".hidden/0.png", "__MACOSX/a.png"], 2, ""),
     ],
 )
-def test_images_that_are_in_no_split_are_counted(tmp_path, capsys, names, said):
+def test_what_is_left_out_is_counted_and_named(tmp_path, capsys, names, used, said):
     for name in names:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True, parents=True)
-        file.write_bytes(LISTED if file.suffix == ".csv" else encoded(picture(1)))
-    load_splits(DataConfig(path=str(tmp_path)))
+        lists = {"metadata.csv": LISTED, "labels.csv": LISTED_HERE}
+        file.write_bytes(lists.get(file.name, encoded(picture(1))))
+    assert len(load_splits(DataConfig(path=str(tmp_path)))["train"]) == used
     warned = capsys.readouterr().err
     assert said in warned and ("warning" in warned) == bool(said)
 
@@ -152,7 +159,7 @@ def test_something_else_called_label_is_no_label_unless_asked_for(tmp_path):
 
 
 def test_what_lies_beside_pictures_is_none(tmp_path, capsys):
-    """Texts beside them, sidecars and overviews; links to folders are named."""
+    """Texts beside them, sidecars and overviews. Links to folders are followed, but not into the same tree."""
     for number in range(8):
         (tmp_path / "images" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
         file = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
@@ -164,11 +171,14 @@ def test_what_lies_beside_pictures_is_none(tmp_path, capsys):
             Path(name).write_bytes(data)
         file.with_suffix(".txt").write_text("0 0.5 0.5 1 1")
     (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "8.png").write_bytes(encoded(picture(8)))
     (tmp_path / "images" / "c").symlink_to(tmp_path / "c")
+    (tmp_path / "images" / "b" / "up").symlink_to(tmp_path / "images")
+    (tmp_path / "c" / "again").symlink_to(tmp_path / "c")
     train, held_out = load_image_datasets(DataConfig(path=str(tmp_path / "images"), eval_fraction=0.25))
     names = [Path(part.name(index)).name for part in (train, held_out) for index in range(len(part))]
-    assert sorted(names) == [f"{number}.png" for number in range(8)] and set(train.labels) == {0, 1}
-    assert "images/c: links to folders are not followed" in capsys.readouterr().err
+    assert sorted(names) == [f"{number}.png" for number in range(9)] and train.names == ["a", "b", "c"]
+    assert "links to folders of the same tree (2: b/up, c/again)" in capsys.readouterr().err
 
 
 def test_videos_are_no_images_and_pictures_that_nobody_reads_are_counted(tmp_path, capsys):
@@ -179,7 +189,10 @@ def test_videos_are_no_images_and_pictures_that_nobody_reads_are_counted(tmp_pat
             (tmp_path / f"{number}.{end}").write_bytes(b"x")
     (tmp_path / "README.md").write_text("My photographs")
     assert load_splits(DataConfig(path=str(tmp_path)))["train"].num_rows == 3
-    assert "3 .heic files, which mpp does not read; convert them to JPEG" in capsys.readouterr().err
+    assert (
+        ".heic files, which mpp does not read; convert them to JPEG, PNG or TIFF (3: 0.heic, 1.heic, 2.heic)"
+        in capsys.readouterr().err
+    )
     for file in tmp_path.glob("*.mov"):
         file.with_suffix(".txt").write_text("x")
         file.unlink()

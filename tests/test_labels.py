@@ -15,24 +15,41 @@ def rows(kind, values: list, column: str = "label") -> datasets.Dataset:
     return datasets.Dataset.from_dict({column: values}, features=datasets.Features({column: kind}))
 
 
-def reference(parts: list[list], kinds: list) -> list[np.ndarray]:
-    """By the words of the contract, a label at a time. LookupError: a number that has to be a name, and has none."""
+def reference(parts: list[list], kinds: list) -> tuple[list[np.ndarray], list[str]]:
+    """By the words of the contract, a label at a time. LookupError: numbers without names beside names."""
     lists = [[[] if v is None else v if isinstance(v, list) else [v] for v in part] for part in parts]
     spellings = [getattr(kind, "names", None) for kind in kinds]
-    text = any(isinstance(v, str) for part in lists for of_image in part for v in of_image)
-    if text or (None not in spellings and spellings[0] != spellings[1]):
-        for of_image, names in ((each, names) for part, names in zip(lists, spellings, strict=True) for each in part):
-            if names is None and any(not isinstance(v, str) and v >= 0 for v in of_image):
-                raise LookupError
-            of_image[:] = [v if isinstance(v, str) or v < 0 else names[v] for v in of_image]
-    names = sorted({v for part in lists for of_image in part for v in of_image if isinstance(v, str)})
+    declared = {tuple(names) for names in spellings if names}
+    has_text = [any(isinstance(v, str) for labels in part for v in labels) for part in lists]
+    has_numbers = [any(not isinstance(v, str) for labels in part for v in labels) for part in lists]
+    if any(has_text) and any(n and s is None for n, s in zip(has_numbers, spellings, strict=True)):
+        raise LookupError
+    if len(declared) == 1:
+        spellings = [None if text else [*next(iter(declared))] for text in has_text]
+
+    def spelled(value, names):
+        if isinstance(value, str):
+            return value if value.strip() else None
+        if value < 0:
+            return None
+        return int(value) if names is None else names[value] if value < len(names) else str(int(value))
+
+    own = [
+        [[spelled(v, names) for v in labels] for labels in part] for part, names in zip(lists, spellings, strict=True)
+    ]
+    if any(isinstance(v, str) for part in own for labels in part for v in labels):
+        own = [[[v if v is None else str(v) for v in labels] for labels in part] for part in own]
+    values = [*spellings[0]] if spellings[0] else []
+    for part in own:
+        new = {v for labels in part for v in labels if v is not None} - {*values}
+        values += sorted(new, key=lambda v: (int(v), str(v)) if all(str(n).isdecimal() for n in new) else str(v))
     numbered = []
-    for part in lists:
+    for part in own:
         length = max([1, *map(len, part)])
-        numbers = [[names.index(v) if isinstance(v, str) else max(int(v), -1) for v in image] for image in part]
-        padded = np.array([image + [-1] * (length - len(image)) for image in numbers])
+        numbers = [[-1 if v is None else values.index(v) for v in labels] for labels in part]
+        padded = np.array([labels + [-1] * (length - len(labels)) for labels in numbers])
         numbered.append(padded if length > 1 else padded[:, 0])
-    return numbered
+    return numbered, [str(value) for value in values]
 
 
 SORTS = {
@@ -67,13 +84,14 @@ def test_labels_of_every_sort_are_numbered_as_plain_python_would(sort):
         parts[1] = parts[1].select(shuffled)
         known = [read_labels(part, None, "here") for part in parts]
         try:
-            expected = reference([values[0] * 2, [values[1][i] for i in shuffled]], kinds)
+            expected, names = reference([values[0] * 2, [values[1][i] for i in shuffled]], kinds)
         except LookupError:
             with pytest.raises(ValueError, match=r"column label has numbers, such as \w+, .* names; both must"):
                 number_labels(known)
             continue
         found = number_labels(known)
-        for ours, theirs in zip(found, expected, strict=True):
+        assert found.names == names, (sort, other)
+        for ours, theirs in zip(found.parts, expected, strict=True):
             assert ours.dtype == np.int64 and ours.shape == theirs.shape and (ours == theirs).all(), (sort, other)
 
 
@@ -98,16 +116,44 @@ def test_what_are_no_classes_are_no_labels_unless_asked_for(kind, value):
 def test_numbers_with_blanks_are_labels():
     """As pandas writes a column of which some images have none."""
     labels = read_labels(rows(Value("float64"), [1.0, None, float("nan"), 3.0]), None, "here")
-    assert number_labels([labels])[0].tolist() == [1, -1, -1, 3]
+    assert number_labels([labels]).parts[0].tolist() == [0, -1, -1, 1]
     assert read_labels(rows(Value("float64"), [1.0, 2.5]), None, "here") is None
 
 
-def test_identifiers_are_no_labels_unless_asked_for():
-    for number in (10**6, 2**63 + 1):
-        table = pa.table({"label": pa.array([1, number, None], pa.uint64())})
-        with pytest.raises(ValueError, match=f"a label is {number}; labels are numbers of classes, below 1000000"):
-            number_labels([read_labels(datasets.Dataset(table), "label", "here")])
-        assert read_labels(datasets.Dataset(table), None, "here") is None
+def test_numbers_far_apart_are_numbered_from_zero():
+    """As ids of species are, and the largest number that arrow holds."""
+    for column in ([45123, 998877, 45123, None, 812345], [7, 2**63 + 1, 7, None, 2**63]):
+        labels = read_labels(datasets.Dataset(pa.table({"label": pa.array(column, pa.uint64())})), None, "here")
+        found = number_labels([labels])
+        assert found.parts[0].tolist() == [0, 2, 0, -1, 1] and found.classes == 3
+        assert found.names == [str(number) for number in sorted({*column} - {None})]
+
+
+def test_classes_are_those_of_training_and_then_others():
+    train = read_labels(rows(Value("string"), ["owl", "10", "9", ""]), None, "here")
+    test = read_labels(rows(Value("string"), ["cat", "owl", None, "ant"]), None, "here")
+    found = number_labels([train, test])
+    assert found.names == ["10", "9", "owl", "ant", "cat"] and found.classes == 3
+    assert [part.tolist() for part in found.parts] == [[2, 0, 1, -1], [4, 2, -1, 3]]
+
+
+def test_numbers_that_are_texts_are_sorted_as_numbers():
+    found = number_labels([read_labels(rows(Value("string"), ["10", "9", "-1", "011"]), None, "here")])
+    assert found.names == ["-1", "9", "10", "011"] and found.parts[0].tolist() == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize("values", [["0.5", "1"], ["1e-3", " 2 "], [".5", "", None]])
+def test_texts_that_are_numbers_with_fractions_are_no_classes(values, capsys):
+    column = rows(Value("string"), values)
+    assert read_labels(column, None, f"here {values}") is None
+    assert "holds no classes but numbers with fractions; it is not used" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"data\.label_column is label, which holds no classes but numbers with frac"):
+        read_labels(column, "label", "here")
+
+
+@pytest.mark.parametrize("values", [["1.0", "2.0"], ["0.5", "x"], ["v1.5", "v2"], ["1.5.2", "3"]])
+def test_texts_that_are_no_measures_are_classes(values):
+    assert number_labels([read_labels(rows(Value("string"), values), None, "here")]).classes == 2
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -118,7 +164,7 @@ def test_labels_take_little_more_memory_than_their_numbers(several):
     table = datasets.Dataset(pa.table({"label": column}))
     tracemalloc.start()
     try:
-        (found,) = number_labels([read_labels(table, None, "here")])
+        (found,) = number_labels([read_labels(table, None, "here")]).parts
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

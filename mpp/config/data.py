@@ -22,7 +22,19 @@ class ImagesConfig:
     image_column: str | None = None
     """Column of the images. null: the only image column."""
     label_column: str | None = None
-    """Column of class labels. null: `label` where it exists. Negative or null: the image has no label."""
+    """Column of class labels: of a table, a list of images, or the ending of a shard's members. null: `label`, or a
+    shard's `cls`, or the names of folders. Blank, or a negative number of a table: the image has no label."""
+    labels: str | None = needs(None, path=True)
+    """A list of the images in a folder or archive: a file CSV, TSV, JSON lines or parquet, whose names of files are
+    from `path` on. null: a `metadata.csv`, `labels.csv` or the like in the folder, if it has one."""
+    labels_encoding: str = "utf-8"
+    """Encoding of lists of images: latin-1, say."""
+    file_column: str | None = None
+    """Column of a list that names the images' files. null: `file_name`, `filename`, `file`, `path` or `image`."""
+    label_folder: Literal["inner", "outer"] = "inner"
+    """Which folder is the class of an image, where folders on several levels have different names."""
+    missing: Literal["refuse", "skip"] = "refuse"
+    """What to do where a list names files that are not there: refuse all, or skip these."""
     channels: int = 3
     """Channels of an image. 3 are RGB, and 1 is grey: files are converted to these. Any other number: files have so
     many bands, or are named as unreadable."""

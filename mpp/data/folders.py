@@ -1,144 +1,325 @@
-"""Folders and archives of this machine: what the library takes for images, and what it leaves out."""
+"""Folders of image files: one walk finds them, and the names of folders say splits and classes.
 
-import hashlib
+Splits are folders `train`, `val` and `test` at the top, or below one single folder. Classes are the innermost folders
+whose name is not the same for all. See mpp/data/README.md for the rules.
+"""
+
 import os
-import re
-import shutil
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import datasets
-import pandas as pd
-import pyarrow.compute as pc
-from datasets.packaged_modules import _EXTENSION_TO_MODULE
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from tqdm import tqdm
 
-from mpp.runtime.lock import hold
+from mpp.data.archives import is_archive, stem_of, unpacked
+from mpp.data.decoding import is_picture
+from mpp.data.formats import ARRAYS, OF_THE_SYSTEM, PICTURES, SHARDS, UNREADABLE_PICTURES, ending, is_list
+from mpp.runtime.messages import shortened
 
-SHARD_FILES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and how the library calls them
-ARCHIVES = (".zip", ".tar.gz", ".tgz")  # of a folder of images
-ARRAY_FILES = (".npy", ".npz")
-NOT_READ = (".heic", ".heif", ".avif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw")  # of phones and cameras
-SAYS_SPLITS = re.compile(r"\A---\s.*?^(configs|dataset_info):.*?^---", re.DOTALL | re.MULTILINE)
-LISTS = {"metadata.csv": pd.read_csv, "metadata.jsonl": partial(pd.read_json, lines=True)}
-LISTS |= {"metadata.parquet": pd.read_parquet}
-"""What says which images of a folder count, and how it is read: by the library that `datasets` reads it with."""
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Name of a folder, or word in a list's column `split` -> split."""
+HEAD = 64  # bytes of a file without an ending, by which a picture is known
+FEW = 0.2  # share of the images: folders at a depth that has fewer are not the level of the classes
+NAMED = 3  # files in a message
+Parts = tuple[str, ...]
+"""Names of folders, from the top of a tree on."""
 
 
-def unpacked(archive: Path) -> Path:
-    """An archive's files in the library's cache, whole: known by the archive's place, size and time.
+@dataclass
+class LeftOut:
+    """Files that are no images of the dataset: reason -> how many, and the names of the first."""
 
-    The library alone would take what a full disk has left of them, or those of an earlier archive in that place.
+    counts: Counter[str] = field(default_factory=Counter)
+    names: dict[str, list[str]] = field(default_factory=dict)
+    images: set[str] = field(default_factory=set)
+    """Reasons that are about images, of which a user should know."""
+
+    def add(self, reason: str, name: str, count: int = 1, images: bool = True) -> None:
+        """Note `count` files, of which `name` is one; `images`: whether they look like images."""
+        self.counts[reason] += count
+        if images:
+            self.images.add(reason)
+        first = self.names.setdefault(reason, [])
+        if len(first) < NAMED or name < first[-1]:
+            first[:] = sorted([*first, name])[:NAMED]
+
+    def lines(self, images: bool) -> list[str]:
+        """A description of each reason that is, or is not, about images: "left out: .txt files (2: a.txt, b.txt)"."""
+        lines = []
+        for reason, count in self.counts.items():
+            if (reason in self.images) == images:
+                more = ", ..." if count > len(self.names[reason]) else ""
+                lines.append(f"left out: {reason} ({count}: {', '.join(self.names[reason])}{more})")
+        return lines
+
+
+@dataclass
+class Folder:
+    """A folder that holds images."""
+
+    parts: Parts
+    path: str
+    """Where it is: in the tree, or in the cache where it was in an archive."""
+    files: list[str]
+    """Names of its images, sorted."""
+
+
+@dataclass
+class Tree:
+    """What a folder holds."""
+
+    root: str
+    folders: list[Folder] = field(default_factory=list)
+    """Those that hold images, sorted by their names."""
+    lists: list[tuple[Parts, str]] = field(default_factory=list)
+    """Files that list images: the folder that each stands in, and its path."""
+    shards: list[tuple[Parts, str]] = field(default_factory=list)
+    """Parquet, arrow and tar files: the folder of each, and its path."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Endings of the shards."""
+        return {ending(path) for _, path in self.shards}
+
+    def __len__(self) -> int:
+        return sum(len(folder.files) for folder in self.folders)
+
+
+class Walk:
+    """One walk over a folder: `tree` is what it found.
+
+    It lists each folder once, and asks for the state of links alone. Links to folders are followed, unless they lead
+    into a folder that is walked anyway.
+
+    Raises:
+        OSError: a folder cannot be listed.
     """
-    known = archive.resolve(), archive.stat().st_size, archive.stat().st_mtime_ns
-    cache = Path(datasets.config.EXTRACTED_DATASETS_PATH).absolute()
-    place = cache / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-    whole, aside = place / "files", place / "partial"
-    with hold(place, "HF_DATASETS_CACHE", wait=True):
-        if not whole.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            library = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=aside))
-            made = Path(library.extract(str(archive)))
-            if not made.is_relative_to(aside):  # the user's own file, which is no archive
-                return archive
-            made.replace(whole)
-            shutil.rmtree(aside, ignore_errors=True)
-    return whole
+
+    def __init__(self, root: str, parts: Parts = (), tree: Tree | None = None, archives: bool = True):
+        self.tree = Tree(root) if tree is None else tree
+        self.top, self.archives = parts, archives
+        self.followed = [os.path.realpath(root)]
+        self.pictures: list[Folder] = []
+        self.arrays: list[Folder] = []
+        self.packed: list[tuple[Parts, str, str]] = []
+        self.bar = tqdm(desc="looking for images", unit=" files", delay=1, mininterval=1, leave=False)
+        with self.bar:
+            self.walk(root, parts)
+        self.choose()
+
+    def walk(self, root: str, parts: Parts) -> None:
+        """List all folders from `root` on."""
+        waiting = [(root, parts)]
+        while waiting:
+            path, parts = waiting.pop()
+            pictures: list[str] = []
+            arrays: list[str] = []
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    name = entry.name
+                    if name[0] == "." or name in OF_THE_SYSTEM:
+                        continue
+                    if name[name.rfind(".") :].lower() in PICTURES and entry.is_file(follow_symlinks=False):
+                        pictures.append(name)
+                        continue
+                    end = ending(name)
+                    if entry.is_dir():
+                        if not entry.is_symlink() or self.leads_elsewhere(entry, parts):
+                            waiting.append((entry.path, (*parts, name)))
+                    elif not entry.is_file():
+                        dangling = entry.is_symlink()
+                        self.leave_out("dangling links" if dangling else "entries that are no files", parts, name)
+                    elif end in PICTURES:
+                        pictures.append(name)
+                    elif end in ARRAYS:
+                        arrays.append(name)
+                    else:
+                        self.take_other(entry, parts, end, pictures)
+            self.bar.update(len(pictures) + len(arrays))
+            if pictures:
+                self.pictures.append(Folder(parts, path, sorted(pictures)))
+            if arrays:
+                self.arrays.append(Folder(parts, path, sorted(arrays)))
+
+    def take_other(self, entry: os.DirEntry, parts: Parts, end: str, pictures: list[str]) -> None:
+        """A file that is no picture by its name: a list, a shard, an archive, a picture without an ending, or none."""
+        name = entry.name
+        if is_list(name):
+            self.tree.lists.append((parts, entry.path))
+        elif end in SHARDS:
+            self.tree.shards.append((parts, entry.path))
+        elif is_archive(name):
+            self.packed.append((parts, name, entry.path))
+        elif end == "" and begins_as_picture(entry.path):
+            pictures.append(name)
+        elif end in UNREADABLE_PICTURES:
+            self.leave_out(f"{end} files, which mpp does not read; convert them to JPEG, PNG or TIFF", parts, name)
+        else:
+            self.leave_out(f"{end} files" if end else "files without an ending", parts, name, images=False)
+
+    def leads_elsewhere(self, link: os.DirEntry, parts: Parts) -> bool:
+        """Whether a link to a folder leads out of what is walked; not into it, nor to a folder around it."""
+        target = os.path.realpath(link.path)
+        for known in self.followed:
+            if is_below(target, known) or is_below(known, target):
+                self.leave_out("links to folders of the same tree", parts, link.name)
+                return False
+        self.followed.append(target)
+        return True
+
+    def leave_out(self, reason: str, parts: Parts, name: str, count: int = 1, images: bool = True) -> None:
+        """Note a file that is not used."""
+        self.tree.left_out.add(reason, "/".join((*parts, name)), count, images)
+
+    def choose(self) -> None:
+        """Pictures are the images; arrays where there are none; what archives hold where there is neither."""
+        self.tree.folders += self.pictures or self.arrays
+        if self.pictures:
+            for folder in self.arrays:
+                self.leave_out("arrays next to pictures", folder.parts, folder.files[0], len(folder.files))
+        self.unpack()
+        self.tree.folders.sort(key=lambda folder: folder.parts)
+        self.tree.lists.sort()
+        self.tree.shards.sort()
+
+    def unpack(self) -> None:
+        """Take the files of archives as if they had been unpacked where they are: each in a folder of its name, or, of
+        a single archive that names no split, without one."""
+        if not self.archives or self.tree.folders or self.tree.shards:
+            for parts, name, _ in self.packed:
+                self.leave_out("archives next to images, or in one; unpack them or move them away", parts, name)
+            return
+        alone = len(self.packed) == 1
+        for parts, name, path in sorted(self.packed):
+            stem = stem_of(name)
+            inside = unpacked(Path(path))
+            if inside == Path(path):
+                self.leave_out("files that are named as archives and are none", parts, name)
+                continue
+            own = (inside / stem).is_dir() or (alone and stem.lower() not in SPLITS)
+            Walk(str(inside), parts if own else (*parts, stem), self.tree, archives=False)
 
 
-def load_folder(folder: Path, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A folder's splits: of arrays, of pictures, or what `load` makes of it, which is the library's guess.
+def is_below(path: str, folder: str) -> bool:
+    """Whether a path is that of a folder, or below it."""
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
-    The library goes by the first files' most common extension, so that pictures beside a text or a video each are texts
-    or videos to it. It takes `scene.tif.ovr` for a picture, and gives those of several lists in an order that differs
-    from process to process.
+
+def begins_as_picture(path: str) -> bool:
+    """Whether a file's first bytes are those of a picture; not where it cannot be opened."""
+    with suppress(OSError), open(path, "rb") as file:
+        return is_picture(file.read(HEAD))
+    return False
+
+
+@dataclass
+class Layout:
+    """What the names of folders say of images: a split and a class for each folder of a tree."""
+
+    splits: list[str | None]
+    """Of each folder of the tree; None: it is in no split."""
+    classes: list[str | None]
+    """Of each folder of the tree; None: its images have no label."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def layout_of(folders: list[Folder], label_folder: str) -> Layout:
+    """Splits and classes of folders.
+
+    Args:
+        label_folder: inner or outer: which one is the class where several levels have different names.
     """
-    names = [name for _, _, names in os.walk(folder) for name in names if name[0] != "."]
-    warn_of_what_is_not_read(folder, names)
-    lists = sum(name in LISTS for name in names)
-    ends = {end_of(name) for name in names if name not in LISTS}
-    pictures = not ends.isdisjoint(ImageFolder.EXTENSIONS) and ends.isdisjoint(SHARD_FILES)
-    if not pictures:
-        arrays = ends.isdisjoint((*ImageFolder.EXTENSIONS, *SHARD_FILES)) and not ends.isdisjoint(ARRAY_FILES)
-        return load_arrays(str(folder)) if arrays else load()
-    guessed = ends.isdisjoint({*_EXTENSION_TO_MODULE} - {*ImageFolder.EXTENSIONS}) or says_splits(folder)
-    splits = load() if guessed else datasets.load_dataset("imagefolder", data_dir=str(folder))
-    beside = any(end_of(os.path.splitext(name)[0]) in ImageFolder.EXTENSIONS for name in names)
-    return {name: in_order(rows) for name, rows in splits.items()} if beside or lists > 1 else splits
+    top = top_of(folders)
+    named = any(split_named(folder.parts, top) for folder in folders)
+    splits = [split_named(folder.parts, top) if named else "train" for folder in folders]
+    below = [folder.parts[top + named :] for folder in folders]
+    layout = Layout(splits, [None] * len(folders))
+    training = [number for number, split in enumerate(splits) if split == "train"]
+    training = training or [number for number, split in enumerate(splits) if split]
+    counts = Counter[int]()
+    for number in training:
+        counts[len(below[number])] += len(folders[number].files)
+    levels = class_levels([below[number] for number in training], counts)
+    if not levels:
+        return layout
+    level = levels[0] if label_folder == "outer" else levels[-1]
+    for number in training:
+        if len(below[number]) > level:
+            layout.classes[number] = below[number][level]
+    known = {layout.classes[number] for number in training} - {None}
+    for split in {split for split in splits if split} - {splits[number] for number in training}:
+        held_out = [number for number, own in enumerate(splits) if own == split]
+        for number, name in zip(held_out, held_out_classes([below[n] for n in held_out], level, known), strict=True):
+            layout.classes[number] = name
+    if level > levels[0]:
+        layout.warnings += same_names([below[number] for number in training], level)
+    return layout
 
 
-def says_splits(folder: Path) -> bool:
-    """Whether the folder's README.md is a card that says what the splits are, as the hub's datasets have it."""
-    card = folder / "README.md"
-    return card.is_file() and SAYS_SPLITS.match(card.read_text(errors="replace")) is not None
+def top_of(folders: Iterable[Folder]) -> int:
+    """How many levels from the top all images are below one single folder, up to one with the name of a split."""
+    parts = [folder.parts for folder in folders]
+    level = 0
+    while parts and all(len(each) > level for each in parts):
+        names = {each[level] for each in parts}
+        if len(names) > 1 or names.pop().lower() in SPLITS:
+            break
+        level += 1
+    return level
 
 
-def warn_of_what_is_not_read(folder: Path, names: list[str]) -> None:
-    """Say, once, that a folder has pictures of a kind that nobody here decodes: a phone's, or a camera's raw ones."""
-    found = Counter(end for end in map(end_of, names) if end in NOT_READ and end not in ImageFolder.EXTENSIONS)
-    if found and os.environ.get("RANK", "0") == "0":
-        what = ", ".join(f"{count} {end} files" for end, count in found.items())
-        print(f"warning: data.path {folder} has {what}, which mpp does not read; convert them to JPEG", file=sys.stderr)
+def split_named(parts: Parts, top: int) -> str | None:
+    """The split that the name of a folder at the top says; None: it says none."""
+    return SPLITS.get(parts[top].lower()) if len(parts) > top else None
 
 
-def end_of(name: str) -> str:
-    """A file name's last extension."""
-    return os.path.splitext(name)[1].lower()
+def class_levels(below: list[Parts], counts: Counter[int]) -> list[int]:
+    """The levels at which the names of folders differ, among the images of the usual depth.
+
+    Args:
+        below: each folder's parts, below its split.
+        counts: depth -> how many images.
+    """
+    inside = sum(count for depth, count in counts.items() if depth > 0)
+    usual = [depth for depth, count in sorted(counts.items()) if depth > 0 and count >= FEW * inside]
+    if not usual:
+        return []
+    deep = [parts for parts in below if len(parts) >= usual[0]]
+    return [level for level in range(usual[0]) if len({parts[level] for parts in deep}) > 1]
 
 
-def in_order(rows: datasets.Dataset) -> datasets.Dataset:
-    """The rows whose files are pictures, by the names of these."""
-    if "image" not in rows.column_names:
-        return rows
-    paths = pc.struct_field(rows.data.column("image"), "path").to_pylist()
-    kept = [index for index, path in enumerate(paths) if end_of(path or "") in ImageFolder.EXTENSIONS]
-    return rows.select(sorted(kept, key=lambda index: paths[index])).flatten_indices()
+def held_out_classes(below: list[Parts], level: int, known: set[str]) -> Iterator[str | None]:
+    """The class of each folder of a held-out split: one of training, wherever its name stands, or another.
+
+    A single folder that is no class of training holds images without labels, as ImageNet's `val` is unpacked.
+    """
+    others = {parts[level] for parts in below if len(parts) > level}
+    flat = others.isdisjoint(known) and len(others) == 1
+    for parts in below:
+        name = next((part for part in reversed(parts) if part in known), None)
+        if name is None and len(parts) > level and not flat:
+            name = parts[level]
+        yield name
 
 
-def warn_of_images_left_out(folder: Path, named: str, splits: dict[str, Any]) -> None:
-    """Say that the library did not take all images of a folder. It takes `steam train.jpg` for a split."""
-    if os.environ.get("RANK", "0") != "0" or not all(hasattr(rows, "num_rows") for rows in splits.values()):
-        return
-    walked = [each for each in os.walk(folder) if "/." not in each[0][len(str(folder)) :]]
-    links = [os.path.join(place, each) for place, folders, _ in walked for each in folders]
-    data = os.path.join(str(folder), "data")  # where the library does follow
-    if links := [each for each in links if os.path.islink(each) and each != data]:
-        unread = "links to folders are not followed; link the files, or copy the folder"
-        print(f"warning: data.path {named} has {links[0]}: {unread}", file=sys.stderr)
-    files = [(place, name) for place, _, names in walked for name in names if name[0] != "."]
-    lists = [file for file in files if file[1] in LISTS]
-    listed = {path for place, name in lists for path in named_by(place, name)}
-    left = (name for place, name in files if os.path.normpath(os.path.join(place, name)) not in listed)
-    found = Counter(os.path.splitext(name)[1].lower() for name in left)
-    if any(found[each] for each in SHARD_FILES):
-        return
-    taken = sum(rows.num_rows for rows in splits.values())
-    count = max(sum(found[end] for end in ends) for ends in (ImageFolder.EXTENSIONS, ARRAY_FILES))
-    if taken < (count := count + taken * bool(lists)):
-        print(
-            f"warning: data.path {named} has {count} images, and {taken} are used, as {', '.join(splits)}; a word "
-            "such as train, val or test in the name of a folder or file makes a split, and images in no split are left "
-            f"out, as arrays beside pictures are, and what {' or '.join(LISTS)} do not list",
-            file=sys.stderr,
-        )
-
-
-def named_by(place: str, name: str) -> Iterator[str]:
-    """A list in a folder, and the files that it names: images, and what goes with them, such as masks."""
-    table = LISTS[name](os.path.join(place, name))
-    columns = (table[each] for each in table.columns if each == "file_name" or str(each).endswith("_file_name"))
-    yield os.path.normpath(os.path.join(place, name))
-    yield from (os.path.normpath(os.path.join(place, str(file))) for column in columns for file in column.dropna())
-
-
-def load_arrays(folder: str) -> dict[str, Any]:
-    """A folder of arrays as the library loads a folder of pictures: splits and labels by the names of folders."""
-    pictures, ImageFolder.EXTENSIONS = ImageFolder.EXTENSIONS, list(ARRAY_FILES)
-    try:
-        return datasets.load_dataset("imagefolder", data_dir=folder)
-    finally:
-        ImageFolder.EXTENSIONS = pictures
+def same_names(below: list[Parts], level: int) -> list[str]:
+    """A warning where folders of the same name, in different folders, are one class."""
+    parents: dict[str, set[Parts]] = {}
+    for parts in below:
+        if len(parts) > level:
+            parents.setdefault(parts[level], set()).add(parts[:level])
+    several = {name: sorted(around) for name, around in parents.items() if len(around) > 1}
+    if not several:
+        return []
+    name, around = min(several.items())
+    places = shortened(["/".join((*parts, name)) for parts in around])
+    more = f" (and so with {len(several) - 1} more)" if len(several) > 1 else ""
+    outer = "data.label_folder outer takes the outer folders for classes"
+    return [f"the folders {places} are one class, {name}{more}; {outer}"]

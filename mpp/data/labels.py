@@ -1,4 +1,4 @@
-"""Labels of images: a column of classes, by number or by name, as numbers.
+"""Labels of images: a column of classes, by number or by name, as numbers from 0.
 
 They stay arrow's and numpy's all the way: 14 million Python lists would take gigabytes in every process. The library's
 `class_encode_column` makes text of integers, numbers each split by itself, and knows no lists.
@@ -6,7 +6,7 @@ They stay arrow's and numpy's all the way: 14 million Python lists would take gi
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import datasets
 import numpy as np
@@ -15,8 +15,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mpp.errors import UserError
+from mpp.runtime.messages import tell
 
-MOST_CLASSES = 1_000_000  # a larger label is an identifier, not a class
+NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
+INTEGER = r"^[+-]?\d{1,18}$"
 
 
 def find_label_column(
@@ -40,23 +42,48 @@ class Labels:
     column: str
     values: pa.ChunkedArray
     names: list[str] | None
-    """Of the classes, by number, where the dataset says them."""
+    """Of the classes, by number, where the dataset declares them."""
+
+    @property
+    def each(self) -> pa.ChunkedArray:
+        """The labels of one image after the other."""
+        return one_by_one(self.values)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no image has a label."""
+        return self.each.null_count == len(self.each)
 
     def spelled(self) -> pa.ChunkedArray:
-        """The labels as text.
+        """The labels as they are told apart: texts, or integers that have no names. Null: no label."""
+        each = self.each
+        if self.is_empty:
+            return pa.chunked_array([pa.nulls(len(each), pa.string())])
+        if is_text(each.type):
+            texts = each.cast(pa.string())
+            blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
+            return pc.if_else(blank, pa.scalar(None, pa.string()), texts)
+        if pa.types.is_boolean(each.type):
+            each = each.cast(pa.int8())
+        if not pa.types.is_unsigned_integer(each.type):
+            each = pc.if_else(pc.less(each, 0), pa.scalar(None, each.type), each)
+        try:
+            numbers = each.cast(pa.int64())
+        except pa.ArrowInvalid:  # above 2**63
+            return each.cast(pa.string())
+        return numbers if self.names is None else named(numbers, self.names)
 
-        Raises:
-            UserError: they are numbers without names.
-        """
-        each = one_by_one(self.values)
-        if is_text(each.type) or each.null_count == len(each):
-            return each
-        if self.names is None and pc.max(each).as_py() >= 0:
-            said = f"has numbers, such as {pc.max(each)}, and the other split has names or another order of names"
-            raise UserError(f"the labels' column {self.column} {said}; both must have names, or both numbers")
-        none = pa.scalar(None, pa.int64())
-        known = pc.if_else(pc.less(each, 0), none, each.cast(pa.int64())).combine_chunks()
-        return pa.chunked_array([pa.array(self.names or [], pa.string()).take(known)])
+
+@dataclass(frozen=True)
+class Numbered:
+    """Labels as numbers of classes, and what these stand for."""
+
+    parts: list[NDArray[np.int64] | None]
+    """Of each part (n,), or (n, L) where some image has several; padded with -1. None: it has no labels."""
+    names: list[str]
+    """Of the classes, by number: those of the first part, then those that only others have."""
+    classes: int
+    """How many the first part has, or declares."""
 
 
 def read_labels(
@@ -67,20 +94,24 @@ def read_labels(
     Args:
         column, source, key: see `find_label_column`.
     Returns:
-        None where there is no such column.
+        None where there is no such column, or something else is called `label`, and nobody asked for it.
+    Raises:
+        UserError: the named column holds no classes.
     """
     name = find_label_column(column, rows.features, source, key)
     if name is None:
         return None
     labels = whole_numbers(rows.select_columns([name]).with_format("arrow")[:].column(0))
-    if holds_classes(labels) and (column is not None or not holds_identifiers(labels)):
-        feature = rows.features[name]
+    feature = rows.features[name]
+    if holds_classes(labels) and not holds_fractions(labels):
         while hasattr(feature, "feature"):  # a list of what it holds
             feature = feature.feature
         return Labels(name, labels, getattr(feature, "names", None))
+    what = "numbers with fractions" if holds_fractions(labels) else str(feature)
     if column is None:
-        return None  # something else is called `label`, and nobody asked for it
-    raise UserError(f"{key} is {column}, which holds no classes but {rows.features[column]}")
+        tell(f"note: the column {name} of {source} holds no classes but {what}; it is not used")
+        return None
+    raise UserError(f"{key} is {column}, which holds no classes but {what}")
 
 
 def whole_numbers(labels: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -99,7 +130,7 @@ def holds_lists(labels: pa.ChunkedArray) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether labels are names, not numbers."""
+    """Whether labels are texts, not numbers."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
@@ -117,40 +148,83 @@ def holds_classes(labels: pa.ChunkedArray) -> bool:
     return any(kind(each.type) for kind in kinds) or each.null_count == len(each)
 
 
-def holds_identifiers(labels: pa.ChunkedArray) -> bool:
-    """Whether labels are numbers that no classes have."""
+def holds_fractions(labels: pa.ChunkedArray) -> bool:
+    """Whether labels are numbers that are not all whole: a measure, no class. Text may be numbers, too."""
     each = one_by_one(labels)
-    return pa.types.is_integer(each.type) and (pc.max(each).as_py() or 0) >= MOST_CLASSES
+    if pa.types.is_floating(each.type):
+        return each.null_count < len(each)
+    if not is_text(each.type):
+        return False
+    texts = pc.unique(each).cast(pa.string()).drop_null()
+    texts = texts.filter(pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0))
+    if len(texts) == 0 or not pc.all(pc.match_substring_regex(texts, NUMBER)).as_py():
+        return False
+    return any(not float(text).is_integer() for text in texts.to_pylist())
 
 
-def number_labels(parts: Sequence[Labels | None]) -> list[NDArray[np.int64] | None]:
-    """Labels as class numbers: integers as they are, names in the order of the alphabet over all parts.
+def number_labels(parts: Sequence[Labels | None]) -> Numbered:
+    """Labels as numbers of classes, the same for all parts.
 
-    Integers stand for names where another part has names, or numbers them in another way.
+    Classes that the first part declares keep their numbers. Otherwise its classes are sorted, numbers as numbers, and
+    numbered from 0, however far apart they are. Classes that only others have come after them.
 
-    Returns:
-        For each part (n,), or (n, L) where some image has several; padded with -1.
+    Args:
+        parts: the training images first.
+    Raises:
+        UserError: some parts have names for their classes, and others numbers without.
     """
     known = [part for part in parts if part is not None]
-    each = {id(part): one_by_one(part.values) for part in known}
-    named = {tuple(part.names) for part in known if part.names is not None}
-    if len(named) > 1 or any(is_text(one.type) and one.null_count < len(one) for one in each.values()):
-        each = {id(part): part.spelled() for part in known}
-    texts = [labels for labels in each.values() if is_text(labels.type)]
-    names = sorted(set().union(*(pc.unique(labels).drop_null().to_pylist() for labels in texts)))
-    return [None if part is None else pad(part.values, as_numbers(each[id(part)], names)) for part in parts]
+    if not known:
+        return Numbered([None] * len(parts), [], 0)
+    refuse_numbers_beside_names(known)
+    declared = {tuple(part.names) for part in known if part.names is not None}
+    if len(declared) == 1:  # numbers without names are numbers of these
+        names = [*declared.pop()]
+        parts = [part and (part if is_text(part.each.type) else replace(part, names=names)) for part in parts]
+        known = [part for part in parts if part is not None]
+    spelled = {id(part): part.spelled() for part in known}
+    if any(is_text(labels.type) for labels in spelled.values()):
+        spelled = {key: labels.cast(pa.string()) for key, labels in spelled.items()}
+    values = list(known[0].names or [])
+    classes = 0
+    for part in known:
+        seen = {*values}
+        values += [value for value in in_order(spelled[id(part)]) if value not in seen]
+        classes = classes or len(values)
+    numbered = [None if part is None else pad(part.values, as_numbers(spelled[id(part)], values)) for part in parts]
+    return Numbered(numbered, [str(value) for value in values], classes)
 
 
-def as_numbers(labels: pa.ChunkedArray, names: list[str]) -> NDArray[np.int64]:
+def refuse_numbers_beside_names(known: Sequence[Labels]) -> None:
+    """Raise UserError where some labels are numbers that have no names, and others are texts."""
+    texts = [part for part in known if not part.is_empty and is_text(part.each.type)]
+    numbers = [part for part in known if not part.is_empty and part.names is None and not is_text(part.each.type)]
+    if texts and numbers:
+        said = f"has numbers, such as {pc.max(numbers[0].each)}, and the other split has names"
+        raise UserError(f"the labels' column {numbers[0].column} {said}; both must have names, or both numbers")
+
+
+def named(numbers: pa.ChunkedArray, names: Sequence[str]) -> pa.ChunkedArray:
+    """Numbers as the names of classes; one that has no name is its own."""
+    known = pc.less(numbers, len(names))
+    of_names = pa.array(names or [""], pa.string()).take(pc.if_else(known, numbers, 0).combine_chunks())
+    return pa.chunked_array([pc.if_else(known.combine_chunks(), of_names, numbers.cast(pa.string()).combine_chunks())])
+
+
+def in_order(labels: pa.ChunkedArray) -> list[str] | list[int]:
+    """The classes among labels: texts in the order of the alphabet, and numbers, also where they are texts, by size."""
+    values = pc.unique(labels).drop_null()
+    if is_text(values.type) and len(values) and pc.all(pc.match_substring_regex(values, INTEGER)).as_py():
+        return sorted(values.to_pylist(), key=lambda text: (int(text), text))
+    return sorted(values.to_pylist())
+
+
+def as_numbers(labels: pa.ChunkedArray, values: Sequence[str] | Sequence[int]) -> NDArray[np.int64]:
     """Class numbers (n,) of single labels; -1: none."""
     if labels.null_count == len(labels):
-        return np.full(len(labels), -1)  # of whatever type
-    if is_text(labels.type):
-        labels = pc.index_in(labels, pa.array(names, labels.type))
-    largest = pc.max(labels).as_py()
-    if largest >= MOST_CLASSES:
-        raise UserError(f"a label is {largest}; labels are numbers of classes, below {MOST_CLASSES}")
-    return np.maximum(labels.cast(pa.int64()).fill_null(-1).to_numpy(), -1)
+        return np.full(len(labels), -1)
+    numbers = pc.index_in(labels, pa.array(values, labels.type))
+    return numbers.cast(pa.int64()).fill_null(-1).to_numpy()
 
 
 def pad(labels: pa.ChunkedArray, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
-from mpp.data.folders import SHARD_FILES
+from mpp.data.formats import SHARDS
 from mpp.data.sources import BIRDS, describe
 from mpp.errors import UserError, one_line
 from mpp.runtime.disk import sync
@@ -95,7 +95,7 @@ def list_files(config: ImagesConfig) -> Files | None:
     except Exception as error:  # clients of file systems raise whatever they like
         found, reason = [], one_line(error)
     if found:  # a folder of shards may have other files that change
-        return [each for each in found if each[0].endswith(tuple(SHARD_FILES))] or found
+        return [each for each in found if each[0].endswith(tuple(SHARDS))] or found
     unlisted = f"{describe(config)} cannot be listed ({reason})"
     print(f"warning: {unlisted}; the images to evaluate on are read at every start", file=sys.stderr)
     return None

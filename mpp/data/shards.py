@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -21,17 +20,18 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import ImagesConfig, SourceConfig, require
-from mpp.data.folders import ARCHIVES, LISTS, SHARD_FILES
 from mpp.data.labels import find_label_column, number_labels, read_labels
+from mpp.data.overview import announce_stream
 from mpp.data.reading import NETWORK_ERRORS, retried
 from mpp.data.record import image_files, short_digest
-from mpp.data.samples import Files, files_of, keep, list_files
+from mpp.data.samples import Files, keep, list_files
 from mpp.data.sources import (
     LOADING_ERRORS,
     ImageDataset,
     dataset_of,
     decode_cell,
     describe,
+    file_of,
     find_image_column,
     held_out_name,
     load_splits,
@@ -166,7 +166,7 @@ class Block:
 
     def name(self, index: int) -> str:
         cell = self.rows[index - self.first][self.shards.image_column]
-        path = isinstance(cell, dict) and cell.get("path")
+        path = file_of(cell)
         return f"{self.shards.name(index)}{f' ({path})' if path else ''}"
 
     def other(self, word: int) -> int:
@@ -312,11 +312,14 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         sampled(config, shards, column_of[0], keys[0], probed, config.eval_seed),
         sampled(config, others, column_of[1], keys[1], evaluated, config.cut_seed),
     ]
-    labels = [
-        read_labels(rows, name, describe(config), key) for rows, name, key in zip(parts, column_of, keys, strict=True)
+    labels = number_labels(
+        [read_labels(rows, name, describe(config), key) for rows, name, key in zip(parts, column_of, keys, strict=True)]
+    )
+    known = [
+        dataset_of(rows, column, of_part, name, labels.names, labels.classes)
+        for rows, of_part, name in zip(parts, labels.parts, (config.split, others.split), strict=True)
     ]
-    named = zip(parts, number_labels(labels), (config.split, others.split), strict=True)
-    known = [dataset_of(rows, column, of_part, name) for rows, of_part, name in named]
+    announce_stream(describe(config), shards.count, others.count, known)
     return replace(shards, stream=train.select_columns([column])), known[0], known[1]
 
 
@@ -355,20 +358,16 @@ def all_undecoded(stream: datasets.IterableDataset, column: str) -> datasets.Ite
 def open_streams(
     config: SourceConfig,
 ) -> tuple[dict[str, datasets.IterableDataset], Files | None, dict[str, datasets.Dataset]]:
-    """All splits as streams, and what they are read from: the files (see `files_of`), and the rows.
+    """All splits as streams, and what they are read from: the files (see `files_of`), or the rows.
 
     What has no shards of its own, as a folder of image files, is indexed and cut into some: those are the rows.
     """
-    path = Path(config.path or "").expanduser()
-    elsewhere = config.path is None or not (path.is_dir() or path.name.endswith(ARCHIVES))
-    sharded = elsewhere or any(file.name not in LISTS for end in SHARD_FILES for file in path.rglob(f"*{end}"))
-    if sharded and not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
-        return load_splits(config, streaming=True), list_files(config), {}
-    splits = load_splits(config)
-    files = [file for rows in splits.values() for cached in rows.cache_files for file in files_of(cached["filename"])]
+    splits = load_splits(config, streaming=True)
+    if all(isinstance(rows, datasets.IterableDataset) for rows in splits.values()):
+        return splits, list_files(config), {}
     streams = {}
     for name, rows in splits.items():  # shuffled: files come sorted by class, and a shard should have all of them
         shuffled = rows.select(permutation(Stream.CUT, config.cut_seed, 2, len(rows)))
         shards = min(FOLDER_SHARDS, -(-len(rows) // FEWEST_ROWS))
         streams[name] = shuffled.to_iterable_dataset(num_shards=shards)
-    return streams, [*files, ["shuffled by", str(config.cut_seed)]], splits
+    return streams, None, splits
