@@ -56,13 +56,13 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
         *(f"train-{n:05d}-of-00004.parquet" for n in range(4)),
     ]
     loaded = datasets.load_dataset(str(tmp_path / "out"))
-    assert loaded["train"].features["label"].names == ["cat", "dog"] and loaded["train"].num_rows == 28
+    assert loaded["train"].num_rows == 28
     rows = loaded["train"].cast_column("image", datasets.Image(decode=False))
     seen = {Path(row["image"]["path"]).name: row for row in rows}
     assert list(seen) != sorted(seen)  # shuffled
     for number in range(28):
         row, size = seen[f"{number:02d}.png"], (40, 48) if number % 2 else (90, 120)
-        assert row["label"] == (0 if number % 3 else 1)
+        assert row["label"] == ("cat" if number % 3 else "dog")
         assert row["image"]["path"] == f"train/{'cat' if number % 3 else 'dog'}/{number:02d}.png"  # nothing above it
         data, original = row["image"]["bytes"], encoded(picture(number, size))
         if number % 2:

@@ -49,7 +49,7 @@ def labelled_in_words(labels: NDArray[np.int64] | None) -> str:
 
 def has_label(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
     """(n,): which images have one; labels (n,), or (n, L) of which any is right."""
-    return (labels >= 0).reshape(len(labels), -1).any(1)
+    return labels >= 0 if labels.ndim == 1 else (labels >= 0).any(1)
 
 
 def warn_of_labels(train: "ImageDataset", held_out: "ImageDataset") -> None:

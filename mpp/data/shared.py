@@ -82,7 +82,7 @@ def write(table: pa.Table, place: Path) -> Path:
     """Write a table, complete or not at all; it goes when this process ends."""
     file, aside = Path(f"{place}.{writer()}.arrow"), Path(f"{place}.partial")
     try:
-        with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        with aside.open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table, max_chunksize=ROWS)
         aside.replace(file)
     finally:

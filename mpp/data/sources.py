@@ -36,7 +36,7 @@ from mpp.data.formats import ARRAYS, SHARDS, TABLES, ending
 from mpp.data.hub import check_commit, of_the_hub
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.links import plain_path
-from mpp.data.listing import ANY_BYTES, Found, Listing, as_path, list_images, shared
+from mpp.data.listing import ANY_BYTES, Found, Listing, as_path, list_images, shared, split_order
 from mpp.data.overview import announce, warn_of_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
@@ -47,7 +47,8 @@ LOADING_ERRORS = (  # what the library and those below it raise for what a user 
     *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
     *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
 )
-ENCODED = ("binary", "large_binary", "string", "large_string")  # image files, or their names
+BINARY = ("binary", "large_binary")  # image files
+ENCODED = (*BINARY, "string", "large_string")  # or their names
 BIRDS = Path(__file__).parent.parent / "birds"
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # what is here is not downloaded
 NAMES = ["bytes", "path"]  # of an image file's cell
@@ -389,8 +390,10 @@ def holds_images(table: str) -> bool:
         features = datasets.Features.from_arrow_schema(schema)
     except LOADING_ERRORS:
         return False
-    binary = [name for name, feature in features.items() if getattr(feature, "dtype", None) in ENCODED[:2]]
-    return bool(binary) or any(isinstance(each, datasets.Image) or is_cell(each) for each in features.values())
+    return any(
+        isinstance(each, datasets.Image) or is_cell(each) or getattr(each, "dtype", "") in BINARY or numbers_of(each)
+        for each in features.values()
+    )
 
 
 def listing_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
@@ -404,7 +407,8 @@ def listing_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> List
     for parts, file in tree.shards:
         shards.setdefault(tars.split_of(file, parts), []).append(file)
     if tree.kinds & TABLES or streaming:
-        return Listing(shards=shards).take(tree.left_out)
+        in_order = {split: shards[split] for split in sorted(shards, key=split_order)}
+        return Listing(shards=in_order).take(tree.left_out)
     return tars.list_shards(shards, config).take(tree.left_out)
 
 
