@@ -25,7 +25,7 @@ from evaluation.suite.figures import plot_map
 from evaluation.suite.gallery import look_at, losses_of, nearest_neighbours, plane, predicted, sheet
 from evaluation.suite.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
 from evaluation.suite.reports import percent
-from evaluation.suite.run_images import parse_with_images, run_folder, variant
+from evaluation.suite.run_images import check_own_images, parse_with_images, run_folder, variant
 from mpp.config import Config, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
@@ -206,6 +206,7 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
         encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
     )
     try:
+        check_own_images(config)
         subject = visualize.subject_of(drawing)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
@@ -341,7 +342,8 @@ def settings_blocks(folder: Path) -> list:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Report as the command line, or `arguments`, say."""
-    report(parse_with_images(ReportConfig, arguments, prog="python evaluation/report.py"))
+    config = parse_with_images(ReportConfig, arguments, prog="python evaluation/report.py", refuse_changed=False)
+    report(config)  # without its images a run still has curves
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     run = tmp_path / "labels"
     pairs = ["--data.channels=2", "--data.bands=[4,2]", "--data.range=[[0,16000],[0,9000]]", "--data.eval_split=test"]
     supervised.main([*words, *pairs, f"--run.dir={run}"])
-    learned = learned_labels(str(run))
+    learned = learned_labels(str(run)).source
     assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
     said = as_arguments(learned)
     assert "--data.bands '[4, 2]'" in said and "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,8 +155,8 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, 
     assert of_nothing.data == fewshot.FewshotConfig().data
 
 
-def test_a_run_of_the_hub_is_judged_by_a_folder_of_that_name(trained, tmp_path, monkeypatch):
-    """It noted a commit, which a folder does not have."""
+def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_path, monkeypatch):
+    """The run noted a commit, which a folder does not have."""
     saved = yaml.safe_load((trained / "config.yaml").read_text())
     saved["data"]["path"] = "some/set"
     (trained / "config.yaml").write_text(yaml.safe_dump(saved))
@@ -162,10 +164,173 @@ def test_a_run_of_the_hub_is_judged_by_a_folder_of_that_name(trained, tmp_path, 
     noted = {part: of | {"revision": "0" * 40} for part, of in noted.items()}
     (trained / "data.json").write_text(json.dumps(noted))
     monkeypatch.chdir(tmp_path)
-    read = [parse_with_images(fewshot.FewshotConfig, [f"--encoder={trained}"], "").data.revision]
+    assert parse_with_images(fewshot.FewshotConfig, [f"--encoder={trained}"], "").data.revision == "0" * 40
     (tmp_path / "some" / "set").mkdir(parents=True)
-    read.append(parse_with_images(fewshot.FewshotConfig, [f"--encoder={trained}"], "").data.revision)
-    assert read == ["0" * 40, None]
+    with pytest.raises(UserError, match=rf"{trained} was trained on the hub's dataset some/set, but .*set is here"):
+        parse_with_images(fewshot.FewshotConfig, [f"--encoder={trained}"], "")
+    named = parse_with_images(fewshot.FewshotConfig, [f"--encoder={trained}", "--data.path=./some/set"], "")
+    assert (named.data.path, named.data.revision) == ("./some/set", None)
+
+
+def own_images(run, *words):
+    """The settings of the images by which a run is judged."""
+    return parse_with_images(fewshot.FewshotConfig, [f"--encoder={run}", *words], "").data
+
+
+@pytest.fixture
+def of_a_relative_path(pretrain, image_folder, tmp_path, monkeypatch):
+    """A run that was given its images as `images`, from the folder where these are."""
+    monkeypatch.chdir(tmp_path)
+    return pretrain("--data.path=images", *CUT, "--data.cut_seed=3")
+
+
+def test_a_run_is_judged_by_its_own_images_from_wherever_it_is(of_a_relative_path, image_folder, tmp_path, monkeypatch):
+    others = tmp_path / "elsewhere" / "images" / "cat"
+    others.mkdir(parents=True)
+    (others / "00.png").write_bytes(encoded(picture(50)))
+    monkeypatch.chdir(others.parents[1])
+    found = own_images(of_a_relative_path)
+    assert (found.path, found.cut_seed) == (str(image_folder), 3)
+    assert variant(KnnConfig(encoder=str(of_a_relative_path), data=replace(KnnConfig().data, path="images"))) != ""
+
+
+def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
+    new = image_folder / "cat" / "00.png"
+    new.write_bytes(encoded(picture(99)))
+    with pytest.raises(UserError, match=rf"{image_folder} no longer holds the images that {of_a_relative_path} began"):
+        fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
+    new.unlink()
+    file = image_folder / "cat" / "01.png"
+    file.write_bytes(encoded(picture(98)))
+    with pytest.raises(UserError, match=r"train: the files .* changed"):
+        own_images(of_a_relative_path)
+    assert own_images(of_a_relative_path, f"--data.path={image_folder}").cut_seed == 0  # named by somebody
+
+
+def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder, tmp_path, capsys):
+    moved, gone = (
+        tmp_path / "moved" / "to",
+        rf"the images of {of_a_relative_path} were at {image_folder}, which is gone",
+    )
+    moved.parent.mkdir()
+    image_folder.rename(moved)
+    with pytest.raises(UserError, match=rf"{gone}; name where they are now by --data\.path"):
+        own_images(of_a_relative_path)
+    found = own_images(of_a_relative_path, f"--data.path={moved}")
+    assert (found.path, found.cut_seed, found.eval_split) == (str(moved), 3, None)
+    assert variant(KnnConfig(encoder=str(of_a_relative_path), data=replace(KnnConfig().data, path=str(moved)))) == ""
+    other = tmp_path / "other"
+    shutil.copytree(moved, other)
+    (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
+    capsys.readouterr()
+    assert own_images(of_a_relative_path, f"--data.path={other}").cut_seed == 0
+    assert f"{gone}; those at {other} are others: train: the files" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_gone_never_becomes_a_name_of_the_hub(of_a_relative_path, image_folder, tmp_path):
+    """Also where the run's config has the relative spelling of an earlier version."""
+    image_folder.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=rf"were at {image_folder}, which is gone"):
+        own_images(of_a_relative_path)
+    saved = of_a_relative_path / "config.yaml"
+    saved.write_text(saved.read_text().replace(str(image_folder), "images"))
+    with pytest.raises(UserError, match=rf"were at {image_folder}, which is gone"):
+        own_images(of_a_relative_path)
+
+
+def test_a_run_goes_on_by_any_spelling_of_its_paths(pretrain, image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = export(tmp_path / "first", 0)
+    run = pretrain("--data.path=images", "--model.init_from=first", *CUT)
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert (saved["data"]["path"], saved["model"]["init_from"]) == (str(image_folder), str(first))
+    for path in ("images", "./images", str(image_folder)):
+        pretrain(f"--data.path={path}", "--model.init_from=first", *CUT)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(tmp_path) + "/", ""))
+    pretrain("--data.path=images", "--model.init_from=first", *CUT)  # as earlier versions saved it
+    with pytest.raises(UserError, match=r"another config: model\.init_from differ"):
+        pretrain("--data.path=images", f"--model.init_from={export(tmp_path / 'other', 1)}", *CUT)
+
+
+def test_a_run_goes_on_where_its_images_moved_to(of_a_relative_path, pretrain, image_folder, tmp_path):
+    options = (*CUT, "--data.cut_seed=3")
+    image_folder.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=rf"data\.path is images; .* were at {image_folder}, which is gone"):
+        pretrain("--data.path=images", *options)
+    pretrain("--data.path=moved", *options)
+    (tmp_path / "moved" / "cat" / "01.png").unlink()
+    with pytest.raises(UserError, match=r"another config: data\.path differ"):
+        pretrain("--data.path=moved", *options)
+
+
+@pytest.mark.parametrize("stream", ["of shards", "of a folder"])
+def test_the_images_of_a_stream_are_compared_by_its_files(pretrain, shards, image_folder, stream):
+    place = shards if stream == "of shards" else image_folder
+    more = () if stream == "of shards" else ("--data.eval_split=null",)
+    run = pretrain(f"--data.path={place}", "--data.streaming=true", *more)
+    assert own_images(run).path == str(place)
+    file = sorted(place.rglob("*.p*"))[0]
+    file.rename(file.with_name(file.name.replace("0", "9", 1)))
+    with pytest.raises(UserError, match=rf"{place} no longer holds the images .*train: the files .* changed"):
+        own_images(run)
+
+
+@pytest.fixture
+def supervised_run(image_folder, tmp_path):
+    """A run that learned the labels of nine of the twelve images."""
+    options = ["--run.steps=1", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=4"]
+    options += ["--optim.warmup_steps=0", "--model.width=16", "--model.depth=1", "--model.img_size=16"]
+    folder = tmp_path / "labelled"
+    supervised.main([*options, "--run.report=false", f"--data.path={image_folder}", *CUT, f"--run.dir={folder}"])
+    return folder
+
+
+def judged(run, path, **settings) -> tuple:
+    """The arguments of `check_unseen` for the images at a path."""
+    source = SourceConfig(path=str(path), **{"eval_split": None, "eval_fraction": 0.25} | settings)
+    return str(run), source, *load_image_datasets(source)
+
+
+@pytest.mark.parametrize("original", ["there", "gone"])
+def test_labels_of_a_copy_are_known_too(supervised_run, image_folder, tmp_path, original):
+    copy = shutil.copytree(image_folder, tmp_path / "copy")
+    if original == "gone":
+        shutil.rmtree(image_folder)
+    check_unseen(*judged(supervised_run, copy))  # what was held out
+    with pytest.raises(UserError, match=rf"labels of [123] of these 3 test images; .*--data\.path {copy}"):
+        check_unseen(*judged(supervised_run, copy, cut_seed=1))
+
+
+def in_another_container(image_folder, tmp_path, keep=lambda name: True):
+    """The same image files as a parquet file, without their names and in another order."""
+    files = [file for file in sorted(image_folder.rglob("*.png"), key=lambda file: file.name) if keep(file.name)]
+    rows = dataset_of([file.read_bytes() for file in files], label=[number % 2 for number in range(len(files))])
+    rows.to_parquet(tmp_path / "set.parquet")
+    return tmp_path / "set.parquet"
+
+
+def test_labels_of_the_same_images_in_another_container_are_known(supervised_run, image_folder, tmp_path):
+    train, _ = load_image_datasets(judged(supervised_run, image_folder)[1])
+    learned = {name.rpartition("/")[2] for name in map(train.name, range(len(train)))}
+    for part, message in ((learned, r"labels of 2 of these 2 test images"), (set(), None)):
+        file = in_another_container(image_folder, tmp_path, lambda name, part=part: (name in learned) == bool(part))
+        arguments = judged(supervised_run, file)
+        if message is None:
+            check_unseen(*arguments)  # held-out images alone
+        else:
+            with pytest.raises(UserError, match=message):
+                check_unseen(*arguments)
+
+
+def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, tmp_path, capsys):
+    train, _ = load_image_datasets(judged(supervised_run, image_folder)[1])
+    cells = [encoded(picture(100 + number)) for number in range(200)]
+    own = dataset_of([*cells[:100], Path(train.name(0)).read_bytes()], label=[0, 1] * 50 + [0])
+    dataset_of(cells, label=[0, 1] * 100).to_parquet(tmp_path / "set" / "train.parquet")
+    own.to_parquet(tmp_path / "set" / "test.parquet")
+    capsys.readouterr()
+    check_unseen(*judged(supervised_run, tmp_path / "set", eval_split="test"))
+    assert "was trained with the labels of 1 of these 101 test images: duplicates" in capsys.readouterr().out
 
 
 def test_an_encoder_says_how_its_files_were_read(pretrain, tmp_path):

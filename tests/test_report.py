@@ -157,7 +157,7 @@ def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pr
     (tmp_path / "plain").rename(tmp_path / "away")
     report([f"--encoder={run}", f"--out={tmp_path / 'again.html'}", *FAST])
     seen, words = read(tmp_path / "again.html")
-    assert "Pictures: data.path is" in words and seen.tags["img"] >= 3  # those that were drawn
+    assert "Pictures: the images of" in words and seen.tags["img"] >= 3  # those that were drawn
 
 
 def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):

@@ -16,12 +16,24 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 30  # seconds for the hub's answer
 
 
+def is_url(path: str) -> bool:
+    """Whether `data.path` is a URL that fsspec reads."""
+    return "://" in path
+
+
+def is_local(path: str | None) -> bool:
+    """Whether there is a file or folder here of that name."""
+    return path is not None and not is_url(path) and Path(path).expanduser().exists()
+
+
+def may_be_of_the_hub(path: str | None) -> bool:
+    """Whether `data.path` is spelled as names of the hub are, and not as a URL or as what can only be a path here."""
+    return path is not None and not is_url(path) and not path.startswith((".", "/", "~")) and path.count("/") < 2
+
+
 def of_the_hub(config: ImagesConfig) -> bool:
     """Whether `data.path` is a name of the hub's: no file or folder here, and no URL."""
-    path = config.path
-    if path is None or "://" in path or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        return False
-    return not Path(path).exists()
+    return may_be_of_the_hub(config.path) and not Path(config.path).exists()
 
 
 def commit_of(config: ImagesConfig, begun_with: str | None = None) -> str | None:

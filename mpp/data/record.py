@@ -86,6 +86,15 @@ def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[b
             yield b"unreadable"
 
 
+def listed(files: list[list[str]] | None) -> str | None:
+    """What the files of a stream are known by: names and sizes; None: they are unknown.
+
+    Args:
+        files: name, size and stamp of each: see `mpp.data.samples`.
+    """
+    return short_digest([f"{name}\t{size}\n".encode() for name, size, *_ in files]) if files else None
+
+
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed of what is known, in words, part by part: "train: number of images was 633, is 634"."""
     unlisted = not_listed(before) | not_listed(now)

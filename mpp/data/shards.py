@@ -23,7 +23,7 @@ from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.overview import announce_stream
 from mpp.data.reading import NETWORK_ERRORS, retried
-from mpp.data.record import image_files, short_digest
+from mpp.data.record import image_files, listed, short_digest
 from mpp.data.samples import Files, keep, list_files
 from mpp.data.sources import (
     LOADING_ERRORS,
@@ -143,8 +143,7 @@ class Shards:
         known = {"split": self.split, "shards": self.count, "chosen": numbers, "revision": revision}
         if self.rows is not None:
             return known | {"names": short_digest(image_files(self.rows, self.image_column, retries))}
-        named = self.files and short_digest([f"{name}\t{size}\n".encode() for name, size, *_ in self.files])
-        return known | {"files": named}
+        return known | {"files": listed(self.files)}
 
     def describe(self) -> str:
         return f"a stream of {self.count} shards"

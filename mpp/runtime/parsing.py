@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -308,15 +308,17 @@ def differing(config: Any) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if value != usual[key]}
 
 
-def changed_keys(config: Any, path: Path) -> list[str]:
+def changed_keys(config: Any, path: Path, spelled: Callable[[Any], Any] = lambda config: config) -> list[str]:
     """Keys of settings that are not operational in which `config` differs from the one saved at `path`.
 
+    Args:
+        spelled: a config to the same config, in the spelling in which the two are compared.
     Raises:
         UserError: the saved file is not a config of this kind.
     """
     try:
-        saved = flatten(parse_saved(type(config), path))
+        saved = flatten(spelled(parse_saved(type(config), path)))
     except ValueError as error:
         raise UserError(f"{path} is not a config of this command ({error})") from None
-    kept = ((key, value) for key, field, value in settings(config) if not field.metadata.get("operational"))
+    kept = ((key, value) for key, field, value in settings(spelled(config)) if not field.metadata.get("operational"))
     return [key for key, value in kept if value != saved[key]]

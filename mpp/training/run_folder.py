@@ -14,12 +14,17 @@ verdict.json                       what was said of it after the last evaluation
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from mpp.data.record import differences, not_listed, together
+from mpp.config import SourceConfig
+from mpp.data.hub import is_local, is_url, may_be_of_the_hub
+from mpp.data.record import differences, listed, not_listed, record, together
+from mpp.data.samples import list_files
+from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import aside_of, write_whole
@@ -29,6 +34,14 @@ from mpp.training.checkpoint import newest_step
 
 CONFIG, IMAGES = "config.yaml", "data.json"
 REPORT, CHECK = "report.html", "check.html"  # what evaluation/report.py and evaluation/check.py write
+PLACES = {
+    "": ("encoder", "checkpoint"),
+    "data": ("path", "labels"),
+    "model": ("init_from",),
+    "objective": ("teacher", "teacher_checkpoint"),
+    "distill": ("teacher",),
+}
+"""Settings of all commands that may name a file or a folder here, by their group."""
 
 
 def open_run(config: Any, accelerator: Accelerator) -> Path:
@@ -54,7 +67,9 @@ def check_owner(config: Any, folder: Path) -> None:
     if not is_ours(folder):
         raise UserError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
     saved = folder / CONFIG
-    different = changed_keys(config, saved) if saved.is_file() else []
+    different = changed_keys(config, saved, with_absolute_paths) if saved.is_file() else []
+    if "data.path" in different and has_moved_images(folder, with_absolute_paths(config).data):
+        different.remove("data.path")
     if different:
         raise UserError(
             f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
@@ -80,10 +95,24 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 
 
 def write_config(config: Any, folder: Path) -> None:
-    """Save the resolved config, before anything else is written; UserError where the folder is not the run's."""
+    """Save the resolved config, before anything else is written; UserError where the folder is not the run's.
+
+    Paths are saved absolute: the run's images and weights are read again later, from other folders.
+    """
     check_owner(config, folder)  # once more: building the task may have taken long
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / CONFIG, to_yaml(config))
+    write_whole(folder / CONFIG, to_yaml(with_absolute_paths(config)))
+
+
+def with_absolute_paths(config: Any) -> Any:
+    """The config with absolute paths of files and folders that are here; names of the hub and of timm stay."""
+    for group, names in PLACES.items():
+        holder = getattr(config, group, None) if group else config
+        given = {name: getattr(holder, name, None) for name in names}
+        here = {name: str(Path(value).expanduser().absolute()) for name, value in given.items() if is_local(value)}
+        if here:
+            config = replace(config, **({group: replace(holder, **here)} if group else here))
+    return config
 
 
 def write_record(folder: Path, images: dict[str, Any]) -> None:
@@ -106,6 +135,47 @@ def write_record(folder: Path, images: dict[str, Any]) -> None:
         unknown = f"the files could not be listed {when}; whether they are those that the run began with is unknown"
         print(f"warning: {folder}: {part}: {unknown}", file=sys.stderr)
     write_whole(folder / IMAGES, json.dumps(together(before, images), indent=1))
+
+
+def has_moved_images(folder: Path, data: SourceConfig) -> bool:
+    """Whether the images of a run, which are no longer where they were, are those that `data.path` names.
+
+    Raises:
+        UserError: `data.path` names a dataset of the hub where the run's was a folder, or images that cannot be loaded.
+    """
+    was = (saved_settings(folder).get("data") or {}).get("path")
+    if was is None or may_be_of_the_hub(was) or is_url(was) or is_local(was):
+        return False
+    if not is_local(data.path):
+        raise UserError(
+            f"data.path is {data.path}; the images of {folder} were at {was}, which is gone: name its place"
+        )
+    return bool(images_of(folder)) and not changed_images(folder, data)
+
+
+def changed_images(folder: Path, data: SourceConfig) -> list[str]:
+    """How images differ from those that a run began with, in words; nothing: as far as data.json says, in nothing.
+
+    Of a stream the names and sizes of the files are compared; of others, names and the bytes of some.
+
+    Args:
+        data: the settings of the run's images, perhaps with another `path`.
+    Raises:
+        UserError: they cannot be loaded.
+    """
+    began = images_of(folder) or {}
+    train = began.get("train", {})
+    if "shards" in train and "names" not in train:
+        return differences(began, {"train": {"files": listed(list_files(data))}})
+    now = {}
+    for part, dataset in zip(("train", "held_out"), load_image_datasets(data), strict=True):
+        known = record(dataset, labels=False, retries=data.read_retries)
+        now[part] = {key: known[key] for key in ("split", "files")}
+        if began.get(part, {}).get("chosen", "") is None:  # all images of the split
+            now[part]["images"] = len(dataset.origin.rows)
+    if "shards" in train:  # a folder that was cut into shards
+        now = {"train": {"names": now["train"]["files"]}}
+    return differences(began, now)
 
 
 def commit_begun_with(folder: Path) -> str | None:
