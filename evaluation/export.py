@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
 from evaluation.suite.encoders import FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
-from evaluation.suite.extraction import Features, readable, views_for
+from evaluation.suite.extraction import Features, Readable, extract_readable, views_for, warn_left_out
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import load_shown, parse_with_images, run_folder
 from evaluation.suite.teachers import averaged, classifier_at
@@ -39,7 +39,7 @@ from mpp.data.sources import ImageDataset
 from mpp.data.views import Batch, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
-from mpp.frozen_features import extract, pool
+from mpp.frozen_features import pool
 from mpp.models.encoder import export_encoder, load_encoder, set_attention
 from mpp.runtime.disk import aside_of
 from mpp.runtime.launch import command, start_alone
@@ -258,13 +258,14 @@ class Check(NamedTuple):
         found = []
         for part, seed in zip(parts, (data.eval_seed, data.cut_seed), strict=True):
             chosen = part.choose(most, seed)
-            (of_split,), labels = extract(
-                readable(self.batches(chosen), chosen.split),
+            of_split = extract_readable(
+                Readable(self.batches(chosen), chosen.split),
                 lambda images: [run(self.prepared(images.cpu()))],
                 len(chosen),
                 self.accelerator,
             )
-            found += [of_split, labels]
+            warn_left_out(tuple(of_split.broken))
+            found += of_split.arrays
         results = fewshot.evaluate(Features(*found).check(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
         return float(np.mean([result["accuracy"] for result in results]))
 

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     place = report_path(config.out, config.encoder, f"features{variant(config)}.npz")
-    by_depth = extract_features(config, accelerator)
+    by_depth = extract_features(config, accelerator).by_depth
     if accelerator.is_main_process:
         for depth, features in by_depth.items():
             path = place.with_stem(f"{place.stem}_depth_{depth:02d}") if len(by_depth) > 1 else place

@@ -8,7 +8,6 @@ class, features whitened by the support set, a penalised bias of 100, targets -1
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
 from evaluation.suite.extraction import Features
+from evaluation.suite.labelled import note
 from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
 from mpp.metrics import is_right
@@ -80,15 +80,9 @@ def predict(
     return [np.concatenate(of_l2) for of_l2 in predictions]
 
 
-@cache
-def note(text: str) -> None:
-    """Say it once, not again at every depth."""
-    print(f"note: {text}")
-
-
 def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
     """Accuracy for every number of shots, seed and l2."""
-    classes = int(max(features.train_labels.max(), features.test_labels.max())) + 1
+    features, classes = features.numbered()
     truth = torch.from_numpy(features.test_labels)
     counts = np.bincount(features.train_labels, minlength=classes)
     for shots in config.shots:

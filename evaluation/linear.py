@@ -130,7 +130,7 @@ def fitted_accuracies(
 
 def evaluate(features: Features, config: LinearConfig) -> list[dict]:
     """Test accuracy with the penalty or learning rate that is best on the dev split."""
-    classes = int(max(features.train_labels.max(), features.test_labels.max())) + 1
+    features, classes = features.numbered()
     name, choices = ("l2", config.l2) if config.solver == "lbfgs" else ("lr", config.lr)
     seeds = (0,) if config.solver == "lbfgs" else config.seeds
     tried = fitted_accuracies(features.dev(), config, classes, [(choice, seeds[0]) for choice in choices])

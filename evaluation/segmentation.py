@@ -27,6 +27,7 @@ from evaluation.suite.encoders import GRID, ColorFloor, FrozenEncoder, Unavailab
 from evaluation.suite.figures import DPI, plot_segmentation
 from evaluation.suite.patches import (
     IGNORED,
+    ExtractedPatches,
     Masked,
     PatchFeatures,
     PatchFloor,
@@ -160,15 +161,35 @@ def confusion(truth: Tensor, found: Tensor, classes: int) -> Tensor:
     return total.view(classes, classes)
 
 
-def scores_of(counts: Tensor) -> dict[str, Any]:
+def numbered(features: PatchFeatures) -> tuple[PatchFeatures, NDArray[np.int16]]:
+    """The same with classes that are numbered from 0 without gaps, and the numbers (C,) that the masks have for them.
+
+    Raises:
+        UserError: the masks are of one class.
+    """
+    most = classes_of(features)
+    numbers = np.union1d(classes_in(features.train_masks), classes_in(features.test_masks))
+    if len(numbers) == most:
+        return features, numbers
+    ranks = np.full(most + 1, IGNORED, np.int16)  # the last one is that of ignored pixels, whose number is -1
+    ranks[numbers] = np.arange(len(numbers))
+    masks = {"train_masks": ranks[features.train_masks], "test_masks": ranks[features.test_masks]}
+    return features._replace(**masks), numbers
+
+
+def scores_of(counts: Tensor, numbers: NDArray[np.int16] | None = None) -> dict[str, Any]:
     """Mean IoU, pixel accuracy, and the IoU of each class: null where it is neither in a mask nor predicted.
 
     Args:
         counts: see `confusion`.
+        numbers: (C,) of the classes in the masks; None: from 0 without gaps.
     """
     right, either = counts.diagonal().double(), (counts.sum(0) + counts.sum(1) - counts.diagonal()).double()
     of_class = [float(a / b) if b else None for a, b in zip(right, either, strict=True)]
     present = [each for each in of_class if each is not None]
+    if numbers is not None:
+        by_number = dict(zip(numbers.tolist(), of_class, strict=True))
+        of_class = [by_number.get(number) for number in range(int(numbers.max()) + 1)]
     return {
         "accuracy": float(np.mean(present)),  # what all evaluations call their figure
         "pixel_accuracy": float(right.sum() / counts.sum().double()),
@@ -182,14 +203,14 @@ def evaluate(features: PatchFeatures, config: SegmentationConfig, shown: dict[st
     Args:
         shown: gets the predictions of each reading, by its name.
     """
-    classes, truth = classes_of(features), torch.from_numpy(features.test_masks)
-    size = truth.shape[1:]
+    features, numbers = numbered(features)
+    classes, size = len(numbers), features.test_masks.shape[1:]
 
     def judged(predict: Predict, of: PatchFeatures = features, name: str | None = None) -> dict[str, Any]:
         found = predicted(predict, of.test, size, classes)
         if shown is not None and name:
-            shown[name] = found
-        return scores_of(confusion(torch.from_numpy(of.test_masks), found, classes))
+            shown[name] = torch.from_numpy(numbers)[found.long()]
+        return scores_of(confusion(torch.from_numpy(of.test_masks), found, classes), numbers)
 
     results = []
     if "linear" in config.readings:
@@ -210,10 +231,10 @@ def evaluate(features: PatchFeatures, config: SegmentationConfig, shown: dict[st
 
 def most_frequent(features: PatchFeatures, config: SegmentationConfig) -> dict[str, Any]:
     """What the most frequent class of the training masks reaches, predicted for all pixels."""
-    classes, masks = classes_of(features), torch.from_numpy(features.train_masks)
-    counts = confusion(masks, torch.zeros_like(masks), classes).sum(1)
-    truth = torch.from_numpy(features.test_masks)
-    return scores_of(confusion(truth, torch.full_like(truth, int(counts.argmax())), classes))
+    features, numbers = numbered(features)
+    truth, masks = torch.from_numpy(features.test_masks), torch.from_numpy(features.train_masks)
+    counts = confusion(masks, torch.zeros_like(masks), len(numbers)).sum(1)
+    return scores_of(confusion(truth, torch.full_like(truth, int(counts.argmax())), len(numbers)), numbers)
 
 
 def run(config: SegmentationConfig) -> dict[str, Any]:
@@ -232,13 +253,14 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     encoder = patch_encoder(config)
     shown: dict[str, Tensor] = {}
     with deaths_explained():
-        features = features_by_depth(config, encoder, splits, accelerator)
+        features, splits, left_out = features_by_depth(config, encoder, splits, accelerator)
         report = judge(config, features, lambda of_depth: evaluate(of_depth, config, shown), "case")
+        report |= {"left_out": left_out} if any(left_out.values()) else {}
         lines = {config.encoder: results_at(report)}
         least = [most_frequent(next(iter(features.values())), config) | {"case": "all"}]
         del features  # the files of all depths, before the baselines write theirs
         for baseline, floor in baselines_of(config, encoder).items():
-            of_floor = features_by_depth(config, floor, splits, accelerator)
+            of_floor = features_by_depth(config, floor, splits, accelerator).by_depth
             report.setdefault("baselines", {})[baseline] = judge(
                 config, of_floor, lambda of_depth: evaluate(of_depth, config), "case"
             )
@@ -289,11 +311,11 @@ def features_by_depth(
     encoder: FrozenEncoder | PatchFloor,
     splits: tuple[Masked, Masked],
     accelerator: Accelerator,
-) -> dict[int, PatchFeatures]:
+) -> ExtractedPatches:
     """Features at the depths that the config asks for."""
     deepest = len(encoder.stages)
     depths = depths_asked(config.depth if deepest > 1 else "last", deepest)  # a floor has one
-    return extract_patches(encoder, splits, depths, config.data, accelerator)
+    return extract_patches(encoder, splits, depths, config.data, accelerator, config.strict)
 
 
 def results_at(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -328,6 +350,8 @@ def table_of_classes(results: list[dict[str, Any]]) -> str:
     rows = []
     for number in range(len(results[0]["iou"])):
         values = [[of_seed[number] for of_seed in seeds if of_seed[number] is not None] for seeds in of_case.values()]
+        if not any(values):  # a number that no mask has
+            continue
         rows.append([f"class {number}", *(mean_of(each) if each else "-" for each in values)])
     return table(["IoU (%)", *of_case], rows)
 

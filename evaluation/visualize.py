@@ -278,7 +278,7 @@ def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
         raise Unavailable("all training images are of one class, or have no labels")
     shared = {field.name: getattr(subject.config, field.name) for field in dataclasses.fields(EncoderConfig)}
     config = fewshot.FewshotConfig(**shared, representation=subject.config.representation, depth="all")
-    by_depth = extract_features(config, subject.accelerator)
+    by_depth = extract_features(config, subject.accelerator).by_depth
     if len(by_depth) == 1:
         raise Unavailable("this encoder has one depth")
     report = judge(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")

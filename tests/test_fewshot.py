@@ -5,12 +5,14 @@ import pickle
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest, norm
 from sklearn.linear_model import Ridge
 
-from evaluation import fewshot
+from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig
-from evaluation.fewshot import evaluate, note, orders, predict
+from evaluation.fewshot import evaluate, orders, predict
 from evaluation.suite.extraction import NAMES, Features, load_features, save_features
+from evaluation.suite.labelled import half_width, note, note_tested
 
 
 def features(classes=7, per_class=30, width=20, test=200, seed=0) -> Features:
@@ -110,6 +112,94 @@ def test_a_class_that_is_only_tested_is_never_right():
     assert evaluate(data, config)[0]["accuracy"] == pytest.approx(known * others.mean())
 
 
+FAR_APART = np.array([7, 45123, 998877, 5219404, 10**9, 10**12, 2**62])
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (fewshot, ["--shots=5", "--seeds=0"]),
+        (knn, ["--neighbours=5"]),
+        (linear, ["--l2=0.01"]),
+        (linear, ["--solver=sgd", "--lr=0.1", "--epochs=3", "--seeds=0"]),
+    ],
+)
+def test_identifiers_cost_what_as_many_classes_cost(tmp_path, command, options):
+    """Millions of columns would take gigabytes; 2**62 of them no machine has."""
+    plain = features()
+    apart = plain._replace(train_labels=FAR_APART[plain.train_labels], test_labels=FAR_APART[plain.test_labels])
+    accuracies = []
+    for name, data in (("plain", plain), ("apart", apart)):
+        save_features(tmp_path / f"{name}.npz", data)
+        out = tmp_path / f"{name}.json"
+        command.main([f"--features={tmp_path / name}.npz", f"--out={out}", "--threads=1", *options])
+        accuracies.append(json.loads(out.read_text())["results"][0]["accuracy"])
+    assert accuracies[0] == accuracies[1] > 2 / 7  # chance is a seventh
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_classes_are_numbered_without_gaps_in_their_order(several):
+    test_labels = np.array([[3, -1], [40, 9], [10**9, 3]]) if several else np.array([3, 40, 10**9])
+    data = Features(np.zeros((3, 2)), np.array([40, 3, 40]), np.zeros((3, 2)), test_labels)
+    found, classes = data.numbered()
+    assert found.train_labels.tolist() == ([2, 0, 2] if several else [1, 0, 1])
+    assert found.test_labels.tolist() == ([[0, -1], [2, 1], [3, 0]] if several else [0, 1, 2])
+    assert classes == (4 if several else 3)
+
+
+def test_classes_without_a_training_image_are_counted_and_named(capsys):
+    train, test = np.array([0, 1, 1]), np.array([0, 1, 5, 5, 7, 8, 9] * 20)
+    note.cache_clear()
+    note_tested(train, test)
+    note_tested(train, test)  # the next run
+    note_tested(train, test, ["ash", "beech", "elm", "fir", "fig", "birch", "yew", "oak"])
+    lost = "note: 100 of 140 test images are of 4 classes without a training image"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{lost} (5, 7, 8, ...): they count as wrong",
+        f"{lost} (birch, oak, 8, ...): they count as wrong",
+    ]
+    any_is_right = np.array([[0, 5], [5, -1], [1, -1], [6, 5]] * 30)
+    note_tested(train, any_is_right)
+    assert "60 of 120 test images are of 2 classes without" in capsys.readouterr().out
+    note_tested(train, np.array([0, 1] * 50))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("command", "options"), [(fewshot, ["--shots=5"]), (knn, ["--neighbours=5"]), (linear, ["--l2=0.01"])]
+)
+def test_every_probe_counts_a_class_that_is_only_tested_as_wrong(tmp_path, capsys, command, options, several):
+    data = features(classes=3)
+    labels = np.where(data.test_labels == 2, 50, data.test_labels)
+    labels = np.c_[labels, np.full(len(labels), -1)] if several else labels
+    save_features(tmp_path / "f.npz", data._replace(test_labels=labels))
+    note.cache_clear()
+    command.main([f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}", "--threads=1", *options])
+    assert "66 of 200 test images are of 1 class without a training image (50)" in capsys.readouterr().out
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert all(0.3 < each["accuracy"] <= 134 / 200 for each in results)
+
+
+@pytest.mark.parametrize("count", [1, 48, 99, 1000])
+def test_the_interval_of_few_images_is_wilsons(count):
+    low, high = binomtest(count // 2, count).proportion_ci(method="wilson")
+    if count % 2:  # of a share of exactly a half
+        z, p = norm.ppf(0.975), 0.5
+        half = z / (1 + z**2 / count) * np.sqrt(p * (1 - p) / count + z**2 / (4 * count**2))
+        low, high = p - half, p + half
+    assert half_width(count) == pytest.approx((high - low) / 2, rel=1e-4)
+
+
+def test_few_images_are_said_once(tmp_path, capsys):
+    save_features(tmp_path / "f.npz", features(test=48))
+    note.cache_clear()
+    for _ in range(2):
+        fewshot.main([f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}", "--shots=5"])
+    said = "note: 48 held-out images: an accuracy of 50 % is known to within 14 points\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def test_labels_of_any_integer_type_are_taken(tmp_path):
     data = features()
     save_features(tmp_path / "f.npz", data._replace(train_labels=data.train_labels.astype(np.uint8)))
@@ -161,6 +251,7 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
         ({"train_labels": None}, "lacks train_labels"),
         ({"train_features": np.full((210, 20), np.nan)}, "train_features have values that are not finite"),
         ({"train_labels": np.full(210, -1)}, "train_labels must be integers from 0"),
+        ({"test_labels": np.full(200, 2**63, np.uint64)}, "test_labels must be integers from 0 and below"),
         ({"train_labels": np.zeros(210, np.int64)}, "all training images are of one class"),
         ({"train_labels": np.zeros(3, np.int64)}, "disagree"),
         ({"test_features": np.zeros((200, 3), np.float32)}, "20 and 3 wide"),

@@ -247,19 +247,60 @@ def test_random_means_random_whatever_weights_there_are(vit, tmp_path):
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_labels_and_readable_images_are_needed(vit, tmp_path):
+def test_labels_are_needed(vit, tmp_path):
     (tmp_path / "images").mkdir()
     for number in range(6):
         (tmp_path / "images" / f"{number}.png").write_bytes(encoded(picture(number)))
     with pytest.raises(ValueError, match=r"no labels; name their column by data\.label_column"):
         fewshot.main([f"--encoder={vit[1]}", f"--data.path={tmp_path / 'images'}", *FAST])
-    for name in ("cat", "dog"):
-        (tmp_path / "classes" / name).mkdir(parents=True)
-        for number in range(6):
-            data = encoded(picture(number)) if number > 1 else b"nothing"
-            (tmp_path / "classes" / name / f"{number}.png").write_bytes(data)
-    with pytest.raises(ValueError, match=r"[01]\.png.*; .*[01]\.png.*a probe needs all images"):
-        fewshot.main([f"--encoder={vit[1]}", f"--data.path={tmp_path / 'classes'}", *FAST])
+
+
+def two_classes(folder, broken=()):
+    """Splits of 6 + 3 and of 3 + 3 images of two classes; `broken` are none."""
+    for split, name, count in (("train", "cat", 6), ("train", "dog", 3), ("test", "cat", 3), ("test", "dog", 3)):
+        (folder / split / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            file = f"{split}/{name}/{number}.png"
+            data = b"nothing" if file in broken else encoded(picture(len(file) + 10 * number))
+            (folder / file).write_bytes(data)
+    return folder
+
+
+BROKEN = ("train/cat/1.png", "train/dog/0.png", "test/dog/2.png")
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_images_that_cannot_be_decoded_are_left_out_and_named(vit, tmp_path, capsys, batch_size):
+    """What is left is as if they had not been there."""
+    images, without = two_classes(tmp_path / "all", BROKEN), two_classes(tmp_path / "without")
+    for name in BROKEN:
+        (without / name).unlink()
+    words = [f"--encoder={vit[1]}", f"--data.batch_size={batch_size}", *FAST]
+    saved = [tmp_path / f"{folder.name}.npz" for folder in (images, without)]
+    for folder, out in zip((images, without), saved, strict=True):
+        extract([*words, f"--data.path={folder}", f"--out={out}"])
+    for one, other in zip(*map(load_features, saved), strict=True):
+        assert (one == other).all()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(warnings) == 1 and "warning: 3 images that cannot be decoded are left out" in warnings[0]
+    assert all(name in warnings[0] for name in BROKEN)
+    for folder, expected in ((images, {"train": 2, "test": 1}), (without, None)):
+        knn.main([*words, f"--data.path={folder}", "--neighbours=1", f"--out={tmp_path / 'r.json'}"])
+        assert json.loads((tmp_path / "r.json").read_text()).get("left_out") == expected
+
+
+def test_strict_refuses_images_that_cannot_be_decoded(vit, tmp_path):
+    images = two_classes(tmp_path / "all", BROKEN)
+    with pytest.raises(UserError, match=r"cat/1\.png.*; .*dog/0\.png.*a probe needs all images"):
+        fewshot.main([f"--encoder={vit[1]}", f"--data.path={images}", "--strict=true", *FAST])
+
+
+def test_no_image_that_can_be_decoded_is_an_error(vit, tmp_path):
+    images = two_classes(
+        tmp_path / "all", [f"test/{name}/{number}.png" for name in ("cat", "dog") for number in range(3)]
+    )
+    with pytest.raises(UserError, match="images in a row cannot be decoded"):
+        fewshot.main([f"--encoder={vit[1]}", f"--data.path={images}", *FAST])
 
 
 def test_knn_equals_scikit_learns():

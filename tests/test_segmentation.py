@@ -1,6 +1,7 @@
 """Patches judged by masks: crops that agree, figures against scikit-learn, both readings against closed forms."""
 
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -263,6 +264,41 @@ def test_one_image_leaves_none_to_choose_on():
     with pytest.raises(ValueError, match=r"number of training images is 1; it must be at least 2 where a depth or a r"):
         segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear"))
     assert segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear", lr=0.1, seeds=0))
+
+
+def test_numbers_of_classes_that_are_far_apart_change_nothing():
+    plain, config = some_features(), SegmentationConfig(steps=3, lr=0.01, seeds=0)
+    most = int(max(plain.train_masks.max(), plain.test_masks.max()))
+    numbers = np.r_[3 + 1000 * np.arange(most + 1), IGNORED].astype(np.int16)  # a mask of -1 stays that
+    apart = plain._replace(train_masks=numbers[plain.train_masks], test_masks=numbers[plain.test_masks])
+    pairs = [segmentation.evaluate(each, config) for each in (plain, apart)]
+    pairs = [*zip(*pairs, strict=True), tuple(segmentation.most_frequent(each, config) for each in (plain, apart))]
+    for one, other in pairs:
+        assert one["accuracy"] == other["accuracy"] and one["pixel_accuracy"] == other["pixel_accuracy"]
+        assert other["iou"][3::1000] == one["iou"]
+        assert set(other["iou"]) - set(one["iou"]) == {None}
+
+
+def test_images_whose_mask_cannot_be_decoded_are_left_out(trained, tmp_path, capsys):
+    data, without = (Path(masked_parquet(tmp_path / name)) for name in ("all", "without"))
+    for split, broken in (("train", [0, 5]), ("test", [3])):
+        file = f"{split}-00000-of-00001.parquet"
+        rows = datasets.Dataset.from_parquet(str(data / file)).cast_column("classes", datasets.Image(decode=False))
+        kept = rows.select([index for index in range(len(rows)) if index not in broken])
+        kept.cast_column("classes", datasets.Image()).to_parquet(without / file)
+        cells = [{"bytes": b"none", "path": None} if i in broken else row["classes"] for i, row in enumerate(rows)]
+        rows = rows.remove_columns("classes").add_column("classes", cells, feature=datasets.Image(decode=False))
+        rows.cast_column("classes", datasets.Image()).to_parquet(data / file)
+    reports = []
+    words = [f"--encoder={trained}", "--data.mask_column=classes", "--images=3", *FAST]
+    for folder in (data, without):
+        segmentation.main([*words, f"--data.path={folder}", f"--out={tmp_path / 'r.json'}"])
+        reports.append(json.loads((tmp_path / "r.json").read_text()))
+    assert [report.get("left_out") for report in reports] == [{"train": 2, "test": 1}, None]
+    assert reports[0]["results"] == reports[1]["results"]
+    assert "3 images that cannot be decoded are left out" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"its mask cannot be decoded: \w+; .*a probe needs all images"):
+        segmentation.main([*words, f"--data.path={data}", "--strict=true", f"--out={tmp_path / 'r.json'}"])
 
 
 def test_the_command_judges_an_encoder_and_what_it_has_to_beat(trained, tmp_path, capsys):

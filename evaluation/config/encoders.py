@@ -89,6 +89,8 @@ class FeaturesConfig(EncoderConfig):
     """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
     depth: int | Literal["last", "all", "dev"] = "last"
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    strict: bool = False
+    """Refuse images that cannot be decoded. false: they are left out, and named."""
     out: str | None = operational(None)
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
 

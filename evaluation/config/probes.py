@@ -114,6 +114,8 @@ class SegmentationConfig(EncoderConfig):
     """Judge random weights, and the patch's mean colour and position, beside it."""
     images: int = 6
     """Held-out images in the picture. 0: no picture."""
+    strict: bool = False
+    """Refuse images or masks that cannot be decoded. false: they are left out, and named."""
     out: str | None = operational(None)
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
     data: MaskedDataConfig = group(

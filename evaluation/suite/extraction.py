@@ -2,15 +2,19 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
-from functools import partial
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from numpy.typing import NDArray
+from torch import Tensor
 
 from evaluation.config import FeaturesConfig, ProbeDataConfig
 from evaluation.suite.encoders import FrozenEncoder, depths_asked, encoder_of
@@ -46,8 +50,9 @@ class Features(NamedTuple):
                 raise UserError(f"{source}: {part}_features {features.shape} and {part}_labels {labels.shape} disagree")
             if len(labels) == 0:
                 raise UserError(f"{source}: no labelled images in {part}")
-            if not np.issubdtype(labels.dtype, np.integer) or (labels.max(1) if several else labels).min() < 0:
-                raise UserError(f"{source}: {part}_labels must be integers from 0")
+            whole = np.issubdtype(labels.dtype, np.integer) and labels.max() <= np.iinfo(np.int64).max
+            if not whole or (labels.max(1) if several else labels).min() < 0:
+                raise UserError(f"{source}: {part}_labels must be integers from 0 and below 2**63")
             if not np.issubdtype(features.dtype, np.floating):
                 raise UserError(f"{source}: {part}_features are {features.dtype}, not floating-point numbers")
             if not all(np.isfinite(block).all() for block in in_blocks(features)):
@@ -59,6 +64,16 @@ class Features(NamedTuple):
             raise UserError(f"{source}: all training images are of one class")
         labels = {"train_labels": self.train_labels.astype(np.int64), "test_labels": self.test_labels.astype(np.int64)}
         return self._replace(**labels)
+
+    def numbered(self) -> tuple["Features", int]:
+        """The same with classes that are numbered from 0 without gaps, in their order, and how many they are.
+
+        Numbers in a file may be identifiers, far apart.
+        """
+        labels = self.train_labels, self.test_labels
+        classes = np.unique(np.concatenate([each[each >= 0] for each in labels]))
+        train, test = (np.where(each < 0, -1, np.searchsorted(classes, each)) for each in labels)
+        return self._replace(train_labels=train, test_labels=test), len(classes)
 
     def dev(self) -> "Features":
         """A tenth of train, drawn once, in the place of test: what choices are made on."""
@@ -114,19 +129,75 @@ def load_features(path: Path) -> Features:
     return features.check(str(path))
 
 
-def readable(batches: Iterable[Batch], split: str) -> Iterator[Batch]:
-    """The batches; UserError where images cannot be decoded: features of others would be no measurement.
+class Readable:
+    """Batches, of which it notes the images that cannot be decoded: features of others are in their place.
 
-    After the first, the other images are read to the end, so that all of them are named at once.
+    Args:
+        batches: this process's: the images rank, rank + processes, ... in their order.
+        split: for messages.
+        strict: whether such images are refused: UserError then, after the other images are read, so that all of them
+            are named at once.
     """
-    broken: list[str] = []
-    for batch in batches:
-        broken += batch.unreadable
-        if not broken:
-            yield batch
+
+    def __init__(self, batches: Iterable[Batch], split: str, strict: bool = False, rank: int = 0, processes: int = 1):
+        self.batches, self.split, self.strict = batches, split, strict
+        self.order = iter(range(rank, sys.maxsize, processes))
+        self.missing: list[int] = []
+        """Which images of the split."""
+        self.broken: list[str] = []
+        """Their names, and why."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            wanted = islice(self.order, len(batch.images))
+            self.missing += [own for own, shown in zip(wanted, batch.indices.tolist(), strict=True) if own != shown]
+            self.broken += batch.unreadable
+            if not (self.strict and self.broken):
+                yield batch
+        if self.strict and self.broken:
+            needed = "with --strict true a probe needs all images: replace these by good copies, or remove them"
+            raise UserError(f"{listing(self.broken)} ({self.split}); {needed}")
+
+
+def listing(broken: Sequence[str]) -> str:
+    """Images that cannot be decoded, for a message."""
+    return "; ".join(broken[:NAMED]) + (f"; and {len(broken) - NAMED} more" if len(broken) > NAMED else "")
+
+
+class Whole(NamedTuple):
+    """What is known of all images of a split: rows of some arrays, of the images that can be decoded."""
+
+    arrays: list[NDArray]  # of each depth, then the labels; none but on the main process
+    kept: NDArray[np.int64]  # which images of the split
+    broken: list[str]  # the others, and why
+
+
+def extract_readable(
+    batches: Readable, encode: Callable[[Tensor], list[Tensor]], count: int, accelerator: Accelerator
+) -> Whole:
+    """Features of the images of a split that can be decoded, by all processes: see `extract`.
+
+    Raises:
+        UserError: none can.
+    """
+    by_depth, labels = extract(batches, encode, count, accelerator)
+    missing, broken = gather_object(batches.missing), sorted(set(gather_object(batches.broken)))
+    kept = np.setdiff1d(np.arange(count), np.array(missing, np.int64))
+    if not len(kept):
+        raise UserError(f"none of the {count} images of {batches.split} can be decoded, such as {broken[0]}")
+    arrays = [*by_depth, labels]
+    if missing and accelerator.is_main_process:
+        arrays = [select(array, kept) for array in arrays]
+    return Whole(arrays, kept, broken)
+
+
+@cache
+def warn_left_out(broken: tuple[str, ...]) -> None:
+    """Name the images that a probe leaves out, once: several probes may look at the same."""
     if broken:
-        named = "; ".join(broken[:NAMED]) + (f"; and {len(broken) - NAMED} more" if len(broken) > NAMED else "")
-        raise UserError(f"{named} ({split}); a probe needs all images: replace these by good copies, or remove them")
+        what = "image that cannot be decoded is" if len(broken) == 1 else "images that cannot be decoded are"
+        how = "--strict true refuses such images"
+        print(f"warning: {len(broken)} {what} left out ({how}): {listing(broken)}", file=sys.stderr)
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:
@@ -136,8 +207,19 @@ def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConf
     )
 
 
-def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[int, Features]:
-    """Depth -> features of the labelled images; nothing but on the main process.
+class Extracted(NamedTuple):
+    """Features of the labelled images."""
+
+    by_depth: dict[int, Features]  # nothing but on the main process
+    left_out: dict[str, int]  # training and test images that cannot be decoded
+
+    def about(self) -> dict[str, Any]:
+        """What a report says of it: nothing where no image was left out."""
+        return {"left_out": self.left_out} if any(self.left_out.values()) else {}
+
+
+def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> Extracted:
+    """Features of the labelled images at the depths that are asked for.
 
     Raises:
         UserError: no labels, or an encoder, images or depth that there is not.
@@ -153,12 +235,16 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> dict[i
             size, rank, processes = config.data.batch_size or 64, accelerator.process_index, accelerator.num_processes
             loader = held_out_loader(views, size, processes, rank)
             bar = progress_bar(loader, desc="features", disable=not accelerator.is_main_process)
+            batches = Readable(bar, split.split, config.strict, rank, processes)
             encode = partial(encoder, representation=config.representation, depths=depths)
-            found.append(extract(readable(bar, split.split), encode, len(split), accelerator))
+            found.append(extract_readable(batches, encode, len(split), accelerator))
+    train, test = found
+    left_out = {"train": len(train.broken), "test": len(test.broken)}
     if not accelerator.is_main_process:
-        return {}
-    (train, train_labels), (test, test_labels) = found
-    return {
-        depth: Features(train[i], train_labels, test[i], test_labels).check(config.encoder)
+        return Extracted({}, left_out)
+    warn_left_out((*train.broken, *test.broken))
+    by_depth = {
+        depth: Features(train.arrays[i], train.arrays[-1], test.arrays[i], test.arrays[-1]).check(config.encoder)
         for i, depth in enumerate(depths)
     }
+    return Extracted(by_depth, left_out)

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import datasets
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
 from evaluation.suite.encoders import FrozenEncoder, grid_of
-from evaluation.suite.extraction import dev_cut, readable, views_for
+from evaluation.suite.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
 from evaluation.suite.run_images import positions
 from mpp.config import require
 from mpp.data.decoding import FORMATS, UnreadableImage, check_size
@@ -39,7 +40,7 @@ from mpp.data.sources import (
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UserError
-from mpp.frozen_features import extract, tokens_at
+from mpp.frozen_features import tokens_at
 from mpp.runtime.arrays import select
 from mpp.training.tracking import progress_bar
 
@@ -112,7 +113,7 @@ class MaskedViews(ViewDataset):
             pixels = torch.zeros(self.data.channels, *mask.shape)
         note_reading(NOTHING)
         pixels, mask = self.view(pixels, *key), centre_crop(mask[None], self.img_size, self.data.eval_crop, True)[0]
-        return Batch(pixels, None, mask, torch.tensor(index), failures)
+        return Batch(pixels, None, mask, torch.tensor(-1 if failures else index), failures)
 
 
 def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
@@ -228,23 +229,39 @@ def masked_views(encoder: FrozenEncoder | PatchFloor, masked: Masked, data: Mask
     return MaskedViews(views.dataset, views.data, views.img_size, masks=masked[1])
 
 
+class ExtractedPatches(NamedTuple):
+    """Features of patches, and of which images and masks: those that can be decoded."""
+
+    by_depth: dict[int, PatchFeatures]
+    splits: tuple[Masked, Masked]
+    left_out: dict[str, int]  # the other images of train and test
+
+
 def extract_patches(
     encoder: FrozenEncoder | PatchFloor,
     splits: Sequence[Masked],
     depths: Sequence[int],
     data: MaskedDataConfig,
     accelerator: Accelerator,
-) -> dict[int, PatchFeatures]:
-    """Depth -> features of patches; what is large lies in temporary files."""
+    strict: bool = False,
+) -> ExtractedPatches:
+    """Features of patches after each depth; what is large lies in temporary files."""
     found = []
     for masked in splits:
         loader = held_out_loader(masked_views(encoder, masked, data), data.batch_size or 64)
-        batches = readable(progress_bar(loader, desc="features of patches"), masked[0].split)
-        found.append(
-            extract(batches, lambda images: patch_features(encoder, images, depths), len(masked[0]), accelerator)
-        )
-    (train, train_masks), (test, test_masks) = found
-    return {depth: PatchFeatures(train[i], train_masks, test[i], test_masks) for i, depth in enumerate(depths)}
+        batches = Readable(progress_bar(loader, desc="features of patches"), masked[0].split, strict)
+        encode = partial(patch_features, encoder, depths=depths)
+        found.append(extract_readable(batches, encode, len(masked[0]), accelerator))
+    train, test = found
+    warn_left_out((*train.broken, *test.broken))
+    by_depth = {
+        depth: PatchFeatures(train.arrays[i], train.arrays[-1], test.arrays[i], test.arrays[-1])
+        for i, depth in enumerate(depths)
+    }
+    kept = tuple(
+        (images.select(of.kept), masks.select(of.kept)) for (images, masks), of in zip(splits, found, strict=True)
+    )
+    return ExtractedPatches(by_depth, kept, {"train": len(train.broken), "test": len(test.broken)})
 
 
 def classes_of(features: PatchFeatures) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 from accelerate import Accelerator
 
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
-from evaluation.suite.extraction import Features, extract_features, load_features
+from evaluation.suite.extraction import Extracted, Features, extract_features, load_features
+from evaluation.suite.labelled import note_tested
 from evaluation.suite.reports import report_path, summarize, write_report
 from evaluation.suite.run_images import variant
 from mpp.config import RunConfig
@@ -18,7 +19,7 @@ from mpp.runtime.hardware import device
 from mpp.runtime.launch import start
 from mpp.runtime.weights import fingerprint
 
-LATEST: dict[str, dict[int, Features]] = {}
+LATEST: dict[str, Extracted] = {}
 
 
 def probe(
@@ -36,11 +37,15 @@ def probe(
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     name = command if config.features else command + variant(config)
     path = report_path(config.out, config.encoder, f"{name}.json", config.features)
-    saved = config.features and load_features(Path(config.features))
-    by_depth = {0: saved} if saved else extract_once(config, accelerator)
-    report: dict[str, Any] = {}
+    if config.features:
+        saved = load_features(Path(config.features))
+        note_tested(saved.train_labels, saved.test_labels)
+        extracted = Extracted({0: saved}, {})
+    else:
+        extracted = extract_once(config, accelerator)
+    by_depth, report = extracted.by_depth, {}
     if accelerator.is_main_process:
-        report = judge(config, by_depth, evaluate, key)
+        report = judge(config, by_depth, evaluate, key) | extracted.about()
         report["protocol"]["rank_by_depth"] = ranks_of(by_depth)
         write_report(path, report, key)
     return report  # the others are done: they do not wait for a probe that may take hours
@@ -53,8 +58,8 @@ def ranks_of(by_depth: dict[int, Features]) -> dict[int, float]:
     return dict(zip(by_depth, effective_ranks([of.test[spaced] for of in by_depth.values()], device()), strict=True))
 
 
-def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> dict[int, Features]:
-    """Features by depth; the latest are kept, for the probes of a comparison that look at the same ones in turn."""
+def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> Extracted:
+    """Features; the latest are kept, for the probes of a comparison that look at the same ones in turn."""
     of_features = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
     key = repr(of_features | {"out": None, "weights": fingerprint(Path(config.checkpoint or config.encoder))})
     if key not in LATEST:
