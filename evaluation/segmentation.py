@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import SegmentationConfig
 from evaluation.suite.encoders import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
@@ -50,6 +49,7 @@ from mpp.reconstructions import as_rgb
 from mpp.runtime.hardware import device
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.randomness import FIXED
+from mpp.training.tracking import event_writer
 
 WARMUP = 0.04  # share of the updates; DINOv2 has 1500 of 40,000
 AT_ONCE = 16  # images that are predicted together
@@ -276,7 +276,7 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
         chosen = np.unique(np.linspace(0, count - 1, min(config.images, count)).astype(int))
         figure = picture(encoder, splits[1], chosen, shown, config)
         figure.savefig(path.with_suffix(".pictures.png"), dpi=DPI)
-        with SummaryWriter(str(events_of(path))) as writer:
+        with event_writer(events_of(path)) as writer:
             writer.add_figure("segmentation", figure)
         print(f"wrote {path.with_suffix('.pictures.png')}")
     return report

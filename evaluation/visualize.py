@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from einops import rearrange
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from evaluation import fewshot
@@ -49,7 +48,7 @@ from mpp.runtime.launch import command, start_alone
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import saved_settings
-from mpp.training.tracking import progress_bar
+from mpp.training.tracking import event_writer, progress_bar
 
 Numbers = dict[str, Any]
 FILTERS = 28  # as in the paper's figure
@@ -333,7 +332,7 @@ def visualize(config: VisualizeConfig) -> list[str]:
     subject = subject_of(config)
     drawn, missing = [], {}
     folder.mkdir(parents=True, exist_ok=True)
-    with deaths_explained(), SummaryWriter(str(folder)) as writer:
+    with deaths_explained(), event_writer(folder) as writer:
         for name in config.pictures:
             try:
                 figure, numbers = PICTURES[name](subject)

@@ -1,7 +1,9 @@
 """The main job, whole: what it writes, how it resumes, how it fails."""
 
 import json
-import re
+import os
+import stat
+import time
 import weakref
 
 import pytest
@@ -51,6 +53,57 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
         f"wrote {folder}" in said and f"next: mpp fewshot --encoder {folder}\n" in said and "held-out accuracy" in said
     )
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
+
+
+def shown_by_tensorboard(folder):
+    """Tag -> [(step, value)], as TensorBoard reads them."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def logged(folder):
+    """The same of metrics.jsonl."""
+    found = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+        step = line.pop("step")
+        for name, value in line.items():
+            found.setdefault(name if "/" in name else f"train/{name}", []).append((step, pytest.approx(value, rel=1e-6)))
+    return found
+
+
+DAY, HOUR = 86_400, 3600
+
+
+@pytest.mark.parametrize("clocks", [(-DAY, -HOUR), (-HOUR, -DAY), (0, 0)], ids=str)
+def test_tensorboard_shows_the_resumed_part_whatever_the_clock_says(pretrain, monkeypatch, clocks):
+    """Each start may be on another machine, whose clock is behind, or within a second of the start before."""
+    options = ("--run.steps=8", "--data.workers=0")
+    now = time.time()
+    for killed_before, clock in zip((3, 5, None), (0, *clocks), strict=True):
+        with monkeypatch.context() as context:
+            context.setattr(time, "time", lambda clock=clock: now + clock)
+            if killed_before is None:
+                folder = pretrain(*options)
+            else:
+                kill_at(context, killed_before)
+                with pytest.raises(Killed):
+                    pretrain(*options)
+    assert len(list(folder.glob("events.*"))) == 3
+    assert [step for step, _ in logged(folder)["train/loss"]] == list(range(1, 9))
+    assert shown_by_tensorboard(folder) == logged(folder)
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o002, 0o664, 0o775)])
+def test_files_have_the_permissions_that_the_umask_gives(pretrain, umask, file_mode, folder_mode):
+    """Weights too, which safetensors writes for their owner only."""
+    before = os.umask(umask)
+    try:
+        folder = pretrain()
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {file_mode}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {folder_mode}
 
 
 def test_tensorboard_shows_the_same_scalars_and_pictures(trained):
@@ -125,8 +178,6 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatc
         kill_at(context, step)
         with pytest.raises(Killed):
             pretrain(*arguments)
-    for events in (tmp_path / "run").glob("events.*"):  # of an earlier second: TensorBoard sorts by these, then by text
-        events.rename(events.with_name(re.sub(r"(?<=tfevents\.)\d+", "1" * 10, events.name)))
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # torn by the kill
     resumed = pretrain(*arguments)

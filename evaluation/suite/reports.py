@@ -7,11 +7,11 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.suite.figures import DPI, plot_by_depth
 from mpp.errors import UserError
 from mpp.runtime.weights import run_of
+from mpp.training.tracking import event_writer
 
 
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
@@ -84,7 +84,7 @@ def write_report(path: Path, report: dict[str, Any], key: str) -> None:
         [str(depth) if depth else "-", *(percent(of_depth[n]) for n in names)] for depth, of_depth in by_depth.items()
     ]
     print(table(["depth", *(f"{key} {name}" for name in names)], rows))
-    with SummaryWriter(str(events_of(path))) as writer:
+    with event_writer(events_of(path)) as writer:
         for depth, of_depth in by_depth.items():
             for name, summary in of_depth.items():
                 writer.add_scalar(f"accuracy_by_depth/{key}_{name}", 100 * summary["mean"], int(depth))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -38,15 +39,29 @@ def appears(file: Path) -> bool:
     return file.exists()
 
 
+def share(file: Path) -> None:
+    """Give a file the permissions of any new file beside it: safetensors writes for the owner only."""
+    usual = file.with_name(f".{file.name}.usual")
+    usual.touch()  # asks the umask, which other threads may not see changed, and the folder's access control list
+    mode = usual.stat().st_mode
+    usual.unlink()
+    if file.stat().st_mode != mode:  # not all file systems let modes be set
+        file.chmod(stat.S_IMODE(mode))
+
+
 def put(aside: Path, folder: Path) -> None:
     """Let a folder of files that was written aside take the place of `folder`, if there is one; durably.
 
-    Both lie in the same folder. At every moment `folder` is whole or absent.
+    Both lie in the same folder. At every moment `folder` is whole or absent. Its files have the permissions of any
+    new file.
 
     Raises:
         OSError: the files cannot be written.
     """
-    for path in (*aside.iterdir(), aside):
+    files = list(aside.iterdir())
+    for file in files:
+        share(file)
+    for path in (*files, aside):
         sync(path)
     earlier = folder.with_name(f".{folder.name}.earlier")
     shutil.rmtree(earlier, ignore_errors=True)

@@ -1,19 +1,24 @@
 """Where the numbers go: Accelerate's trackers (TensorBoard by default) and metrics.jsonl, the same scalars in both."""
 
 import json
+import re
 import secrets
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
+from tensorboard.summary.writer import event_file_writer
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from mpp.errors import UserError
@@ -23,6 +28,7 @@ from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed
 
 METRICS = "metrics.jsonl"
+EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\..*")
 SHOWN = ("accuracy", "two_nearest", "nearest", "most_frequent")
 CHARTS = {  # drawn together; the tags are patterns
     "masked patches": {
@@ -58,7 +64,8 @@ class Tracker:
             elif getattr(tracker, "name", None) == "wandb" and accelerator.is_main_process:
                 tracker.init_kwargs["id"] = wandb_id(folder)
         try:
-            accelerator.init_trackers(folder.name)
+            with later_event_file(folder):
+                accelerator.init_trackers(folder.name)
         except BaseException:
             accelerator.trackers.clear()  # whoever closes them would stumble over those that were not opened
             raise
@@ -110,6 +117,26 @@ class Tracker:
     def known_unreadable(self) -> set[str]:
         """The lines of unreadable.txt, in which nodes may have written over each other."""
         return set(self.unreadable.read_text(errors="replace").splitlines()) if self.unreadable.exists() else set()
+
+
+@contextmanager
+def later_event_file(folder: Path) -> Iterator[None]:
+    """While open, a TensorBoard event file that is opened in a folder gets a name that sorts after all others there.
+
+    TensorBoard reads files by name, which begins with the time in seconds, and the clock may be behind that of an
+    earlier file: a resumed run may be on another machine.
+    """
+    times = [int(found[1]) for path in folder.glob("*tfevents*") if (found := EVENTS.fullmatch(path.name))]
+    later = max(times, default=0) + 1
+    clock = SimpleNamespace(time=lambda: max(time.time(), later))
+    with patch.object(event_file_writer, "time", clock):
+        yield
+
+
+def event_writer(folder: Path) -> SummaryWriter:
+    """TensorBoard's writer; what it writes is read after what is in the folder."""
+    with later_event_file(folder):
+        return SummaryWriter(str(folder))
 
 
 def wandb_id(folder: Path) -> str:
