@@ -76,7 +76,7 @@ def published(file: str | None) -> dict[str, list[Row]]:
     """
     found: dict[str, list[Row]] = {}
     try:
-        for row in json.loads(Path(file).read_text())["results"] if file else ():
+        for row in json.loads(Path(file).read_text(encoding="utf-8"))["results"] if file else ():
             found.setdefault(row["digest"], []).append(row)
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None

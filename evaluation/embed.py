@@ -36,6 +36,7 @@ from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.lock import hold
+from mpp.runtime.output import printable
 from mpp.runtime.weights import fingerprint
 from mpp.training.tracking import progress_bar
 
@@ -119,7 +120,7 @@ def table_of(parts: Iterator[tuple[list[int], np.ndarray, list[str]]], dataset: 
     broken = np.array([error is not None for error in errors])
     kind = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing
     rows = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1], mask=pa.array(broken))
-    names = [dataset.name(index) for of_batch in indices for index in of_batch]
+    names = [printable(dataset.name(index)) for of_batch in indices for index in of_batch]
     columns = {"file": names, "split": [dataset.split] * len(names), "features": rows.cast(kind)}
     columns["error"] = pa.array(errors, pa.string())
     return pa.table(columns).replace_schema_metadata({KEY: about.encode()})

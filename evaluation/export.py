@@ -116,7 +116,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         about |= {"output": f"features {out} float32"}
     if hasattr(encoder.model, "num_prefix_tokens"):
         about |= {"prefix_tokens": encoder.model.num_prefix_tokens, "grid": list(grid_of(encoder.model))}
-    return about | {"card": card.read_text() if card and card.is_file() else ""}
+    return about | {"card": card.read_text(encoding="utf-8") if card and card.is_file() else ""}
 
 
 def write_onnx(module: Exported, images: Tensor, config: ExportConfig, file: Path, about: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def write_safetensors(
         folder = Path(aside) / "encoder"
         moments = about["mean"], about["std"], about["crop_pct"]
         export_encoder(module.model, folder, tuple(about["img_size"]), *moments, how_read=config.data.how_read())
-        about["timm"] = json.loads((folder / CONFIG).read_text())
+        about["timm"] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         state = load_file(folder / WEIGHTS)
     file.write_bytes(save(state, {KEY: json.dumps(about)}))  # save_file's files are for their owner alone
 
@@ -172,7 +172,7 @@ def read_safetensors(file: Path) -> Run:
     """Weights in a model that is built from the file's own metadata."""
     with TemporaryDirectory() as aside, safe_open(file, framework="pt") as stored:
         about = json.loads(stored.metadata()[KEY])
-        (Path(aside) / CONFIG).write_text(json.dumps(about["timm"]))
+        (Path(aside) / CONFIG).write_text(json.dumps(about["timm"]), encoding="utf-8")
         shutil.copy(file, Path(aside) / WEIGHTS)
         model = load_encoder(aside)
     return Exported(FrozenEncoder(model, tuple(about["img_size"]), about["channels"]), "mean", normalize=True)

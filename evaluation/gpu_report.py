@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(GpuReportConfig, arguments, prog="python evaluation/gpu_report.py")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch sees no GPU here; --device cpu rehearses the report")
-    with open(config.out, "w") as file:
+    with open(config.out, "w", encoding="utf-8") as file:
         for title, text in parts(config):
             print(f"== {title}\n\n{text}\n", file=file, flush=True)
             print(f"{title}: done", flush=True)

@@ -224,7 +224,7 @@ class Job:
     def found(self) -> dict[str, Any] | None:
         """The report, if there is one of these settings, images and weights."""
         with suppress(UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder or report there; a torn one
-            report = json.loads(self.report.read_text())
+            report = json.loads(self.report.read_text(encoding="utf-8"))
             return report if report.get("comparison") == self.looked_at() else None
         return None
 
@@ -254,7 +254,7 @@ class Job:
             forget_features()
         try:
             if self.divergence.is_file():
-                message = json.loads(self.divergence.read_text())["diverged"]
+                message = json.loads(self.divergence.read_text(encoding="utf-8"))["diverged"]
                 raise Diverged(f"{message} ({self.divergence} says so; delete it to try again)")
             train(self.training, task)
         except Diverged as error:
@@ -293,7 +293,7 @@ class Job:
             evaluate = EVALUATIONS[self.case.evaluation.command][1]
             try:
                 evaluate(self.own(self.writing_to(self.report)))
-                report = json.loads(self.report.read_text())
+                report = json.loads(self.report.read_text(encoding="utf-8"))
             except Diverged as error:  # fine-tuning
                 write_json(self.report, {"diverged": str(error), "comparison": self.looked_at()})
                 raise

@@ -181,7 +181,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     rows, beside = [], Path(config.out).parent if config.out else folder
     for file in sorted((folder / "evaluation").glob("*.json")):
         try:
-            found = json.loads(file.read_text())
+            found = json.loads(file.read_text(encoding="utf-8"))
             summary = found.get("summary") or {}
             rows += [
                 [Link(file.stem, quote(os.path.relpath(file, beside))), name, percent(each)]
@@ -309,7 +309,7 @@ def extreme_blocks(config: ReportConfig, subject: visualize.Subject, folder: Pat
 def unreadable_blocks(folder: Path) -> list:
     """Images that could not be decoded."""
     file = folder / "unreadable.txt"
-    named = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    named = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     if not named:
         return [Text("All images that were read could be decoded.")]
     shown = "\n".join(named[:20]) + (f"\n... and {len(named) - 20} more, in unreadable.txt" if len(named) > 20 else "")
@@ -327,9 +327,12 @@ def settings_blocks(folder: Path) -> list:
     try:
         config = parse_saved(kind, file) if kind else None
     except UserError as error:
-        return [Text(f"config.yaml is not one of today's: {error}"), Text(file.read_text(errors="replace"), code=True)]
+        return [
+            Text(f"config.yaml is not one of today's: {error}"),
+            Text(file.read_text(encoding="utf-8", errors="replace"), code=True),
+        ]
     if config is None:
-        return [Text(file.read_text(errors="replace"), code=True)] if file.is_file() else []
+        return [Text(file.read_text(encoding="utf-8", errors="replace"), code=True)] if file.is_file() else []
     blocks = settings_rows(config)
     if kind in COMMANDS:
         settings = changed(config) | {"run.precision": config.run.precision}

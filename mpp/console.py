@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from mpp.errors import UserError
+from mpp.runtime.output import steady_output, use_utf8
 from mpp.runtime.parsing import read, show_help
 
 COMMANDS = {
@@ -49,6 +50,8 @@ def places(name: str) -> tuple[str, str, str]:
 
 def main() -> None:
     """Carry out the command that the command line names."""
+    use_utf8()
+    steady_output()
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         lines = ["usage: mpp COMMAND [--config FILE_OR_NAME ...] [--SETTING VALUE ...]", ""]

@@ -40,6 +40,7 @@ from mpp.runtime.disk import sync, write_whole
 from mpp.runtime.hardware import cores
 from mpp.runtime.launch import command
 from mpp.runtime.lock import hold
+from mpp.runtime.output import printable
 from mpp.runtime.parsing import changed_keys, parse, to_yaml
 from mpp.runtime.randomness import Stream, permutation
 from mpp.training.tracking import progress_bar
@@ -123,7 +124,7 @@ def write_shard(shard: Shard) -> None:
     aside = shard.notes.with_suffix(".partial")
     datasets.Dataset.from_dict(columns, features=features).to_parquet(aside)  # without compression of images
     sync(aside)
-    shard.notes.write_text(json.dumps(notes))
+    shard.notes.write_text(json.dumps(notes), encoding="utf-8")
     shard.file.parent.mkdir(exist_ok=True)
     aside.replace(shard.file)
 
@@ -133,8 +134,8 @@ def name_of(cell: Any, root: str | None) -> str | None:
     path = Path(printable(file_of(cell) or ""))
     folder = Path(root or "").expanduser().absolute()
     if root and path.is_absolute() and path.is_relative_to(folder):
-        return str(path.relative_to(folder))
-    return path.name or None
+        return printable(str(path.relative_to(folder)))
+    return printable(path.name) or None
 
 
 def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
@@ -170,7 +171,7 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
 def begun_with(config: PrepareConfig) -> dict[str, Any]:
     """The images that the folder was begun with; {}: it is new."""
     noted = Path(config.out) / NOTES / IMAGES
-    return json.loads(noted.read_text()) if noted.is_file() else {}
+    return json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
 
 
 def check_settings(config: PrepareConfig) -> Path:
@@ -244,7 +245,7 @@ def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, 
     with progress_bar(total=total, initial=total - left, unit="image", desc="preparing") as bar:
         for shard in write_all(missing, workers):
             bar.update(len(shard.rows))
-    return [json.loads(shard.notes.read_text()) for shard in shards]
+    return [json.loads(shard.notes.read_text(encoding="utf-8")) for shard in shards]
 
 
 def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
@@ -252,7 +253,7 @@ def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     dropped = sorted(line for each in notes for line in each["dropped"])
     kept, before, after = (sum(each[key] for each in notes) for key in ("kept", "bytes_before", "bytes_after"))
     listed = Path(config.out) / NOTES / "dropped.txt"
-    listed.write_text("".join(f"{line}\n" for line in dropped))
+    write_whole(listed, "".join(f"{line}\n" for line in dropped))
     print(f"wrote {config.out}: {kept} images, {before / 1e6:.1f} MB became {after / 1e6:.1f} MB")
     if dropped:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listed}:")

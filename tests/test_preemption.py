@@ -69,6 +69,34 @@ def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path, monkeypatch):
+    """Its shell passes SIGHUP on, and it comes again when the shell ends."""
+    monkeypatch.setattr(preemption, "ECHO", 0.0)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"it exits with {code}"))
+    before = signal.getsignal(signal.SIGHUP)
+    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.finish_step = True
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+            wait_until(lambda: stop.asked == "SIGHUP")
+        assert stop.agreed() is Ending.SIGNAL
+    assert (tmp_path / MARKER).exists() and signal.getsignal(signal.SIGHUP) is before
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+            stop.finish_step = True
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: stop.asked)
+            assert stop.asked == "SIGTERM"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_ends_a_wait_for_images(tmp_path):
     """Also where what waits catches every error."""
 

@@ -12,6 +12,7 @@ import yaml
 from conftest import Killed, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
@@ -67,7 +68,8 @@ def logged(folder):
     for line in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
         step = line.pop("step")
         for name, value in line.items():
-            found.setdefault(name if "/" in name else f"train/{name}", []).append((step, pytest.approx(value, rel=1e-6)))
+            tag = name if "/" in name else f"train/{name}"
+            found.setdefault(tag, []).append((step, pytest.approx(value, rel=1e-6)))
     return found
 
 
@@ -77,8 +79,9 @@ DAY, HOUR = 86_400, 3600
 @pytest.mark.parametrize("clocks", [(-DAY, -HOUR), (-HOUR, -DAY), (0, 0)], ids=str)
 def test_tensorboard_shows_the_resumed_part_whatever_the_clock_says(pretrain, monkeypatch, clocks):
     """Each start may be on another machine, whose clock is behind, or within a second of the start before."""
-    options = ("--run.steps=8", "--data.workers=0")
-    now = time.time()
+    options, now = ("--run.steps=8", "--data.workers=0"), time.time()
+    counter = event_file_writer.AtomicCounter(9)  # 10 sorts before it; it is behind the time and the process
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
     for killed_before, clock in zip((3, 5, None), (0, *clocks), strict=True):
         with monkeypatch.context() as context:
             context.setattr(time, "time", lambda clock=clock: now + clock)

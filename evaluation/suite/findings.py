@@ -17,6 +17,7 @@ from evaluation.suite.figures import DPI, Curves, plot_bars, plot_depths, plot_l
 from evaluation.suite.page import Link, Page, Section, Table, picture_of, write_page
 from evaluation.suite.reports import percent, table, write_json
 from mpp.config import require
+from mpp.runtime.disk import write_whole
 from mpp.training.run_folder import REPORT
 
 Row = dict[str, Any]
@@ -285,7 +286,7 @@ def write_findings(
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     write_json(folder / "results.json", {"summary": summary, "results": rows, "versions": about, "settings": settings})
     text = "\n\n".join(texts) or "no results yet"
-    (folder / "table.md").write_text(text + "\n")
+    write_whole(folder / "table.md", f"{text}\n")
     write_page(folder / REPORT, page_of(folder, rows, sections, about))
     print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT, *drawn])}; see reports/")
     return {"results": rows, "summary": summary}

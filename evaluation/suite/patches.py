@@ -183,7 +183,7 @@ def with_masks(dataset: ImageDataset, splits: dict[str, Any], data: MaskedDataCo
 
 def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:
     """The package's photographs that somebody has drawn the birds' outlines on: 1 is bird, 0 is what is around it."""
-    known = json.loads(OUTLINES.read_text())
+    known = json.loads(OUTLINES.read_text(encoding="utf-8"))
     outlines = known["train"] | known["test"]
     splits = load_splits(data)
     train, held_out = (outlined(dataset, splits, outlines) for dataset in load_image_datasets(data))

@@ -66,7 +66,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")  # others may write the same
-    aside.write_text(json.dumps(value, indent=1))
+    aside.write_text(json.dumps(value, indent=1), encoding="utf-8")
     aside.replace(path)
 
 

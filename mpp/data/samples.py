@@ -59,7 +59,7 @@ def keep(rows: Iterable[dict[str, Any]], features: datasets.Features, identity: 
 def is_whole(folder: Path) -> bool:
     """Whether the rows are all there."""
     try:
-        return json.loads((folder / NOTES).read_text())["bytes"] == (folder / ROWS).stat().st_size
+        return json.loads((folder / NOTES).read_text(encoding="utf-8"))["bytes"] == (folder / ROWS).stat().st_size
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
 
@@ -78,7 +78,7 @@ def write(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Featu
         aside.unlink(missing_ok=True)
         raise
     notes = folder / f"{NOTES}.partial"
-    notes.write_text(json.dumps({"bytes": aside.stat().st_size, "of": identity}, indent=1))
+    notes.write_text(json.dumps({"bytes": aside.stat().st_size, "of": identity}, indent=1), encoding="utf-8")
     for part in (aside, notes):
         sync(part)
         part.replace(part.with_suffix(""))

@@ -36,6 +36,8 @@ from torch.utils.data import DataLoader
 
 from mpp.errors import UserError
 from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.output import steady_output
+from mpp.runtime.preemption import SIGNALS
 
 FORKS = sys.platform == "linux"
 """Whether loader processes are forks, which share the images that are kept decoded: elsewhere, each has its copy."""
@@ -77,10 +79,11 @@ def forget_said() -> None:
 
 def start_worker(watch: Tensor, told: Tensor, worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn)."""
+    steady_output()  # a fork has it from its parent
     notes.reading, notes.said = watch[worker].numpy(), told.numpy()
     notes.reading[:] = os.getpid(), NOTHING
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

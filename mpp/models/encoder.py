@@ -255,7 +255,7 @@ def of_these_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> d
 def stride_of(folder: Path) -> int | None:
     """Pixels from one patch to the next of an exported encoder of `mpp_vit`; None: nothing says so."""
     try:
-        arguments = json.loads((folder / "config.json").read_text())["model_args"]
+        arguments = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_args"]
         return arguments.get("stride") or arguments.get("patch_size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -264,7 +264,7 @@ def stride_of(folder: Path) -> int | None:
 def trained_on(folder: Path, what: str) -> Any:
     """What an exported encoder says of its images: height and width as `input_size`, `mean`, `std`. None: nothing."""
     try:
-        found = json.loads((folder / "config.json").read_text())["pretrained_cfg"][what]
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pretrained_cfg"][what]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found and tuple(found[1:] if what == "input_size" else found)
@@ -301,11 +301,11 @@ def export_encoder(
     if how_read:
         ours["data"] = how_read  # evaluation reads it
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
-    saved = json.loads((aside / "config.json").read_text())
+    saved = json.loads((aside / "config.json").read_text(encoding="utf-8"))
     saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers would give it twice
-    (aside / "config.json").write_text(json.dumps(saved, indent=2))
+    (aside / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
     if card:
-        (aside / "README.md").write_text(card)
+        (aside / "README.md").write_text(card, encoding="utf-8")
     put(aside, folder)
 
 
@@ -327,7 +327,7 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         UserError: no encoder there.
     """
     folder = encoder_folder(Path(path))
-    about = json.loads((folder / "config.json").read_text())
+    about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     by_us = pretrained and "img_size" in changes and is_model_in_modules(about.get("architecture", ""), HYBRIDS)
     encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained and not by_us, **changes)
     if by_us:
@@ -416,7 +416,7 @@ def how_read(encoder: str) -> dict[str, Any]:
         return {}
     folder = encoder_folder(Path(encoder))
     with suppress(OSError, ValueError):  # what is wrong with it, its loading says
-        saved = json.loads((folder / "config.json").read_text()).get("data") or {}
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("data") or {}
         return {name: saved[name] for name in HOW_READ if name in saved}
     return {}
 

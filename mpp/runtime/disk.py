@@ -6,6 +6,8 @@ import stat
 import time
 from pathlib import Path
 
+from mpp.runtime.output import printable
+
 PATIENCE = 90  # seconds
 
 
@@ -24,9 +26,9 @@ def aside_of(path: Path) -> Path:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file that is complete or absent."""
+    """Write a file that is complete or absent: UTF-8, whatever the locale and whatever names of files are in it."""
     aside = aside_of(file)
-    aside.write_text(text)
+    aside.write_text(printable(text), encoding="utf-8")
     sync(aside)
     aside.replace(file)
 

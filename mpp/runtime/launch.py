@@ -25,6 +25,7 @@ from tqdm.std import tqdm
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
+from mpp.runtime.output import steady_output, use_utf8
 from mpp.runtime.preemption import Preempted
 from mpp.runtime.processes import BUILDING, TRAINING, leave_the_others, no_answer, set_timeout
 
@@ -41,6 +42,8 @@ FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # how CUDA's
 
 def command(main: Callable[[], None]) -> None:
     """Run a command's main function: what the user can mend ends it with one line on stderr and exit code 2."""
+    use_utf8()
+    steady_output()
     try:
         main()
     except KeyboardInterrupt:  # before or after training, which handles it itself

@@ -48,7 +48,7 @@ def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
         raise UserError(message) from error
     try:
         with suppress(OSError):  # a courtesy
-            (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         yield
     finally:
         with suppress(OSError):
@@ -59,7 +59,7 @@ def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
 def holder_of(folder: Path) -> str:
     """Who holds it, for a message."""
     try:
-        return (folder / HOLDER).read_text() or "another process"
+        return (folder / HOLDER).read_text(encoding="utf-8") or "another process"
     except (OSError, UnicodeDecodeError):
         return "another process"
 

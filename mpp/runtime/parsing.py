@@ -149,11 +149,8 @@ def help_of(config_class: type, prog: str | None) -> str:
 
 
 def show_help(text: str) -> NoReturn:
-    """Print it and end, without a word where nobody reads on: `--help | head`."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Print it and end."""
+    print(text)
     sys.exit()
 
 
@@ -198,7 +195,7 @@ def check_files(config_class: type, arguments: Sequence[str]) -> None:
     for file in (Path(word.removeprefix(FILE)) for word in arguments if word.startswith(FILE)):
         if file.is_file():
             try:
-                text = file.read_text()
+                text = file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise UserError(f"--config is {file}, which is no text: {error}") from None
             written, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
@@ -287,7 +284,7 @@ def to_yaml(config: Any) -> str:
 def read_saved(path: Path) -> dict[str, Any]:
     """What a saved config says; nothing where there is none."""
     try:
-        saved = yaml.safe_load(path.read_text())
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return saved if isinstance(saved, dict) else {}

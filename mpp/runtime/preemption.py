@@ -8,8 +8,10 @@ without it):
   writes the signal's number into the pipe at once, and the thread reads it there.
 - The handler. Before the first step there is nothing to finish: it ends the run where it stands. Nor is there while
   images are waited for, whose server may be away for minutes: it ends the wait. It is installed where SIGINT was
-  ignored too, as in what a script starts in its background (`command &`).
-- The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal.
+  ignored too, as in what a script starts in its background (`command &`). SIGHUP stays ignored: that is what `nohup`
+  is for.
+- The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal. Nor is
+  SIGHUP ever: a closed terminal sends it, its shell passes it on, and it comes again when the shell ends.
 - The agreement before each step. Signals do not reach all processes in the same step, and images can be missing on one
   alone. A process that stops by itself leaves the others waiting for its gradients. They agree over gloo, on the host:
   no step waits for a GPU.
@@ -35,7 +37,7 @@ from mpp.runtime.processes import hosts, no_answer
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 T = TypeVar("T")
 ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
 
@@ -60,9 +62,9 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """While open, SIGTERM and SIGINT stop the run: at once, or after the step, where `finish_step` is true.
+    """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or after the step, where `finish_step` is true.
 
-    A second signal never waits.
+    A second signal never waits, unless it is SIGHUP.
 
     A thread listens, so that the second signal works while the main thread waits for a GPU or for another process.
 
@@ -83,7 +85,8 @@ class Preemption:
             self.reader, self.writer = os.pipe()
             os.set_blocking(self.writer, False)
             self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-            self.handlers = {number: signal.signal(number, self.handle) for number in SIGNALS}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+            self.handlers = {number: signal.signal(number, self.handle) for number in {*SIGNALS} - ignored}
             self.listener = threading.Thread(target=self.listen, daemon=True)
             self.listener.start()
         return self
@@ -116,7 +119,7 @@ class Preemption:
             self.marked = True
             if self.accelerator.is_main_process:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / MARKER).write_text(f"{reason}, {where}\n")
+                (self.folder / MARKER).write_text(f"{reason}, {where}\n", encoding="utf-8")
 
     def unmark(self) -> None:
         """Take the marker away, for good."""
@@ -138,7 +141,7 @@ class Preemption:
             if number in SIGNALS and not self.asked:
                 self.asked, first = signal.Signals(number).name, time.monotonic()
                 threading.Thread(target=self.mark_early, daemon=True).start()  # the disk may hang
-            elif number in SIGNALS and time.monotonic() - first > ECHO:
+            elif number in SIGNALS and number != signal.SIGHUP and time.monotonic() - first > ECHO:
                 os._exit(128 + number)
 
     def wait_for(self, get: Callable[[], T]) -> T | None:

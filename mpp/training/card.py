@@ -58,7 +58,7 @@ def model_card(folder: Path, encoder: nn.Module, model: str, method: str, images
     ours = "import mpp  # timm then knows this architecture\n" if isinstance(encoder, VariantViT) else ""
     fields = dict(imports=f"{ours}import timm", tokens=describe_output(encoder))
     fields |= dict(name=folder.name, model=model, method=method, images=images, step=scalars["step"], figures=figures)
-    return CARD.format(**fields, settings=(folder / "config.yaml").read_text())
+    return CARD.format(**fields, settings=(folder / "config.yaml").read_text(encoding="utf-8"))
 
 
 def describe_output(encoder: nn.Module) -> str:

@@ -119,10 +119,10 @@ def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors])
     folder.mkdir(parents=True)
     for file, named in tensors.items():
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / file)
-    (folder / CURSORS).write_text(json.dumps(list(cursors)))
+    (folder / CURSORS).write_text(json.dumps(list(cursors)), encoding="utf-8")
     digests = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
     state = {"torch": torch.__version__, "sha256": digests}
-    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Cursors]]:
@@ -138,7 +138,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             continue
         model.load_state_dict(read_tensors(checkpoint / MODEL, model.state_dict().get))
         load_flat_state(optimizer, checkpoint / OPTIMIZER)
-        cursors = json.loads((checkpoint / CURSORS).read_text())
+        cursors = json.loads((checkpoint / CURSORS).read_text(encoding="utf-8"))
         return step_of(checkpoint), [{int(worker): cursor for worker, cursor in each.items()} for each in cursors]
     return 0, []
 
@@ -165,7 +165,7 @@ def damaged_files(checkpoint: Path) -> list[str]:
         UserError: they cannot be read now, which says nothing of what they hold.
     """
     try:
-        digests = json.loads((checkpoint / "state.json").read_text())["sha256"]
+        digests = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["sha256"]
         damaged = [name for name in (MODEL, OPTIMIZER, CURSORS) if sha256_of(checkpoint / name) != digests[name]]
         for name in set((MODEL, OPTIMIZER)) - set(damaged):
             safe_open(checkpoint / name, framework="pt")  # checksums are no proof against who can write them

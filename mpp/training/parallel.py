@@ -47,15 +47,15 @@ def prepare(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run:
 
 
 def start_compilers(device: torch.device) -> None:
-    """Start the processes by which inductor compiles for a GPU, where SIGTERM does not reach them.
+    """Start the processes by which inductor compiles for a GPU, where SIGTERM and SIGHUP do not reach them.
 
-    A launcher sends it to all that belongs to a process. Without them the step that is to be finished could not be.
+    A launcher sends them to all that belongs to a process. Without them the step that is to be finished could not be.
     To be called after loader processes are forked: compilers are beside threads of this process.
     """
     if device.type == "cuda":
         from torch._inductor.async_compile import AsyncCompile
 
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))  # a mask is inherited
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # a mask is inherited
         try:
             AsyncCompile.warm_pool()
         finally:

@@ -186,6 +186,6 @@ def commit_begun_with(folder: Path) -> str | None:
 def images_of(folder: Path) -> dict[str, Any] | None:
     """Which images a run is of; None where nothing says so."""
     try:
-        return json.loads((folder / IMAGES).read_text())
+        return json.loads((folder / IMAGES).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

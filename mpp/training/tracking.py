@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from mpp.errors import UserError
 from mpp.runtime.disk import write_whole
+from mpp.runtime.output import printable
 from mpp.runtime.parsing import flatten, to_yaml
 from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed
@@ -80,7 +81,7 @@ class Tracker:
         """Scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
         if self.accelerator.is_main_process:
             try:
-                with self.metrics.open("a") as file:
+                with self.metrics.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": step, **values}) + "\n")
             except OSError as error:
                 raise UserError(f"{self.metrics} cannot be written: {error}; the last checkpoint is good") from error
@@ -98,16 +99,16 @@ class Tracker:
         """Markdown, for TensorBoard."""
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard" and self.accelerator.is_main_process:
-                tracker.writer.add_text(name, text, step)
+                tracker.writer.add_text(name, printable(text), step)
 
     def warn_unreadable(self, failures: list[str]) -> None:
         """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
-        new = [failure for failure in dict.fromkeys(failures) if failure not in self.named]
+        new = [failure for failure in dict.fromkeys(map(printable, failures)) if failure not in self.named]
         self.named.update(new)
         for failure in new:
             tqdm.write(f"warning: unreadable image, another takes its place: {failure}", file=sys.stderr)
         if new:
-            with self.unreadable.open("a") as file:
+            with self.unreadable.open("a", encoding="utf-8") as file:
                 file.writelines(f"{failure}\n" for failure in new)
 
     def count_unreadable(self) -> int:
@@ -116,7 +117,9 @@ class Tracker:
 
     def known_unreadable(self) -> set[str]:
         """The lines of unreadable.txt, in which nodes may have written over each other."""
-        return set(self.unreadable.read_text(errors="replace").splitlines()) if self.unreadable.exists() else set()
+        if not self.unreadable.exists():
+            return set()
+        return set(self.unreadable.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 @contextmanager
@@ -143,8 +146,8 @@ def wandb_id(folder: Path) -> str:
     """What wandb knows the run of this folder by, in all of its lives."""
     file = folder / "wandb_id"
     if not file.exists():
-        file.write_text(secrets.token_hex(4))
-    return file.read_text()
+        file.write_text(secrets.token_hex(4), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
 
 
 def keep_until(folder: Path, step: int) -> None:
@@ -170,7 +173,7 @@ def last_step(folder: Path, name: str) -> int:
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     """All lines of a run's metrics.jsonl; the last one may be torn. None where there is no such file."""
     file, lines = folder / METRICS, []
-    for line in file.read_text().splitlines() if file.is_file() else ():
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         try:
             lines.append(json.loads(line))
         except ValueError:

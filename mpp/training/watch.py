@@ -77,7 +77,7 @@ class Watch:
 def verdict_of(folder: Path) -> dict[str, Any]:
     """What was said of a run last: `model`, `images`, `step`, `line`, `warnings`, `off`, `facts`; or nothing."""
     try:
-        return json.loads((folder / VERDICT).read_text())
+        return json.loads((folder / VERDICT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 

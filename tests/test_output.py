@@ -1,0 +1,127 @@
+"""Text in and out: any locale, any terminal, any name of a file."""
+
+import ast
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, encoded, picture
+from PIL import Image
+
+from mpp.runtime.disk import write_whole
+from mpp.runtime.output import printable
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+NAMES = "± Vögel caf\udce9"
+SAYS = f"""
+import sys
+from mpp.runtime.output import steady_output
+steady_output()
+for stream in (sys.stdout, sys.stderr):
+    print({NAMES!a}, file=stream)
+"""
+
+
+def said(*words, **environment):
+    return subprocess.run(
+        [sys.executable, *words], env=os.environ | environment, capture_output=True, text=True, encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"PYTHONIOENCODING": "ascii"}, "\\xb1 V\\xf6gel caf\\udce9\n"),
+        ({"PYTHONIOENCODING": "utf-8"}, "± Vögel caf\\udce9\n"),
+        (ASCII, "\\xb1 V\\xf6gel caf\\udce9\n"),
+    ],
+    ids=["ascii", "utf-8", "an ASCII locale"],
+)
+def test_what_a_terminal_cannot_show_is_an_escape(environment, line):
+    ended = said("-c", SAYS, **environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, line, line)
+
+
+WRITES_ON = """
+import os, signal, sys
+from mpp.runtime.output import steady_output
+steady_output()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print("begun", flush=True)
+os.read(int(sys.argv[1]), 1)
+for stream in (sys.stdout, sys.stderr):
+    print("nobody reads this", file=stream, flush=True)
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_output_that_nobody_reads_any_more_ends_nothing(kind):
+    reader, output = pty.openpty() if kind == "terminal" else os.pipe()
+    wait, go = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES_ON, str(wait)], stdout=output, stderr=output, pass_fds=[wait], cwd=ROOT
+    )
+    os.close(output)
+    assert os.read(reader, 5) == b"begun"
+    os.close(reader)
+    os.write(go, b"1")
+    assert process.wait() == 7
+
+
+def test_a_full_disk_is_not_taken_for_a_terminal_that_is_gone():
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        words = [sys.executable, "-c", SAYS]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, encoding="utf-8", cwd=ROOT)
+    assert ended.returncode != 0 and "No space left on device" in ended.stderr
+
+
+def test_names_that_are_no_utf_8_are_written_as_escapes(tmp_path):
+    name = os.fsdecode(b"caf\xe9 \xc3\xa4.jpg")
+    assert printable(name) == "caf\\udce9 ä.jpg"
+    write_whole(tmp_path / "names.txt", f"{name}\n")
+    assert (tmp_path / "names.txt").read_bytes() == b"caf\\udce9 \xc3\xa4.jpg\n"
+
+
+def text_files_without_encoding(source: str) -> list[int]:
+    """Lines of a program that read or write text in the encoding of the locale."""
+    found = []
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call):
+            continue
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        modes = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        writes = name == "open" and any(mode in ("r", "w", "a", "x") for mode in modes)
+        text = writes or name in ("read_text", "write_text") or (name == "open" and not call.args)
+        if text and "encoding" not in {each.arg for each in call.keywords}:
+            found.append(call.lineno)
+    return found
+
+
+def test_text_is_utf_8_whatever_the_locale():
+    assert text_files_without_encoding('open(file, "w")\nfile.open()\nfile.read_text()\nfile.open("rb")') == [1, 2, 3]
+    files = [file for package in ("mpp", "evaluation") for file in (ROOT / package).rglob("*.py")]
+    found = {str(file): text_files_without_encoding(file.read_text(encoding="utf-8")) for file in files}
+    assert files and {file: lines for file, lines in found.items() if lines} == {}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("environment", [ASCII, {"PYTHONIOENCODING": "ascii"}], ids=["locale", "terminal"])
+def test_a_run_of_umlauts_where_all_is_ascii(tmp_path, environment, tally):
+    """Names of folders, files and classes, in a config and on the command line, with loader processes."""
+    for name in ("Ähre", "über"):
+        folder = tmp_path / "Vögel" / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(6):
+            (folder / f"{number}_ä.png").write_bytes(encoded(Image.fromarray(picture(number))))
+        (folder / "ß.png").write_bytes(b"no image")
+    config = tmp_path / "größe.yaml"
+    config.write_text(f"data:\n  path: {tmp_path}/Vögel\nrun:\n  dir: {tmp_path}/läufe\n", encoding="utf-8")
+    words = ("-m", "mpp.pretrain", *TINY, f"--config={config}", "--data.workers=1", "--run.steps=8")
+    ended = said(*words, "--data.eval_fraction=0.3", **environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    listed = (tmp_path / "läufe" / "unreadable.txt").read_text(encoding="utf-8")
+    assert "über/ß.png" in listed or "Ähre/ß.png" in listed
+    tally("umlauts where the locale or the terminal is ASCII", 1)
