@@ -2,13 +2,18 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import pickle
+import pty
 import random
 import resource
 import shutil
 import signal
 import struct
+import subprocess
+import sys
+import termios
 import time
 import zlib
 from collections.abc import Callable
@@ -20,7 +25,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from conftest import HANGS, TINY, encoded, picture, read_metrics, start_command, wait_until
+from conftest import HANGS, ROOT, TINY, encoded, picture, read_metrics, start_command, wait_until
 from PIL import Image
 from server import Command, at_update, context, die_at, told_to_stop, wait_at, wait_for_signal_at
 
@@ -201,6 +206,31 @@ def test_a_signal_under_the_launcher(tmp_path, tally):
     assert run.returncode == 1 and step > 0
     assert (tmp_path / "run" / MARKER).read_text() == f"SIGTERM, after step {step}; a checkpoint is written\n"
     tally("SIGTERM to accelerate launch and its two processes", 1)
+
+
+def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
+    """The progress bar is drawn on, and the checkpoint comes after."""
+    options = [*TINY, RARE, f"--run.dir={tmp_path / 'run'}", "--run.steps=100000", "--run.checkpoint_every=100000"]
+    terminal, inside = pty.openpty()
+    os.set_blocking(terminal, False)
+    words = [sys.executable, "-m", "mpp.pretrain", *options, "--data.workers=1", "--data.cache_gb=0"]
+    opened = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)
+    streams = dict(stdin=inside, stdout=inside, stderr=inside)
+    run = subprocess.Popen(words, **streams, start_new_session=True, preexec_fn=opened, cwd=ROOT)
+    os.close(inside)
+
+    def is_training() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 2**16)  # else it is full
+        return (tmp_path / "run" / "metrics.jsonl").exists() and max(read_metrics(tmp_path / "run"), default=0) >= 3
+
+    wait_until(is_training)
+    os.close(terminal)
+    assert run.wait(HANGS) == EXIT_CODE
+    step = newest_step(tmp_path / "run")
+    assert step > 0
+    assert (tmp_path / "run" / MARKER).read_text() == f"SIGHUP, after step {step}; a checkpoint is written\n"
+    tally("a closed terminal (SIGHUP)", 1)
 
 
 def linger() -> None:

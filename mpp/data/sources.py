@@ -40,6 +40,7 @@ from mpp.data.listing import ANY_BYTES, Found, Listing, as_path, list_images, sh
 from mpp.data.overview import announce, warn_of_labels
 from mpp.data.reading import NETWORK_ERRORS, SERVER_ERRORS, retried
 from mpp.errors import UserError, one_line
+from mpp.runtime.caches import unwritable_cache
 from mpp.runtime.parsing import as_words
 from mpp.runtime.randomness import Stream, permutation
 
@@ -299,7 +300,8 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         raise
     except LOADING_ERRORS as error:
         here = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
-        raise UserError(f"data.path is {config.path}, which cannot be loaded: {cause(error)}{here}") from error
+        message = f"data.path is {config.path}, which cannot be loaded: {cause(error)}{here}"
+        raise UserError(unwritable_cache(error) or message) from error
 
 
 def cause(error: BaseException) -> str:

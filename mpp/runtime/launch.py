@@ -24,6 +24,7 @@ from tqdm.std import tqdm
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
+from mpp.runtime.caches import unwritable_cache
 from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
 from mpp.runtime.output import steady_output, use_utf8
 from mpp.runtime.preemption import Preempted
@@ -71,6 +72,8 @@ def user_message(error: Exception) -> str | None:
         return TOO_FEW
     if unanswered := no_answer(error):
         return unanswered
+    if unwritable := unwritable_cache(error):
+        return unwritable
     return str(error) if isinstance(error, UserError | OSError) else None  # a full disk is nobody's bug
 
 
