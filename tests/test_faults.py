@@ -28,6 +28,7 @@ import pytest
 from conftest import HANGS, ROOT, TINY, encoded, picture, read_metrics, start_command, wait_until
 from PIL import Image
 from server import Command, at_update, context, die_at, told_to_stop, wait_at, wait_for_signal_at
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpp.config import Config, ImagesConfig
 from mpp.data import workers
@@ -157,7 +158,29 @@ def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
     tally(f"SIGKILL, {module}, one process", 3)
 
 
-@pytest.mark.parametrize(("number", "processes"), [(15, 1), (2, 1), (15, 2), (2, 2)])
+def elsewhere(behind: int, step: int | None) -> None:
+    """A machine whose clock is so many seconds behind; the run is killed before that update."""
+    now = time.time
+    time.time = lambda: now() - behind
+    if step is not None:
+        die_at(step)
+
+
+def test_tensorboard_shows_all_lives_of_a_run_on_machines_of_other_times(tmp_path, tally):
+    """Two are killed, one of them after a day back; the last is an hour behind the first."""
+    options = [*TINY, RARE, "--run.steps=8", f"--run.dir={tmp_path / 'run'}"]
+    for behind, step in ((0, 3), (86_400, 5)):
+        run = Command("pretrain", *options, prepare=partial(elsewhere, behind, step))
+        assert run.wait() == [-signal.SIGKILL], run.said[-2000:]
+    finish(Command("pretrain", *options, prepare=partial(elsewhere, 3600, None)))
+    shown = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload().Scalars("train/loss")
+    logged = read_metrics(tmp_path / "run")
+    assert [each.step for each in shown] == list(logged) == list(range(1, 9))
+    assert [each.value for each in shown] == pytest.approx(list(logged.values()), rel=1e-6)
+    tally("SIGKILL, and another start where it is earlier: TensorBoard", 2)
+
+
+@pytest.mark.parametrize(("number", "processes"), [(15, 1), (2, 1), (1, 1), (15, 2), (2, 2), (1, 2)])
 def test_preemption(tmp_path, tally, number, processes, undisturbed):
     options = [*TINY, RARE, "--run.steps=40", "--run.checkpoint_every=100000", "--data.workers=2"]
     whole, stopped = undisturbed(*options, processes=processes), tmp_path / "stopped"
@@ -177,7 +200,7 @@ def test_preemption(tmp_path, tally, number, processes, undisturbed):
     assert not (stopped / MARKER).exists()
     assert weights(whole) == weights(stopped)
     assert read_metrics(whole) == read_metrics(stopped)
-    tally(f"SIG{'TERM' if number == 15 else 'INT'}, {processes} process{'es' * (processes > 1)}", 1)
+    tally(f"{signal.Signals(number).name}, {processes} process{'es' * (processes > 1)}", 1)
 
 
 def test_a_signal_to_one_of_two_processes_stops_both(tmp_path, tally, undisturbed):
