@@ -175,7 +175,7 @@ def read_safetensors(file: Path) -> Run:
         (Path(aside) / CONFIG).write_text(json.dumps(about["timm"]), encoding="utf-8")
         shutil.copy(file, Path(aside) / WEIGHTS)
         model = load_encoder(aside)
-    return Exported(FrozenEncoder(model, tuple(about["img_size"]), about["channels"]), "mean", normalize=True)
+    return Exported(FrozenEncoder(model, tuple(about["img_size"])), "mean", normalize=True)
 
 
 FORMATS: dict[str, tuple[str, Callable[..., None], Callable[[Path], Run]]] = {  # how a file's name ends, write, read

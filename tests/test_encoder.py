@@ -9,10 +9,12 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 import mpp
-from mpp.config import ModelConfig
-from mpp.models.encoder import build_encoder, export_encoder
+from evaluation.suite.encoders import FrozenEncoder
+from mpp.config import ModelConfig, resized_side
+from mpp.models.encoder import build_encoder, create, export_encoder
 
 
 def export(encoder, folder):
@@ -59,6 +61,71 @@ def test_another_image_size_resamples_positions_as_timm_does(exported):
     expected = timm.layers.resample_abs_pos_embed(encoder.pos_embed, (12, 12), num_prefix_tokens=1)
     torch.testing.assert_close(larger.pos_embed, expected)
     assert larger(torch.randn(1, 3, 96, 96)).shape == (1, 7)
+
+
+def described(model):
+    about = timm.data.resolve_model_data_config(model)
+    return about["input_size"], tuple(about["mean"]), tuple(about["std"])
+
+
+RGB_MOMENTS, GREY_MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)), ((0.2,), (0.5,))
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "input_size", "moments"),
+    [
+        ({}, (3, 64, 64), RGB_MOMENTS),
+        ({"img_size": 96}, (3, 96, 96), RGB_MOMENTS),
+        ({"img_size": (48, 80)}, (3, 48, 80), RGB_MOMENTS),
+        ({"img_size": [48, 80]}, (3, 48, 80), RGB_MOMENTS),
+        ({"in_chans": 1}, (1, 64, 64), GREY_MOMENTS),
+        ({"in_chans": 1, "img_size": 32, "num_classes": 4}, (1, 32, 32), GREY_MOMENTS),
+    ],
+)
+def test_a_changed_encoder_says_what_it_takes(exported, changes, input_size, moments, pretrained):
+    for build in (mpp.load_encoder, lambda folder, **how: create(str(folder), **how)):
+        encoder = build(exported[1], pretrained=pretrained, **changes)
+        size, *found = described(encoder)
+        assert size == input_size and len(found[0]) == input_size[0]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(moments))
+        assert encoder.pretrained_cfg["num_classes"] == changes.get("num_classes", 0)
+        assert encoder(torch.randn(1, *input_size)).shape[0] == 1
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224"])
+def test_a_changed_model_of_timms_says_what_it_takes(name):
+    size = (96, 64) if name == "vit_tiny_patch16_224" else (256, 256)
+    model = create(name, size, pretrained=False, in_chans=2)
+    (mean,), (std,) = ({sum(each) / 3} for each in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    mean, std = (0.5, 0.5) if name == "vit_tiny_patch16_224" else (mean, std)
+    assert described(model) == ((2, *size), (mean,) * 2, (std,) * 2)
+    assert described(timm.create_model(name))[0] == (3, 224, 224)  # timm's own settings are as they were
+
+
+def test_the_crop_follows_the_size(tmp_path):
+    """timm's transform resizes as the held-out view at every size that the encoder is loaded for."""
+    folder, encoder = tmp_path / "0" / "encoder", build_encoder(ModelConfig(depth=1, img_size=32, patch_size=8))
+    export_encoder(encoder, folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    expected = {32: 37, 48: 55, 64: 73, 80: 91, 96: 110, 128: 146}  # to the nearest; 32, 48 and 96 are not timm's
+    for size, length in expected.items():
+        loaded = mpp.load_encoder(folder, img_size=size)
+        transform = timm.data.create_transform(**timm.data.resolve_model_data_config(loaded), is_training=False)
+        assert transform.transforms[0].size == length and transform.transforms[1].size == (size, size)
+        assert extraction_crop(loaded, size) == length
+    alone = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert timm.data.resolve_model_data_config(alone)["crop_pct"] == pytest.approx(32 / 37, abs=0.01)
+
+
+def test_a_network_for_any_size_says_the_size_that_is_asked_for(tmp_path):
+    export_encoder(timm.create_model("resnet10t", num_classes=0), tmp_path, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    model = create(str(tmp_path), (48, 48))
+    assert described(model)[0] == (3, 48, 48) and extraction_crop(model, 48) == 55
+
+
+def extraction_crop(encoder, size):
+    """To what length the evaluation resizes the images of this encoder."""
+    return resized_side(size, FrozenEncoder(encoder, size).crop_pct)
 
 
 def test_fixed_positions_travel_as_an_ordinary_table(exported, tmp_path):

@@ -1,5 +1,6 @@
 """Files become the RGB a person sees."""
 
+import math
 import struct
 import zlib
 
@@ -7,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import encoded, picture
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
+from timm.data import create_transform
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import DataConfig, ImagesConfig, resized_side
 from mpp.data.decoding import UnreadableImage, decode, to_ppm
 from mpp.data.images import augment, centre_crop, crop_box, random_crop
+from mpp.models.encoder import timm_crop_pct
 from mpp.runtime.randomness import Stream, random_words
 
 LIMIT = ImagesConfig(max_pixels=10**6)
@@ -179,6 +184,46 @@ def test_centre_crop_is_the_centre():
     assert torch.equal(centre_crop(ramp, 40, 1.0), ramp[:, :, 20:60])
     assert centre_crop(ramp, 28, 0.875).shape == (3, 28, 28)
     assert centre_crop(torch.zeros(3, 1, 1, dtype=torch.uint8), 8, 0.875).shape == (3, 8, 8)
+
+
+def views_of(pixels: np.ndarray, size: tuple[int, int], share: float, crop_pct: float):
+    """The held-out view and what timm's transform makes of the same image, with the sizes to which they resize it."""
+    sizes, resize = [], functional.resize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "resize", lambda image, to, **how: sizes.append(list(to)) or resize(image, to, **how))
+        ours = centre_crop(torch.from_numpy(pixels).permute(2, 0, 1), size, share)
+    as_it_is = dict(interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1))
+    transform = create_transform((3, *size), crop_pct=crop_pct, is_training=False, **as_it_is)
+    sizes.append([*reversed(transform.transforms[0](Image.fromarray(pixels)).size)])
+    return ours, transform(Image.fromarray(pixels)) * 255, *sizes
+
+
+SHARES = st.sampled_from([0.875, 0.9, 0.95, 1.0]) | st.floats(0.25, 1.0)
+IMAGE_SIZES = st.tuples(st.integers(30, 120), st.integers(30, 120))
+
+
+def noise(size: tuple[int, int]) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(8, 512), SHARES, IMAGE_SIZES)
+@example(32, 0.875, (48, 64))  # timm makes 36 of 32 / 0.875, mpp 37
+def test_timms_crop_is_the_held_out_view(side, share, image_size):
+    pixels, crop_pct = noise(image_size), timm_crop_pct(side, share)
+    ours, theirs, own_size, their_size = views_of(pixels, (side, side), share, crop_pct)
+    assert own_size == their_size
+    assert (ours - theirs).abs().max() <= 1.01  # roundings of PIL's and torch's resizing
+    assert torch.equal(centre_crop(torch.from_numpy(pixels).permute(2, 0, 1), side, crop_pct), ours)
+
+
+@given(st.tuples(st.integers(8, 512), st.integers(8, 512)), st.floats(0.05, 1.0))
+def test_the_crop_that_timm_gets_leaves_the_held_out_view_as_it_is(size, share):
+    crop_pct = timm_crop_pct(size, share)
+    for side in size:
+        assert resized_side(side, crop_pct) == resized_side(side, share)
+        assert size[0] != size[1] or math.floor(side / crop_pct) == resized_side(side, share)
+        assert (timm_crop_pct(side, share) == share) == (math.floor(side / share) == resized_side(side, share))
 
 
 @pytest.mark.parametrize("upright", [False, True])

@@ -30,20 +30,15 @@ class FrozenEncoder(nn.Module):
     Args:
         model: timm's, without a head.
         img_size: side of the images it is shown, or height and width; None: its own.
-        channels: that it was built for, where timm's own settings are of others; None: its own.
     """
 
-    def __init__(self, model: nn.Module, img_size: int | Size | None = None, channels: int | None = None):
+    def __init__(self, model: nn.Module, img_size: int | Size | None = None):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         data_config = resolve_model_data_config(model)
-        own = data_config["input_size"][0]
-        self.channels, self.img_size = channels or own, sides(img_size or data_config["input_size"][1:])
+        self.channels, self.img_size = data_config["input_size"][0], sides(img_size or data_config["input_size"][1:])
         self.crop_pct = data_config["crop_pct"]
-        moments = data_config["mean"], data_config["std"]
-        if self.channels != own:  # of RGB: other channels are like its mean
-            moments = ((sum(each) / own,) * self.channels for each in moments)
-        self.normalize = Normalize(*moments)
+        self.normalize = Normalize(data_config["mean"], data_config["std"])
 
     @property
     def stages(self) -> Sequence[nn.Module]:
@@ -123,7 +118,7 @@ def load_frozen(
         set_attention(model, fused=False)
     if hasattr(model, "patch_embed") and img_size is not None:
         check_grid(img_size, model.patch_embed.patch_size[0], "img_size")
-    frozen = FrozenEncoder(model, img_size, options.get("in_chans"))
+    frozen = FrozenEncoder(model, img_size)
     check_channels(frozen, channels or frozen.channels)
     return frozen
 

@@ -124,6 +124,11 @@ def sides(img_size: int | Sequence[int]) -> tuple[int, int]:
     return height, width
 
 
+def resized_side(side: int, crop: float) -> int:
+    """Length to which an image's side is resized, so that a centre crop of `side` pixels keeps the share `crop`."""
+    return max(side, round(side / crop))
+
+
 def check_grid(img_size: int | Sequence[int], patch_size: int, key: str = "model.img_size") -> None:
     """An image is a whole number of patches."""
     height, width = sides(img_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from mpp.config import DataConfig, sides
+from mpp.config import DataConfig, resized_side, sides
 from mpp.runtime.randomness import Stream, random_words, uniform
 
 LONGEST = 16  # times the view's proportions: what of an image is resized for its centre crop
@@ -107,10 +107,10 @@ def centre_crop(image: Tensor, size: Size, share: float, nearest: bool = False) 
         image = functional.center_crop(image, [min(height, most[1]), min(width, most[0])])
         height, width = image.shape[-2:]
     if height * size[1] <= width * size[0]:  # it is wider than the view
-        rows = max(size[0], round(size[0] / share))
+        rows = resized_side(size[0], share)
         covering = [rows, int(rows * width / height)]
     else:
-        columns = max(size[1], round(size[1] / share))
+        columns = resized_side(size[1], share)
         covering = [int(columns * height / width), columns]
     how = dict(interpolation=v2.InterpolationMode.NEAREST_EXACT) if nearest else dict(antialias=True)
     return functional.center_crop(functional.resize(image, covering, **how), list(size))

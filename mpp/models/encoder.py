@@ -26,7 +26,7 @@ from timm.models import adapt_input_conv, is_model_in_modules, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from mpp.config import HOW_READ, ModelConfig, check_grid, require, sides
+from mpp.config import HOW_READ, ModelConfig, check_grid, require, resized_side, sides
 from mpp.errors import UserError, one_line
 from mpp.models.positions import Grid, sincos_2d
 from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
@@ -270,6 +270,26 @@ def trained_on(folder: Path, what: str) -> Any:
     return found and tuple(found[1:] if what == "input_size" else found)
 
 
+def timm_crop_pct(img_size: int | Grid, eval_crop: float) -> float:
+    """The `crop_pct` with which timm's centre crop resizes an image as the held-out view does.
+
+    timm rounds side / crop_pct down, `centre_crop` of mpp/data/images.py rounds to the nearest: of 32 / 0.875 one makes
+    36, the other 37. The result gives mpp's length in both ways.
+
+    Args:
+        img_size: of the input: a side, or height and width.
+        eval_crop: share of the shorter side that the held-out view keeps.
+    Returns:
+        `eval_crop` itself where it is right already, and where no number is right for both height and width.
+    """
+    lengths = [(side, resized_side(side, eval_crop)) for side in sides(img_size)]
+    if all(math.floor(side / eval_crop) == length for side, length in lengths):
+        return eval_crop
+    least = max(length / side for side, length in lengths)  # of the scale 1 / crop_pct
+    most = min((length + 0.5) / side for side, length in lengths)
+    return 2 / (least + most) if least < most else eval_crop
+
+
 def export_encoder(
     encoder: nn.Module,
     folder: Path,
@@ -287,15 +307,16 @@ def export_encoder(
         folder: complete or absent: written aside, synced to disk and renamed.
         img_size: of the images it was trained on: a side, or height and width.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
-        crop_pct: share of the shorter side that the evaluation's centre crop keeps.
+        crop_pct: share of the shorter side that the held-out view keeps; timm gets `timm_crop_pct` of it.
         card: text of its README.md; empty: none is written.
         how_read: settings by which the pixels of files were read, where they are not as usual.
     """
     aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)
-    data_config = dict(mean=tuple(mean), std=tuple(std), crop_pct=crop_pct, interpolation="bilinear")
-    data_config["input_size"] = (len(mean), *sides(img_size))
+    data_config = dict(mean=tuple(mean), std=tuple(std), interpolation="bilinear")
+    data_config |= dict(input_size=(len(mean), *sides(img_size)), crop_pct=timm_crop_pct(img_size, crop_pct))
     ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not of timm's weights of this name
+    ours["eval_crop"] = crop_pct  # `load_encoder` needs it for other sizes
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
         ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
     if how_read:
@@ -321,8 +342,9 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
             `num_classes=10` (a new head).
     Returns:
         The timm model in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first, of images that are
-        normalised: `timm.data.resolve_model_data_config(model)` says size, mean and std. Calling it gives [class]
-        (B, D), which masked patch prediction did not train; with `global_pool="avg", fc_norm=False` the mean.
+        normalised: `timm.data.resolve_model_data_config(model)` says size, mean, std and crop, after `changes`.
+        Calling it gives [class] (B, D), which masked patch prediction did not train; with
+        `global_pool="avg", fc_norm=False` the mean.
     Raises:
         UserError: no encoder there.
     """
@@ -337,7 +359,35 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         fix_positions(encoder)
     elif fixed:
         hold_positions(encoder, encoder.pos_embed.data)
+    describe_changes(encoder, changes, about.get("eval_crop"))
     return encoder.eval()
+
+
+def describe_changes(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
+    """Say in a model's `pretrained_cfg`, which `timm.data.resolve_model_data_config` reads, what it takes now.
+
+    timm leaves there what the weights were made for.
+
+    Args:
+        changes: arguments of timm's with which the model was built.
+        eval_crop: share of the shorter side that mpp's held-out view keeps; None: crop_pct stays.
+    """
+    about = model.pretrained_cfg
+    own, *size = about["input_size"]
+    size, channels = changes.get("img_size") or size, changes.get("in_chans") or own
+    if changes.get("img_size") and eval_crop:
+        about["crop_pct"] = timm_crop_pct(size, eval_crop)
+    if channels != own:  # other channels are like the mean of those that are known
+        for name in ("mean", "std"):
+            about[name] = (sum(about[name]) / len(about[name]),) * channels
+    if (own, *about["input_size"][1:]) != (channels, *sides(size)):
+        about["input_size"] = (channels, *sides(size))
+        about.pop("test_input_size", None)  # of the size that it had
+    classes = changes.get("num_classes")
+    if classes is not None and classes != about.get("num_classes"):
+        about["num_classes"] = classes
+        for name in ("label_names", "label_descriptions", "label_offset"):
+            about.pop(name, None)
 
 
 def load_hybrid(encoder: VisionTransformer, file: Path, size: Grid | None) -> None:
@@ -378,15 +428,17 @@ def create(
         raise UserError(f"{file} is {checkpoint}; it must be a .safetensors file: other sorts can run code")
     if checkpoint and pretrained:
         changes |= {"pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
-    build = timm.create_model if named else load_encoder
+    folder = None if named else encoder_folder(Path(encoder))
+    build = partial(timm.create_model, encoder) if named else partial(load_encoder, folder)
     sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
     for size in sizes:
         options = dict(pretrained=pretrained, num_classes=num_classes, **changes, **size)
         try:
-            model = build(encoder, **options)
+            model = build(**options)
             if checkpoint and pretrained:
-                missing = left_random(model, partial(build, encoder, **options))
+                missing = left_random(model, partial(build, **options))
                 require(not missing, file, checkpoint, f"the weights of {encoder}; it lacks {missing}")
+            describe_changes(model, options | {"img_size": img_size}, eval_crop_of(folder))
             return model
         except UserError:
             raise
@@ -399,6 +451,11 @@ def create(
     hint = f"; without a network, {file} names a file with its weights" if published else ""
     hint += " (random true, or init random, takes none)" if published and key == "encoder" else ""
     raise UserError(f"{key} is {encoder}, which cannot be loaded: {one_line(reason)}{hint}") from reason
+
+
+def eval_crop_of(folder: Path | None) -> float | None:
+    """Share of the shorter side that the held-out view of an exported encoder keeps; None: nothing says so."""
+    return folder and json.loads((folder / "config.json").read_text()).get("eval_crop")
 
 
 def is_named(encoder: str) -> bool:
