@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import encoded, picture
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from timm.data import create_transform
@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, ImagesConfig, resized_side
 from mpp.data.decoding import UnreadableImage, decode, to_ppm
-from mpp.data.images import augment, centre_crop, crop_box, random_crop
+from mpp.data.images import LONGEST, augment, centre_crop, crop_box, random_crop
 from mpp.models.encoder import timm_crop_pct
 from mpp.runtime.randomness import Stream, random_words
 
@@ -217,13 +217,24 @@ def test_timms_crop_is_the_held_out_view(side, share, image_size):
     assert torch.equal(centre_crop(torch.from_numpy(pixels).permute(2, 0, 1), side, crop_pct), ours)
 
 
-@given(st.tuples(st.integers(8, 512), st.integers(8, 512)), st.floats(0.05, 1.0))
-def test_the_crop_that_timm_gets_leaves_the_held_out_view_as_it_is(size, share):
-    crop_pct = timm_crop_pct(size, share)
-    for side in size:
-        assert resized_side(side, crop_pct) == resized_side(side, share)
-        assert size[0] != size[1] or math.floor(side / crop_pct) == resized_side(side, share)
-        assert (timm_crop_pct(side, share) == share) == (math.floor(side / share) == resized_side(side, share))
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(st.integers(1, 24), st.integers(1, 24)), SHARES, IMAGE_SIZES)
+@example((3, 5), 0.875, (48, 64))  # 27.4 x 45.7, which no crop_pct makes 27 x 46
+@example((16, 24), 1.0, (128, 192))
+def test_the_oblong_held_out_view_is_timms(patches, share, image_size):
+    size = tuple(8 * side for side in patches)
+    (height, width), proportion = image_size, patches[1] / patches[0]
+    assume(1 / LONGEST < width / height / proportion < LONGEST)  # what is longer is cut before it is resized
+    ours, theirs, own_size, their_size = views_of(noise(image_size), size, share, timm_crop_pct(size, share))
+    assert own_size == their_size
+    assert (ours - theirs).abs().max() <= 1.01
+
+
+@given(st.integers(8, 512), st.floats(0.05, 1.0))
+def test_the_crop_that_timm_gets_leaves_the_held_out_view_as_it_is(side, share):
+    crop_pct, length = timm_crop_pct(side, share), resized_side(side, share)
+    assert math.floor(side / crop_pct) == length == resized_side(side, crop_pct)
+    assert (crop_pct == share) == (math.floor(side / share) == length)
 
 
 @pytest.mark.parametrize("upright", [False, True])

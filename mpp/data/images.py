@@ -106,11 +106,20 @@ def centre_crop(image: Tensor, size: Size, share: float, nearest: bool = False) 
     if width > most[0] or height > most[1]:  # a line of pixels would become gigabytes; the crop shows its middle
         image = functional.center_crop(image, [min(height, most[1]), min(width, most[0])])
         height, width = image.shape[-2:]
-    if height * size[1] <= width * size[0]:  # it is wider than the view
-        rows = resized_side(size[0], share)
-        covering = [rows, int(rows * width / height)]
-    else:
-        columns = resized_side(size[1], share)
-        covering = [int(columns * height / width), columns]
     how = dict(interpolation=v2.InterpolationMode.NEAREST_EXACT) if nearest else dict(antialias=True)
-    return functional.center_crop(functional.resize(image, covering, **how), list(size))
+    resized = functional.resize(image, covering_size(height, width, size, share), **how)
+    return functional.center_crop(resized, list(size))
+
+
+def covering_size(height: int, width: int, size: tuple[int, int], share: float) -> list[int]:
+    """Height and width to which an image is resized in its proportions, so that it covers `size` / `share`.
+
+    Of an oblong view they are timm's. Of a square the shorter side is rounded to the nearest, where timm rounds it
+    down: published results have it so, and exported encoders the `timm_crop_pct` with which timm does the same.
+    """
+    if size[0] == size[1]:
+        side = resized_side(size[0], share)
+        return [side, int(side * width / height)] if height <= width else [int(side * height / width), side]
+    rows, columns = (math.floor(side / share) for side in size)
+    reduction = min(height / rows, width / columns)
+    return [round(height / reduction), round(width / reduction)]

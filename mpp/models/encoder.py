@@ -270,24 +270,19 @@ def trained_on(folder: Path, what: str) -> Any:
     return found and tuple(found[1:] if what == "input_size" else found)
 
 
-def timm_crop_pct(img_size: int | Grid, eval_crop: float) -> float:
-    """The `crop_pct` with which timm's centre crop resizes an image as the held-out view does.
+def timm_crop_pct(img_size: int | Grid, share: float) -> float:
+    """The `crop_pct` with which timm resizes and crops an image as `centre_crop` of mpp/data/images.py does.
 
-    timm rounds side / crop_pct down, `centre_crop` of mpp/data/images.py rounds to the nearest: of 32 / 0.875 one makes
-    36, the other 37. The result gives mpp's length in both ways.
+    Of a square timm rounds side / crop_pct down, mpp to the nearest: of 32 / 0.875 one makes 36, the other 37. The
+    result gives mpp's length in both ways. It is `share` itself wherever that is right.
 
     Args:
         img_size: of the input: a side, or height and width.
-        eval_crop: share of the shorter side that the held-out view keeps.
-    Returns:
-        `eval_crop` itself where it is right already, and where no number is right for both height and width.
+        share: of the shorter side, that the held-out view keeps.
     """
-    lengths = [(side, resized_side(side, eval_crop)) for side in sides(img_size)]
-    if all(math.floor(side / eval_crop) == length for side, length in lengths):
-        return eval_crop
-    least = max(length / side for side, length in lengths)  # of the scale 1 / crop_pct
-    most = min((length + 0.5) / side for side, length in lengths)
-    return 2 / (least + most) if least < most else eval_crop
+    height, width = sides(img_size)
+    length = resized_side(height, share)
+    return share if height != width or math.floor(height / share) == length else height / (length + 0.25)
 
 
 def export_encoder(
