@@ -26,6 +26,7 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
 from mpp.frozen_features import extract
 from mpp.metrics import Sums
+from mpp.models.encoder import learned_labels
 from mpp.probe import Probe
 from mpp.reconstructions import prediction_panel
 from mpp.runtime.launch import command
@@ -63,6 +64,8 @@ class Contrastive(ImageTask):
             allowed = f"0 with {channels} channels: it changes colours; crops, flips and blur serve all images"
             require(channels == 3 or value == 0, f"views.{name}", value, allowed)
         backbone, self.img_size = build_backbone(config.model, channels)
+        begun = config.model.init_from
+        self.builds_on_labels = begun is not None and learned_labels(begun)
         encoder = synchronized(backbone, config.model.name, accelerator)
         width, head = encoder.head_hidden_size, config.head
         hidden = head.hidden or width

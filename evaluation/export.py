@@ -162,7 +162,8 @@ def write_safetensors(
     with TemporaryDirectory() as aside:
         folder = Path(aside) / "encoder"
         moments = about["mean"], about["std"], about["crop_pct"]
-        export_encoder(module.model, folder, tuple(about["img_size"]), *moments, how_read=config.data.how_read())
+        known = dict(how_read=config.data.how_read(), label_names=module.model.pretrained_cfg.get("label_names"))
+        export_encoder(module.model, folder, tuple(about["img_size"]), *moments, **known)
         about["timm"] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         state = load_file(folder / WEIGHTS)
     file.write_bytes(save(state, {KEY: json.dumps(about)}))  # save_file's files are for their owner alone

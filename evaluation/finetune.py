@@ -51,6 +51,7 @@ class Finetuning(Classification):
         random = config.init == "random"
         how = "Trained with labels, from random weights" if random else f"Fine-tuned with labels, from {config.encoder}"
         self.method = f"{how}; the classification head is left out"
+        self.kind = self.kind if random else "encoder fine-tuned with labels"
         drop_path = {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
         shown = (config.img_size, config.run.seed, config.data.channels)
         loaded = load_frozen(config.encoder, config.checkpoint, random, *shown, **drop_path)

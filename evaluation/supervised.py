@@ -49,6 +49,8 @@ class Supervised(Classification):
 class Distilled(Classification):
     """The task: classify, and say what a teacher says of the same crop."""
 
+    kind = "encoder trained with labels and distilled from a classifier"
+
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
         splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)

@@ -28,7 +28,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, measure, measure_features, summarize
-from mpp.models.encoder import cell_grid, how_read
+from mpp.models.encoder import cell_grid, how_read, learned_labels
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
 from mpp.probe import Probe
@@ -67,6 +67,8 @@ class Pretraining(ImageTask):
         self.moving = self.taught and config.objective.frozen_teacher is None
         if self.taught and not self.moving:
             note_other_reading(config)
+        others = filter(None, (config.model.init_from, config.objective.frozen_teacher))
+        self.builds_on_labels = any(map(learned_labels, others))
         if config.data.streaming:
             probed = config.probe.images if config.probe.every else 0
             with accelerator.local_main_process_first():  # machines may have no disk in common

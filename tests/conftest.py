@@ -157,6 +157,15 @@ def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+def title_and_tags(encoder: Path) -> tuple[str, list[str]]:
+    """What the model card of an encoder folder says that it is."""
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(encoder / "README.md")
+    title = next(line for line in card.text.splitlines() if line.startswith("# "))
+    return title.removeprefix("# "), card.data.tags
+
+
 def heed_interrupts() -> None:
     """A shell starts `command &` with SIGINT ignored, and what that starts has it so: here it means what it does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import TINY, encoded, kill_at, picture, read_metrics
+from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_tags
 from safetensors.torch import load_file
 
 import mpp
@@ -22,7 +22,7 @@ from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunC
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.frozen_features import features_at, stages
-from mpp.models.encoder import build_encoder, checkpoint_activations, export_encoder
+from mpp.models.encoder import build_encoder, checkpoint_activations, export_encoder, learned_labels
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
 
@@ -39,7 +39,9 @@ def encoder(tmp_path_factory):
     return folder
 
 
-def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
+def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys, monkeypatch):
+    birds = [f"bird {number}" for number in range(9)]
+    monkeypatch.setattr(Classification, "label_names", birds)
     supervised.main([*BASE, *SMALL, f"--run.dir={tmp_path / 'run'}"])
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
@@ -59,6 +61,9 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     assert "held-out accuracy (%)" in capsys.readouterr().out
+    title, tags = title_and_tags(folder / "encoder")
+    assert title == "run: encoder trained with labels" and "self-supervised" not in tags
+    assert learned_labels(str(folder)) and mpp.load_encoder(folder).pretrained_cfg["label_names"] == birds
 
 
 def test_the_largest_class_is_what_a_constant_gets_right():
@@ -221,6 +226,9 @@ def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init):
     tuned, untuned = load_frozen(str(tmp_path / "run/lr_0.1")).model, source.state_dict()
     same = {name for name, tensor in tuned.state_dict().items() if torch.equal(tensor, untuned[name])}
     assert same == {"pos_embed"}
+    title, tags = title_and_tags(tmp_path / "run/lr_0.1/encoder")
+    how = {"encoder": "fine-tuned", "random": "trained"}[init]
+    assert title == f"lr_0.1: encoder {how} with labels" and "self-supervised" not in tags
 
 
 @pytest.mark.parametrize("name", [None, "test_efficientnet_gn"], ids=["vit", "convolutional"])

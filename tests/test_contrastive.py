@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
-from conftest import TINY, Killed, encoded, kill_at, newton_schulz, picture, read_metrics
+from conftest import TINY, Killed, encoded, kill_at, newton_schulz, picture, read_metrics, title_and_tags
 from safetensors.torch import load_file
 from server import Command
 from torchvision.transforms import v2
@@ -144,6 +144,7 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     for key in ("heldout/loss", "heldout/accuracy", "features/rank/depth_01", "knn/depth_02"):
         assert list(read_metrics(folder, key))[-2:] == [2, 4]
     card = (folder / "encoder" / "README.md").read_text()
+    assert "self-supervised" in title_and_tags(folder / "encoder")[1]
     assert "SimCLR" in card and "mean of the patch tokens" in card and "each view told from 14 of other images" in card
     said = capsys.readouterr().out
     assert f"next: mpp fewshot --encoder {folder}\n" in said and "of the views" in said

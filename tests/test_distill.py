@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import TINY, kill_at, read_metrics
+from conftest import TINY, kill_at, read_metrics, title_and_tags
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
@@ -131,6 +131,8 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
         names = file.keys()
     assert {name.split(".")[0] for name in names} == {"encoder", "head", "distill_head"}
     assert read_metrics(folder, "heldout/accuracy")[4] == held_out_accuracy(tasks[0])
+    title, tags = title_and_tags(folder / "encoder")
+    assert title.endswith("distilled from a classifier") and "self-supervised" not in tags
     assert "(B, 2 + N, D)" in (folder / "encoder" / "README.md").read_text()
     finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tmp_path / 'fine'}"])
     weights = load_file(tmp_path / "fine" / "lr_0.1" / "encoder" / "model.safetensors")

@@ -14,7 +14,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 import mpp
 from evaluation.suite.encoders import FrozenEncoder
 from mpp.config import ModelConfig, resized_side
-from mpp.models.encoder import build_encoder, create, export_encoder
+from mpp.models.encoder import build_encoder, create, export_encoder, learned_labels
 
 
 def export(encoder, folder):
@@ -115,6 +115,66 @@ def test_the_crop_follows_the_size(tmp_path):
         assert extraction_crop(loaded, size) == length
     alone = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert timm.data.resolve_model_data_config(alone)["crop_pct"] == pytest.approx(32 / 37, abs=0.01)
+
+
+NAMES = ["heron", "NA", "None", "m\u00f6we"]
+
+
+def test_names_of_classes_travel_with_an_encoder(tmp_path):
+    plain = build_encoder(ModelConfig(depth=1, img_size=32, patch_size=8))
+    input_config = (32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(plain, tmp_path / "plain", *input_config)
+    classifier = mpp.load_encoder(tmp_path / "plain", num_classes=4)
+    export_encoder(classifier, tmp_path / "headed", *input_config, label_names=NAMES)
+    export_encoder(plain, tmp_path / "headless", *input_config, label_names=NAMES)
+    for folder in (tmp_path / "headed", tmp_path / "headless"):
+        for load in (mpp.load_encoder, lambda each: timm.create_model(f"local-dir:{each}", pretrained=True)):
+            assert load(folder).pretrained_cfg["label_names"] == NAMES
+    again = mpp.load_encoder(tmp_path / "headed")
+    export_encoder(again, tmp_path / "again", *input_config)
+    assert mpp.load_encoder(tmp_path / "again").pretrained_cfg["label_names"] == NAMES
+    export_encoder(again, tmp_path / "renamed", *input_config, label_names="abcd")
+    assert mpp.load_encoder(tmp_path / "renamed").pretrained_cfg["label_names"] == ["a", "b", "c", "d"]
+    for other in (0, 3):  # another head knows other classes
+        assert "label_names" not in mpp.load_encoder(tmp_path / "headed", num_classes=other).pretrained_cfg
+    export_encoder(mpp.load_encoder(tmp_path / "headless"), tmp_path / "pretrained", *input_config)
+    assert "label_names" not in mpp.load_encoder(tmp_path / "pretrained").pretrained_cfg
+    with pytest.raises(ValueError, match=r"number of label_names is 3; it must be 4, the outputs of the model's head"):
+        export_encoder(again, tmp_path / "wrong", *input_config, label_names=NAMES[:3])
+
+
+def test_transformers_knows_the_names_of_classes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    classifier = timm.create_model("vit_tiny_patch16_224", num_classes=4, depth=1, img_size=32)
+    export_encoder(classifier, tmp_path, 32, (0.5,) * 3, (0.5,) * 3, 0.875, label_names=NAMES)
+    config = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).config
+    assert config.id2label == dict(enumerate(NAMES))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("vit_base_patch16_224.augreg_in21k", True),
+        ("vit_base_patch16_224.mae", False),
+        ("vit_small_patch16_224.dino", False),
+        ("vit_base_patch16_clip_224.openai", True),  # texts
+        ("nothing_of_timms", False),
+    ],
+)
+def test_timm_says_who_learned_labels(name, expected):
+    assert learned_labels(name) == expected
+
+
+def test_an_encoder_says_whether_it_learned_labels(tmp_path):
+    plain, input_config = build_encoder(ModelConfig(depth=1)), (64, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(plain, tmp_path / "without", *input_config)
+    export_encoder(plain, tmp_path / "with", *input_config, learned_labels=True)
+    export_encoder(mpp.load_encoder(tmp_path / "without", num_classes=2), tmp_path / "headed", *input_config)
+    for name, expected in (("without", False), ("with", True), ("headed", True)):
+        folder = tmp_path / name
+        assert learned_labels(str(folder)) == learned_labels(str(folder / "model.safetensors")) == expected
+    shutil.copy(tmp_path / "with" / "model.safetensors", tmp_path)
+    assert not learned_labels(str(tmp_path / "model.safetensors"))
 
 
 def test_a_network_for_any_size_says_the_size_that_is_asked_for(tmp_path):

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import yaml
-from conftest import Killed, encoded, kill_at, picture, read_metrics
+from conftest import Killed, encoded, kill_at, picture, read_metrics, title_and_tags
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
 from mpp.config import Config
+from mpp.models.encoder import export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.training import task
@@ -36,6 +37,8 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert [c.name for c in complete_checkpoints(folder)] == ["step_00000002", "step_00000004"]
     assert {path.name for path in (folder / "encoder").iterdir()} == {"config.json", "model.safetensors", "README.md"}
     card = (folder / "encoder" / "README.md").read_text()
+    title, tags = title_and_tags(folder / "encoder")
+    assert title == "run: encoder pre-trained without labels" and "self-supervised" in tags
     assert "masked patch prediction" in card and "birds, 633 images" in card and "  width: 16\n" in card
     first, *lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert first["step"] == 0 and set(first) >= {"knn/depth_01", "knn/floor_pixels", "features/rank/depth_01"}
@@ -107,6 +110,21 @@ def test_files_have_the_permissions_that_the_umask_gives(pretrain, umask, file_m
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
     assert {mode for path, mode in modes.items() if path.is_file()} == {file_mode}
     assert {mode for path, mode in modes.items() if path.is_dir()} == {folder_mode}
+
+
+def test_a_card_says_that_others_learned_labels(pretrain, finished_run, tmp_path):
+    """Of what it began from or was taught by, however many runs ago."""
+    plain, input_config = mpp.load_encoder(finished_run), (32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(plain, tmp_path / "with", *input_config, learned_labels=True)
+    taught = ("--objective.name=features", f"--objective.teacher={tmp_path / 'with'}")
+    first = pretrain(f"--model.init_from={tmp_path / 'with'}", dir=tmp_path / "first")
+    runs = [first, pretrain(f"--model.init_from={first}", dir=tmp_path / "second"), pretrain(*taught)]
+    for folder in runs:
+        title, tags = title_and_tags(folder / "encoder")
+        assert title.endswith(": encoder pre-trained without labels, which builds on an encoder that learned labels")
+        assert "self-supervised" not in tags and "mpp" in tags
+    from_plain = pretrain(f"--model.init_from={finished_run}", dir=tmp_path / "third")
+    assert "self-supervised" in title_and_tags(from_plain / "encoder")[1]
 
 
 def test_tensorboard_shows_the_same_scalars_and_pictures(trained):

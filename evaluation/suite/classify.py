@@ -28,6 +28,7 @@ class Classification(ImageTask):
     """
 
     learns_labels = True
+    kind = "encoder trained with labels"
     judged: ViewDataset
     """The held-out images as they are evaluated on; whoever knows the image size sets it."""
 

@@ -294,6 +294,8 @@ def export_encoder(
     crop_pct: float,
     card: str = "",
     how_read: dict[str, Any] | None = None,
+    label_names: Sequence[str] | None = None,
+    learned_labels: bool = False,
 ) -> None:
     """Write a timm model in timm's layout.
 
@@ -305,6 +307,11 @@ def export_encoder(
         crop_pct: share of the shorter side that the held-out view keeps; timm gets `timm_crop_pct` of it.
         card: text of its README.md; empty: none is written.
         how_read: settings by which the pixels of files were read, where they are not as usual.
+        label_names: of the classes that it learned, by number: timm's `pretrained_cfg["label_names"]`. None: those that
+            a model with a head came with.
+        learned_labels: whether it learned from labels, or from an encoder that did: `learned_labels` reads it.
+    Raises:
+        UserError: a head for another number of classes.
     """
     aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)
@@ -316,9 +323,17 @@ def export_encoder(
         ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
     if how_read:
         ours["data"] = how_read  # evaluation reads it
+    if learned_labels:
+        ours["learned_labels"] = True
+    if label_names:
+        count, allowed = len(label_names), f"{encoder.num_classes}, the outputs of the model's head"
+        require(encoder.num_classes in (0, count), "the number of label_names", count, allowed)
+        ours["label_names"] = list(label_names)  # which timm moves into pretrained_cfg
     save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
     saved = json.loads((aside / "config.json").read_text(encoding="utf-8"))
     saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers would give it twice
+    if label_names or not encoder.num_classes:
+        saved["pretrained_cfg"].pop("label_names", None)  # of what the encoder began from
     (aside / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
     if card:
         (aside / "README.md").write_text(card, encoding="utf-8")
@@ -471,6 +486,23 @@ def how_read(encoder: str) -> dict[str, Any]:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("data") or {}
         return {name: saved[name] for name in HOW_READ if name in saved}
     return {}
+
+
+def learned_labels(encoder: str) -> bool:
+    """Whether an encoder is known to have learned from labels or texts, or from an encoder that did.
+
+    A name of timm's has classes then; a folder has them, or says so. Nothing is known of a weights file alone.
+
+    Args:
+        encoder: a run folder, an encoder folder, hf-hub:NAME, a weights file, or a name of timm's.
+    """
+    if is_named(encoder):
+        known = timm.get_pretrained_cfg(encoder) if timm.is_model(encoder) else None
+        return known is not None and known.num_classes > 0
+    path = Path(encoder)
+    file = (path.parent if path.suffix == ".safetensors" else encoder_folder(path)) / "config.json"
+    about = json.loads(file.read_text()) if file.is_file() else {}
+    return about.get("learned_labels", False) or about.get("num_classes", 0) > 0
 
 
 def has_class(encoder: nn.Module) -> bool:

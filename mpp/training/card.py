@@ -11,10 +11,10 @@ from mpp.training.tracking import last_evaluation
 CARD = """---
 library_name: timm
 pipeline_tag: image-feature-extraction
-tags: [timm, image-feature-extraction, self-supervised, mpp]
+tags: [{tags}, mpp]
 ---
 
-# {name}
+# {name}: {kind}
 
 {model}. {method}.
 
@@ -43,13 +43,17 @@ tokens = encoder.forward_features(images)  # {tokens}
 """
 
 
-def model_card(folder: Path, encoder: nn.Module, model: str, method: str, images: str) -> str:
+def model_card(
+    folder: Path, encoder: nn.Module, kind: str, learned_labels: bool, model: str, method: str, images: str
+) -> str:
     """The text of a run's encoder/README.md.
 
     Args:
         folder: of the run, with config.yaml and metrics.jsonl.
         encoder: timm's or ours.
-        model: what it is, in a few words.
+        kind: of encoder by its training, in a few words, such as `fine-tuned encoder`.
+        learned_labels: whether labels were learned, or it builds on an encoder that learned them.
+        model: architecture and size, in a few words.
         method: how it was trained, in a sentence without its full stop.
         images: what it was trained on.
     """
@@ -57,6 +61,7 @@ def model_card(folder: Path, encoder: nn.Module, model: str, method: str, images
     figures = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step")
     ours = "import mpp  # timm then knows this architecture\n" if isinstance(encoder, VariantViT) else ""
     fields = dict(imports=f"{ours}import timm", tokens=describe_output(encoder))
+    fields |= dict(kind=kind, tags="timm, image-feature-extraction" + (", self-supervised" * (not learned_labels)))
     fields |= dict(name=folder.name, model=model, method=method, images=images, step=scalars["step"], figures=figures)
     return CARD.format(**fields, settings=(folder / "config.yaml").read_text(encoding="utf-8"))
 

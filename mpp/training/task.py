@@ -45,6 +45,10 @@ class ImageTask:
     """What frozen features know, an `mpp.probe.Probe`; None: nobody looks."""
     learns_labels = False
     """Whether the training images' labels are learned from."""
+    label_names: list[str] | None = None
+    """Names of the training images' classes, by number; None: there are no names."""
+    builds_on_labels = False
+    """Whether it began from, or predicts the features of, an encoder that learned labels."""
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
@@ -53,6 +57,12 @@ class ImageTask:
         self.held_out: ImageDataset
         self.img_size: tuple[int, int]
         torch.manual_seed(run.seed)
+
+    @property
+    def kind(self) -> str:
+        """What the encoder is by its training, in a few words, for the model card."""
+        other = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
+        return f"encoder pre-trained without labels{other}"
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
@@ -173,6 +183,8 @@ class ImageTask:
         To be called on the main process. `model` is without wrappers.
         """
         normalize, images = model.normalize, f"{describe(self.data)}, {self.train.describe()}"
-        card = model_card(folder, model.encoder, self.describe_model(), self.method, images)
+        learned_labels = self.learns_labels or self.builds_on_labels
+        card = model_card(folder, model.encoder, self.kind, learned_labels, self.describe_model(), self.method, images)
         input_config = (self.img_size, normalize.mean, normalize.std, self.data.eval_crop)
-        export_encoder(model.encoder, folder / name, *input_config, card, self.data.how_read())
+        learned = dict(label_names=self.label_names, learned_labels=learned_labels)
+        export_encoder(model.encoder, folder / name, *input_config, card, self.data.how_read(), **learned)
