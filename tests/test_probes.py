@@ -94,7 +94,7 @@ def test_a_damaged_encoder_is_named(vit, tmp_path, file):
     shutil.copytree(vit[1], tmp_path / "encoder")
     damaged = tmp_path / "encoder" / file
     damaged.write_bytes(damaged.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"encoder is .* which cannot be loaded") as error:
+    with pytest.raises(ValueError, match=r"encoder is .* which cannot be (loaded|read)") as error:
         load_frozen(str(tmp_path / "encoder"))
     assert "\n" not in str(error.value)
 
@@ -114,8 +114,8 @@ def test_a_local_checkpoint_goes_with_a_name(tmp_path):
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     loaded = load_frozen("vit_tiny_patch16_224", checkpoint=str(tmp_path / "weights.safetensors"))
     assert all(torch.equal(p, loaded.model.state_dict()[n]) for n, p in model.state_dict().items() if "head" not in n)
-    for bad in ("weights.bin", "nowhere.safetensors"):
-        with pytest.raises(ValueError, match=r"must be a \.safetensors file"):
+    for bad, said in (("weights.bin", r"it must be a \.safetensors file"), ("no.safetensors", "there is no such file")):
+        with pytest.raises(ValueError, match=rf"checkpoint is .*{bad}.*{said}"):
             load_frozen("vit_tiny_patch16_224", checkpoint=str(tmp_path / bad))
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from timm.models import is_model_in_modules
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
@@ -30,7 +29,7 @@ from mpp.models.encoder import (
     load_weights,
     set_attention,
 )
-from mpp.runtime.weights import encoder_folder
+from mpp.runtime.weights import weight_names, weights_file
 
 DISTILLED = "deit_base_distilled_patch16_224"  # timm's ViT with a distillation token, built to other numbers
 STUDENTS = ("vision_transformer", "deit")  # timm's modules that have plain ViTs
@@ -125,13 +124,8 @@ def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDi
 
 def has_token(path: Path) -> bool:
     """Whether the weights at `path` (run folder, encoder folder or .safetensors file) have a distillation token."""
-    file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
-    try:
-        with safe_open(file, framework="pt") as weights:
-            names = weights.keys()
-            return "dist_token" in names
-    except (OSError, SafetensorError):
-        return False  # who loads them says so
+    setting = "model.init_from"
+    return any(name.split(".")[-1] == "dist_token" for name in weight_names(weights_file(path, setting), setting))
 
 
 def with_token(plain: VisionTransformer, config: ModelConfig) -> VisionTransformerDistilled:

@@ -80,7 +80,7 @@ def classifier_at(encoder: str, channels: int, setting: str) -> Classifier:
 
 def classifier_of_timm(folder: str, channels: int, setting: str) -> Classifier:
     """What timm's own folder has, with its head."""
-    model = create(folder, num_classes=None)
+    model = create(folder, num_classes=None, key=setting)
     classes = getattr(model, "num_classes", 0)
     require(classes > 0, setting, folder, A_TEACHER)
     if not uses_gpu():

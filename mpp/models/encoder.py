@@ -8,11 +8,13 @@ is of mpp/models/variants.py.
 import difflib
 import inspect
 import json
+import logging
 import math
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,16 @@ from mpp.models.positions import Grid, sincos_2d
 from mpp.models.variants import OverlappingPatchEmbed, VariantViT, resample
 from mpp.runtime.disk import aside_of, put
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import HUB, encoder_folder
+from mpp.runtime.weights import (
+    HUB,
+    NAMED,
+    encoder_folder,
+    misfit,
+    refuse_pickle,
+    weight_names,
+    weights_file,
+    wrapper_of,
+)
 
 FIXED = "sincos_2d"  # positions that are not learned
 PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
@@ -208,15 +219,44 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
     Raises:
         UserError: no such file, or weights of another architecture.
     """
-    file = path if path.suffix == ".safetensors" else encoder_folder(path) / "model.safetensors"
+    setting, whose = "model.init_from", "of an encoder as the model settings describe it"
+    file = weights_file(path, setting)
+    names, own = weight_names(file, setting), encoder.state_dict().keys()
+    wrapper = noted_wrapper(file, names, own)
+    state = {name.removeprefix(wrapper): tensor for name, tensor in load_file(file).items()}
     try:
         size, stride = trained_on(file.parent, "input_size"), stride_of(file.parent)
-        state = resample(of_these_channels(load_file(file), encoder), encoder, size, stride)
-        encoder.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("head.")})
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"model.init_from: {file} cannot be read: {error}") from error
+        state = resample(of_these_channels(state, encoder), encoder, size, stride)
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+        refuse_misfit(setting, file, whose, own, state)
+        encoder.load_state_dict(state)
+    except KeyError:  # the patches, whose size is looked up
+        refuse_misfit(setting, file, whose, own, state)
+        raise
     except RuntimeError as error:
-        raise UserError(f"model.init_from: {file} does not fit the model: {one_line(error)}") from error
+        raise UserError(f"{setting} is {file}; it must be the weights {whose}: {first_lines(error)}") from error
+
+
+def noted_wrapper(file: Path, names: Sequence[str], own: Collection[str]) -> str:
+    """The beginning of all names in a file that is left out (see `wrapper_of`), which is said."""
+    wrapper = wrapper_of(names, own)
+    if wrapper and os.environ.get("RANK", "0") == "0":
+        print(f"note: the names of all weights in {file} begin with `{wrapper}`, which is left out")
+    return wrapper
+
+
+def refuse_misfit(setting: str, file: Path, whose: str, own: Collection[str], names: Collection[str]) -> None:
+    """Raise UserError where a file has others than the model's `own` weights."""
+    problem = misfit([name for name in own if name not in names], [name for name in names if name not in own])
+    if problem:
+        raise UserError(f"{setting} is {file}; it must be the weights {whose}; {problem}")
+
+
+def first_lines(error: Exception) -> str:
+    """An error of torch's that may have a line for each weight: a few of them."""
+    lines = str(error).splitlines()[1:]
+    more = f" (and {len(lines) - NAMED} more)" if len(lines) > NAMED else ""
+    return "; ".join(line.strip() for line in lines[:NAMED]) + more if lines else one_line(error)
 
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:
@@ -250,6 +290,14 @@ def of_these_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> d
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {key} is of RGB: its filters {how} for {first.in_channels} channels, as timm does")
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, own)}
+
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    """What an encoder folder's config.json says; empty: nothing that can be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def stride_of(folder: Path) -> int | None:
@@ -356,14 +404,24 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         Calling it gives [class] (B, D), which masked patch prediction did not train; with
         `global_pool="avg", fc_norm=False` the mean.
     Raises:
-        UserError: no encoder there.
+        UserError: no encoder there, or weights that cannot be read or are not this model's.
     """
-    folder = encoder_folder(Path(path))
-    about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    by_us = pretrained and "img_size" in changes and is_model_in_modules(about.get("architecture", ""), HYBRIDS)
-    encoder = timm.create_model(f"local-dir:{folder}", pretrained=pretrained and not by_us, **changes)
-    if by_us:
-        load_hybrid(encoder, folder / "model.safetensors", trained_on(folder, "input_size"))
+    return load_folder(encoder_folder(Path(path)), "encoder", pretrained, changes)
+
+
+def load_folder(folder: Path, setting: str, pretrained: bool, changes: dict[str, Any]) -> nn.Module:
+    """`load_encoder` of an encoder folder, which `setting` names."""
+    file = folder / "model.safetensors"
+    about = saved_config(folder)
+    build = partial(timm.create_model, f"local-dir:{folder}", **changes)
+    if not pretrained:
+        encoder = build(pretrained=False)
+    elif "img_size" in changes and is_model_in_modules(about.get("architecture", ""), HYBRIDS):
+        encoder = build(pretrained=False)
+        load_hybrid(encoder, file, setting, trained_on(folder, "input_size"))
+    else:
+        overlay = changes.get("pretrained_cfg_overlay") or {}
+        encoder = build_with_weights(build, file, setting, "that its config.json is about", overlay)
     fixed = about.get("position") == FIXED
     if fixed and not pretrained:
         fix_positions(encoder)
@@ -371,6 +429,77 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
         hold_positions(encoder, encoder.pos_embed.data)
     describe_changes(encoder, changes, about.get("eval_crop"))
     return encoder.eval()
+
+
+def build_with_weights(
+    build: Callable[..., nn.Module], file: Path, setting: str, whose: str, overlay: dict[str, Any]
+) -> nn.Module:
+    """A model of timm's with the weights of a file: all of its weights, but for a new head, and none left over.
+
+    Args:
+        build: takes `pretrained` and `pretrained_cfg_overlay`, as `timm.create_model` does.
+        setting: that names the file.
+        whose: the model, in a message: "of resnet18".
+        overlay: of timm's pretrained_cfg, with which timm finds the file.
+    Raises:
+        UserError: a file that cannot be read, or has other weights than the model.
+    """
+    names = weight_names(file, setting)
+    wrapper = ""
+    if len({name.split(".")[0] for name in names}) == 1:
+        wrapper = noted_wrapper(file, names, own_names(build))
+    if wrapper:
+        state = {name.removeprefix(wrapper): tensor for name, tensor in load_file(file).items()}
+        overlay = overlay | {"source": None, "file": None, "custom_load": False, "state_dict": state}
+    names = [name.removeprefix(wrapper) for name in names]
+    load = partial(build, pretrained=True, pretrained_cfg_overlay=overlay)
+    try:
+        with weights_without_use() as left_over:
+            model = load()
+    except RuntimeError as error:
+        refuse_misfit(setting, file, whose, own_names(build), names)
+        raise UserError(f"{setting} is {file}; it must be the weights {whose}: {first_lines(error)}") from error
+    model.pretrained_cfg.pop("state_dict", None)
+    own = [name for name in model.state_dict() if not name.endswith("num_batches_tracked")]  # which older files lack
+    missing = [name for name in own if name not in names and not of_head(name, model)]
+    known = all(name in model.state_dict() or of_head(name, model) for name in names)
+    if missing and not known:  # timm may know them by other names
+        missing = left_random(model, load, missing)
+    problem = misfit(missing, [name for name in left_over if not of_head(name, model)])
+    if problem:
+        raise UserError(f"{setting} is {file}; it must be the weights {whose}; {problem}")
+    return model
+
+
+def own_names(build: Callable[..., nn.Module]) -> Collection[str]:
+    """The names of a model's weights; nothing random is drawn for it."""
+    with torch.random.fork_rng(devices=[]):
+        return build(pretrained=False).state_dict().keys()
+
+
+def of_head(name: str, model: nn.Module) -> bool:
+    """Whether a weight is of the classifier, or of the module that has it: another number of classes has another."""
+    classifiers = model.pretrained_cfg.get("classifier") or ()
+    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    return name.split(".")[0] in {classifier.split(".")[0] for classifier in classifiers}
+
+
+@contextmanager
+def weights_without_use() -> Iterator[list[str]]:
+    """Collect the names of weights for which timm's loading has no use, which it only logs."""
+    found: list[str] = []
+
+    def collect(record: logging.LogRecord) -> bool:
+        unexpected = re.match(r"Unexpected keys \((.*)\) found while loading", record.getMessage())
+        found.extend(unexpected[1].split(", ") if unexpected else ())
+        return not unexpected
+
+    logger = logging.getLogger("timm.models._builder")
+    logger.addFilter(collect)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(collect)
 
 
 def describe_changes(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
@@ -400,11 +529,17 @@ def describe_changes(model: nn.Module, changes: dict[str, Any], eval_crop: float
             about.pop(name, None)
 
 
-def load_hybrid(encoder: VisionTransformer, file: Path, size: Grid | None) -> None:
+def load_hybrid(encoder: VisionTransformer, file: Path, setting: str, size: Grid | None) -> None:
     """Load weights for images of this size: timm does not know the grid of a hybrid's positions."""
-    state, own = resample(of_these_channels(load_file(file), encoder), encoder, size), encoder.state_dict()
-    same = {name: tensor for name, tensor in state.items() if name in own and tensor.shape == own[name].shape}
-    encoder.load_state_dict(same, strict=False)  # a head of other classes is new
+    own = encoder.state_dict()
+    wrapper = noted_wrapper(file, weight_names(file, setting), own)
+    state = {name.removeprefix(wrapper): tensor for name, tensor in load_file(file).items()}
+    state = resample(of_these_channels(state, encoder), encoder, size)
+    body = {name: tensor for name, tensor in state.items() if not of_head(name, encoder)}
+    wanted = [name for name in own if not of_head(name, encoder)]
+    refuse_misfit(setting, file, "that its config.json is about", wanted, body)
+    fitting = {name: tensor for name, tensor in state.items() if name in own and tensor.shape == own[name].shape}
+    encoder.load_state_dict(fitting | body, strict=False)  # a head of other classes is new
 
 
 def create(
@@ -434,21 +569,24 @@ def create(
         raise UserError(f"{file} goes with the name of a timm model; a folder has its own weights")
     if named and not timm.is_model(encoder):
         raise UserError(f"{key} is {encoder}: no folder of that name, and no model of timm's")
-    if checkpoint and not (checkpoint.endswith(".safetensors") and Path(checkpoint).is_file()):
-        raise UserError(f"{file} is {checkpoint}; it must be a .safetensors file: other sorts can run code")
-    if checkpoint and pretrained:
-        changes |= {"pretrained_cfg_overlay": {"file": checkpoint, "custom_load": False}}
-    folder = None if named else encoder_folder(Path(encoder))
-    build = partial(timm.create_model, encoder) if named else partial(load_encoder, folder)
+    if checkpoint:
+        refuse_pickle(Path(checkpoint), file)
+        weight_names(Path(checkpoint), file)
+    folder = None if named else encoder_folder(Path(encoder), key)
+    eval_crop = None if named else saved_config(folder).get("eval_crop")
     sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
     for size in sizes:
-        options = dict(pretrained=pretrained, num_classes=num_classes, **changes, **size)
+        options = dict(num_classes=num_classes, **changes, **size)
         try:
-            model = build(**options)
-            if checkpoint and pretrained:
-                missing = left_random(model, partial(build, **options))
-                require(not missing, file, checkpoint, f"the weights of {encoder}; it lacks {missing}")
-            describe_changes(model, options | {"img_size": img_size}, eval_crop_of(folder))
+            if folder:
+                model = load_folder(folder, key, pretrained, options)
+            elif checkpoint and pretrained:
+                build = partial(timm.create_model, encoder, **options)
+                where = {"file": checkpoint, "custom_load": False}
+                model = build_with_weights(build, Path(checkpoint), file, f"of {encoder}", where)
+            else:
+                model = timm.create_model(encoder, pretrained, **options)
+            describe_changes(model, options | {"img_size": img_size}, eval_crop)
             return model
         except UserError:
             raise
@@ -461,11 +599,6 @@ def create(
     hint = f"; without a network, {file} names a file with its weights" if published else ""
     hint += " (random true, or init random, takes none)" if published and key == "encoder" else ""
     raise UserError(f"{key} is {encoder}, which cannot be loaded: {one_line(reason)}{hint}") from reason
-
-
-def eval_crop_of(folder: Path | None) -> float | None:
-    """Share of the shorter side that the held-out view of an exported encoder keeps; None: nothing says so."""
-    return folder and json.loads((folder / "config.json").read_text()).get("eval_crop")
 
 
 def is_named(encoder: str) -> bool:
@@ -481,11 +614,8 @@ def how_read(encoder: str) -> dict[str, Any]:
     """
     if is_named(encoder) or Path(encoder).is_file():
         return {}
-    folder = encoder_folder(Path(encoder))
-    with suppress(OSError, ValueError):  # what is wrong with it, its loading says
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("data") or {}
-        return {name: saved[name] for name in HOW_READ if name in saved}
-    return {}
+    saved = saved_config(encoder_folder(Path(encoder))).get("data") or {}  # what is wrong with it, its loading says
+    return {name: saved[name] for name in HOW_READ if name in saved}
 
 
 def learned_labels(encoder: str) -> bool:
@@ -500,9 +630,9 @@ def learned_labels(encoder: str) -> bool:
         known = timm.get_pretrained_cfg(encoder) if timm.is_model(encoder) else None
         return known is not None and known.num_classes > 0
     path = Path(encoder)
-    file = (path.parent if path.suffix == ".safetensors" else encoder_folder(path)) / "config.json"
-    about = json.loads(file.read_text()) if file.is_file() else {}
-    return about.get("learned_labels", False) or about.get("num_classes", 0) > 0
+    about = saved_config(weights_file(path, "encoder").parent)
+    has_classes = about.get("num_classes") not in (None, 0)
+    return about.get("learned_labels") is True or has_classes
 
 
 def has_class(encoder: nn.Module) -> bool:
@@ -510,13 +640,10 @@ def has_class(encoder: nn.Module) -> bool:
     return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
 
 
-def left_random(model: nn.Module, again: Callable[[], nn.Module]) -> str | None:
-    """A weight of a model that was not loaded, by name: built again by other random numbers, it is another.
-
-    timm loads what a file has, and leaves the rest as it is.
-    """
+def left_random(model: nn.Module, again: Callable[[], nn.Module], names: Sequence[str]) -> list[str]:
+    """These weights of a model, if one of them was not loaded: built again by other random numbers, it is another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed() + 1)
         others = again().state_dict()
-    unlike = (name for name, tensor in model.state_dict().items() if not torch.equal(tensor, others[name]))
-    return next(unlike, None)
+    own = model.state_dict()
+    return [*names] if any(not torch.equal(own[name], others[name]) for name in names) else []
