@@ -93,7 +93,7 @@ def to_pixels(image: Tensor | Image.Image, config: ImagesConfig) -> Tensor:
         require(
             values.dtype == np.uint8, "images", kind, f"of 8 bits, or a tensor (B, {config.channels}, H, W), scaled"
         )
-        return torch.from_numpy(values)
+        return torch.from_numpy(np.ascontiguousarray(values))  # an upright view may run backwards
     allowed = IMAGES.format(config.channels)
     found = f"{image.dtype} {tuple(image.shape)} each" if torch.is_tensor(image) else f"of {type(image).__name__}"
     fits = torch.is_tensor(image) and image.ndim == 3 and len(image) == config.channels

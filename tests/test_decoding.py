@@ -1,8 +1,11 @@
 """Files and arrays of any bands and depth become the same pixels; what is broken, or lies, is named."""
 
 import io
+import struct
 import tarfile
+import warnings
 import zipfile
+import zlib
 
 import datasets
 import numpy as np
@@ -544,3 +547,119 @@ def test_pictures_are_known_by_their_first_bytes(form, mode):
 @pytest.mark.parametrize("data", [b"P6 is a protein", b"BM and other words in a text", npy(RGB), npz(RGB), b"GIF", b""])
 def test_other_files_are_no_pictures(data):
     assert not is_picture(data[:64])
+
+
+OTHER_KINDS = {
+    "empty": (b"", "an empty file instead of an image"),
+    "zeros": (bytes(500), "a file of zeros instead of an image"),
+    "a server's answer": (b"\n<!DOCTYPE html>\n<html><svg /></html>", "an HTML file instead of an image"),
+    "a server's answer in XML": (b'\xef\xbb\xbf<?xml version="1.0"?>\n<Error>', "an XML file instead of an image"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "a Git LFS pointer instead of an image"),
+    "SVG": (b'<?xml version="1.0"?>\n<!DOCTYPE svg>\n<svg width="9">', "an SVG file, which mpp does not read; convert"),
+    "JPEG 2000": (encoded(RGB, "JPEG2000"), "a JPEG 2000 file, which mpp does not read; convert it to PNG or TIFF"),
+    "JPEG 2000, bare": (encoded(RGB, "JPEG2000", no_jp2=True), "a JPEG 2000 file, which mpp does not read"),
+    "AVIF": (b"\0\0\0\x1cftypavif" + bytes(20), "an AVIF file, which"),
+    "HEIC": (b"\0\0\0\x18ftypheic" + bytes(20), "a HEIC file, which"),
+    "JPEG XL": (b"\xff\x0a" + bytes(20), "a JPEG XL file, which"),
+    "video": (b"\0\0\0\x18ftypmp42" + bytes(20), "an MP4 or QuickTime video, which"),
+    "AVI": (b"RIFF\0\0\0\0AVI LIST", "an AVI video, which"),
+    "DICOM": (bytes(128) + b"DICM" + bytes(20), "a DICOM file, which"),
+    "PDF": (b"%PDF-1.7\n", "a PDF file, which"),
+    "JPEG without a header": (b"\xff\xd8\xff\xd9" + bytes(20), "a JPEG file whose header cannot be read"),
+    "text": (b"nothing of note", "no image file of a known sort"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_what_is_no_picture_is_named_by_its_kind(kind):
+    data, message = OTHER_KINDS[kind]
+    with pytest.raises(UnreadableImage, match=f"^{message}"):
+        decode(data, ImagesConfig())
+    assert is_picture(data) == (kind == "JPEG without a header")
+
+
+CLEAR = np.concatenate([RGB, np.zeros((40, 48, 1), np.uint8)], -1)  # an opacity of 0 everywhere
+CLEAR_DEEP = CLEAR.astype(np.uint16) * 257
+LUMINANCE = np.array(Image.fromarray(RGB).convert("L"))
+CLEAR_GREY = Image.fromarray(np.stack([LUMINANCE, np.zeros_like(LUMINANCE)], -1), "LA")
+PALETTE = Image.fromarray(RGB).quantize(16)
+WITHOUT_OPACITY = {
+    "PNG": (encoded(CLEAR), RGB),
+    "PNG, 16 bits": (png_encode(CLEAR_DEEP), RGB),
+    "PNG, grey": (encoded(CLEAR_GREY), LUMINANCE),
+    "PNG, grey of 16 bits": (png_encode(np.array(CLEAR_GREY).astype(np.uint16) * 257), LUMINANCE),
+    "PNG, palette": (encoded(PALETTE, transparency=bytes(16)), np.array(PALETTE.convert("RGB"))),
+    "PNG, one colour": (encoded(np.full((4, 5, 3), (9, 8, 7), np.uint8), transparency=(9, 8, 7)), np.array([9, 8, 7])),
+    "WebP": (encoded(CLEAR, "WEBP", lossless=True, exact=True), RGB),
+    "TIFF": (tiff(CLEAR, photometric="rgb", extrasamples=["unassalpha"]), RGB),
+    "TIFF, premultiplied": (tiff(CLEAR, photometric="rgb", extrasamples=["assocalpha"]), RGB),
+    "TIFF, 16 bits": (tiff(CLEAR_DEEP, photometric="rgb", extrasamples=["unassalpha"]), RGB),
+    "TIFF, premultiplied, 16 bits": (tiff(CLEAR_DEEP, photometric="rgb", extrasamples=["assocalpha"]), RGB),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_OPACITY)
+def test_an_opacity_of_0_everywhere_is_none(kind):
+    data, expected = WITHOUT_OPACITY[kind]
+    found = decode(data, ImagesConfig()).permute(1, 2, 0).numpy()
+    assert np.array_equal(found, np.broadcast_to(expected[..., None] if expected.ndim == 2 else expected, found.shape))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_one_opaque_pixel_makes_the_others_white(bits):
+    pixels = CLEAR.copy()
+    pixels[3, 4, 3] = 255
+    data = encoded(pixels) if bits == 8 else png_encode(pixels.astype(np.uint16) * 257)
+    found = decode(data, ImagesConfig()).permute(1, 2, 0).numpy()
+    assert np.array_equal(found[3, 4], RGB[3, 4])
+    found[3, 4] = 255
+    assert (found == 255).all()
+
+
+def warned_of(data: bytes) -> list[str]:
+    """The warnings of decoders."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        decode(data, ImagesConfig())
+    return [str(each.message) for each in caught]
+
+
+def jpeg_with_a_cut_note() -> bytes:
+    data = encoded(RGB, "JPEG")
+    note = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01"
+    return data[:2] + struct.pack(">HH", 0xFFE1, len(note) + 2) + note + data[2:]
+
+
+def png_of_no_frames() -> bytes:
+    data, about = encoded(RGB), b"acTL" + bytes(8)
+    return data[:33] + struct.pack(">I", 8) + about + struct.pack(">I", zlib.crc32(about)) + data[33:]
+
+
+WARNED_OF = {
+    "an EXIF note that is cut": (jpeg_with_a_cut_note(), "Corrupt EXIF"),
+    "an APNG of no frames": (png_of_no_frames(), "Invalid APNG"),
+}
+
+
+@pytest.mark.parametrize("kind", WARNED_OF)
+def test_warnings_that_are_errors_break_no_image(kind):
+    data, message = WARNED_OF[kind]
+    assert any(message in each for each in warned_of(data))  # else this tests nothing
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = decode(data, ImagesConfig())
+        with pytest.raises(UserWarning):  # elsewhere they are
+            warnings.warn("something else", stacklevel=1)
+    assert abs(found.permute(1, 2, 0).numpy() - RGB.astype(int)).mean() < 3
+
+
+@pytest.mark.parametrize("action", ["error", "error::DeprecationWarning", "ignore"])
+def test_every_format_is_read_where_warnings_are_errors(action):
+    frozen = RGB.copy()
+    frozen.flags.writeable = False  # torch warns of it
+    made = [encoded(RGB, form) for form in ("JPEG", "PNG", "WEBP", "BMP", "TIFF")] + [tiff(DEEP[..., :3]), npy(RGB)]
+    expected = [decode(each, ImagesConfig()) for each in (*made, RGB)]
+    with warnings.catch_warnings():
+        warnings.simplefilter(action.split(":")[0], DeprecationWarning if "Deprecation" in action else Warning)
+        found = [decode(each, ImagesConfig()) for each in (*made, frozen)]
+    assert all(map(torch.equal, found, expected))

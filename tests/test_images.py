@@ -1,4 +1,4 @@
-"""Files become the RGB a person sees."""
+"""Files become RGB."""
 
 import math
 import struct
@@ -86,7 +86,7 @@ def test_16_bit_rgb_is_scaled_not_clipped():
     assert result.dtype == torch.float32 and torch.allclose(result, expected)
 
 
-@pytest.mark.parametrize("alpha", [0, 128, 255])
+@pytest.mark.parametrize("alpha", [1, 128, 255])
 def test_alpha_is_laid_on_white(alpha):
     pixel = np.array([[[200, 100, 0, alpha]]], np.uint8)
     expected = (pixel[0, 0, :3].astype(float) * alpha + 255 * (255 - alpha)) / 255

@@ -75,7 +75,7 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
     assert "29 images" in said and "dropped 2 that cannot be decoded" in said
     dropped = (tmp_path / "out" / NOTES / "dropped.txt").read_text().splitlines()
     assert dropped == [
-        "train/cat/empty.png: no image file of a known sort",
+        "train/cat/empty.png: an empty file instead of an image",
         "train/dog/text.jpg: no image file of a known sort",
     ]
 

@@ -1,8 +1,8 @@
 """Image files and arrays to pixels: uint8 where they have 8 bits, else float32 from 0 to 255, (C, H, W) throughout.
 
-Pictures are what a person sees: files that PIL shows in 8 bits, converted to RGB or grey. All else has bands: TIFF by
-tifffile, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.bands` or another `data.channels` asks for
-bands. Their values become [0, 255] by `data.range`.
+Pictures are files that PIL shows in 8 bits, converted to RGB or grey; colour profiles (ICC) are ignored. All else has
+bands: TIFF by tifffile, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.bands` or another
+`data.channels` asks for bands. Their values become [0, 255] by `data.range`.
 """
 
 import codecs
@@ -11,13 +11,14 @@ import io
 import logging
 import math
 import re
+import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from mpp.config import ImagesConfig
@@ -31,7 +32,7 @@ except ImportError:  # torchvision 0.29 announces their removal: PIL then decode
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins; + is BigTIFF
-NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"
+NPY, ZIP, PNG, JPEG = b"\x93NUMPY", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 DEEP_PNG = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x04\x06]", re.DOTALL)  # 16 bits, several bands
 PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
 PICTURES = {  # how the files begin that PIL or tifffile reads
@@ -43,9 +44,7 @@ PICTURES = {  # how the files begin that PIL or tifffile reads
     "a TIFF file": rb"II[*+]\0|MM\0[*+]",
     "a PPM file": rb"P[1-6f]\s+[#\d-]",
 }
-OTHERS = {  # of files that are taken for images, or come with them
-    "an empty file": rb"\Z",
-    "a file of zeros": rb"\0{32}\0*\Z",
+CONVERTIBLE = {
     "a JPEG 2000 file": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
     "a JPEG XL file": rb"\0\0\0\x0cJXL |\xff\x0a",
     "an AVIF file": rb"....ftypavi[fs]",
@@ -62,19 +61,28 @@ OTHERS = {  # of files that are taken for images, or come with them
     "an HDF5 file": rb"\x89HDF\r\n\x1a\n",
     "a FITS file": rb"SIMPLE  =",
     "a gzip file": rb"\x1f\x8b",
-    "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
     "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
-    "an XML file": rb"\s*<\?xml\b",
+}
+STAND_INS = {  # of images that were not fetched or not written
+    "an empty file": rb"\Z",
+    "a file of zeros": rb"\0{16,}\Z",
+    "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
+    "an XML file": rb"\s*<\?xml(?!.*<svg[\s>])",
     "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
 }
 HEAD = 1024  # bytes of a file that say its kind
 PICTURE = re.compile(b"|".join(PICTURES.values()), re.DOTALL)
-KINDS = {kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in OTHERS.items()}
+KINDS = {kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_INS | CONVERTIBLE).items()}
 KINDS |= {kind: re.compile(start, re.DOTALL) for kind, start in PICTURES.items()}
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 BANDS_AS_ONE = 4  # for data.max_pixels
 PREMULTIPLIED, OPACITY = 1, 2  # extra samples of a TIFF
-WHITE_IS_ZERO, ORIENTATION = 0, 274  # of TIFF: a photometric interpretation, and a tag
+WHITE_IS_ZERO, ORIENTATION = 0, 274  # of TIFF: a photometric interpretation, and a tag, which EXIF has too
+TURNED = range(2, 9)  # orientations of what is not stored upright
+PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # what a PNG may have it in
+TIFF_JPEG = (6, 7, 33007, 34892)  # compressions of TIFF
+LOSSY = "it is compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG or TIFF"
+NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # modes of PIL with one whole number a pixel
 LUMA = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
 
 
@@ -99,11 +107,35 @@ def kind_of(head: bytes) -> str | None:
     return next((kind for kind, start in KINDS.items() if start.match(head[:HEAD].removeprefix(codecs.BOM_UTF8))), None)
 
 
+def unidentified(data: bytes) -> str:
+    """Why a file is no picture, where no decoder knows it."""
+    kind = kind_of(data)
+    if kind is None:
+        return "no image file of a known sort"
+    if kind in STAND_INS:
+        return f"{kind} instead of an image"
+    if kind in CONVERTIBLE:
+        return f"{kind}, which mpp does not read; convert it to PNG or TIFF"
+    return f"{kind} whose header cannot be read"
+
+
+@contextlib.contextmanager
+def ignoring_warnings_as_errors() -> Iterator[None]:
+    """Where warnings are errors (`python -W error`), ignore them: an image that a decoder warns of is not broken."""
+    if not any(entry[0] == "error" for entry in warnings.filters):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@ignoring_warnings_as_errors()
 def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
     """An image file, or an array, as pixels.
 
     Of a picture that is its first frame, upright: greyscale, palette, CMYK and YCbCr are converted, transparency is
-    laid on white, the EXIF orientation is applied. See `ImagesConfig` for all else.
+    laid on white unless nothing is opaque, the EXIF orientation is applied. See `ImagesConfig` for all else.
 
     Args:
         image: a file of one of FORMATS, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or (bands, H, W).
@@ -115,10 +147,11 @@ def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
     return scaled(read(image, config), config.limits())
 
 
+@ignoring_warnings_as_errors()
 def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """The same with the values and the type that the file has."""
     inverted = 0  # bits of values, of which 0 is white
-    try:
+    with unreadable_named(image):
         if isinstance(image, np.ndarray):
             check_size(image.shape if image.ndim > 1 else (1, *image.shape, 1), config)
             found = bands_first(image, config)
@@ -134,10 +167,39 @@ def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
             found = read_picture(image, config)
         found = as_asked(found, config)
         return black_is_zero(found, config.limits() or [(0, 2**inverted - 1)]) if inverted else found
+
+
+@ignoring_warnings_as_errors()
+def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
+    """The whole numbers of a mask (H, W), of a palette those of its colours; turned only where its own file says so.
+
+    Raises:
+        UnreadableImage: it has colours, fractions or several bands, was compressed with losses, or cannot be decoded.
+    """
+    with unreadable_named(image):
+        if isinstance(image, np.ndarray):
+            found = image
+        elif image.startswith((NPY, ZIP)):
+            found = read_npy(image, config)
+        elif image.startswith(TIFF):
+            found = read_tiff_numbers(image, config)
+        else:
+            found = read_numbers(image, config)
+        if found.ndim != 2 or found.dtype.kind not in "uib":
+            what = "floating-point numbers" if found.dtype.kind == "f" else f"{found.dtype} values {found.shape}"
+            raise UnreadableImage(f"it has {what}; a mask has one whole number a pixel")
+        return found
+
+
+@contextlib.contextmanager
+def unreadable_named(image: bytes | NDArray) -> Iterator[None]:
+    """Whatever goes wrong with an image is an UnreadableImage that says what."""
+    try:
+        yield
     except UnreadableImage:
         raise
     except UnidentifiedImageError:
-        raise UnreadableImage("no image file of a known sort") from None
+        raise UnreadableImage(unidentified(image)) from None
     except Exception as error:  # decoders raise whatever they like on broken files: no sort of it may end a run
         raise UnreadableImage(f"{type(error).__name__}: {one_line(error)}") from error
 
@@ -214,7 +276,9 @@ def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
         turned = page.photometric == WHITE_IS_ZERO and (config.range or config.nodata is not None)  # not PIL's business
         if as_pil and page.bitspersample <= 8 and "C" not in series.axes and not (turned and page.bitspersample == 8):
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
-                return read_picture(data, config), 0
+                picture = read_picture(data, config)
+                if picture.any() or PREMULTIPLIED not in (page.extrasamples or ()):
+                    return picture, 0  # else PIL may have dropped colours, because nothing is opaque
         check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
         if page.samplesperpixel > 1 or len(series.pages) == 1 or (as_picture(config) and "C" not in series.axes):
             check_size(page.shape, config)
@@ -237,6 +301,21 @@ def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
     return pixels, bits
 
 
+def read_tiff_numbers(data: bytes, config: ImagesConfig) -> NDArray:
+    """The numbers of a TIFF, (H, W), upright; (n, H, W) where it has several bands."""
+    import tifffile
+
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        page = file.pages[0]
+        if page.compression in TIFF_JPEG:
+            raise UnreadableImage(LOSSY)
+        as_pil_shows = page.bitspersample == 1 or page.photometric == WHITE_IS_ZERO
+    if as_pil_shows:
+        return read_numbers(data, config)
+    bands, _ = read_tiff(data, ImagesConfig(channels=1, bands=(1,), max_pixels=config.max_pixels))
+    return bands[0] if len(bands) == 1 else bands
+
+
 def white_is_zero(image: bytes) -> bool:
     """Whether an image file is a TIFF of which 0 is white."""
     if not image.startswith(TIFF):
@@ -254,16 +333,45 @@ def black_is_zero(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDA
 
 
 def upright(pixels: NDArray, orientation: int) -> NDArray:
-    """Pixels (n, H, W) as EXIF's orientation says, 1 to 8."""
+    """Pixels (n, H, W) as EXIF's orientation says, 1 to 8; as they are where it is something else."""
+    if orientation not in TURNED:
+        return pixels
     pixels = pixels.swapaxes(1, 2) if orientation >= 5 else pixels
     pixels = pixels[:, :, ::-1] if orientation in (2, 3, 6, 7) else pixels
     return pixels[:, ::-1] if orientation in (3, 4, 7, 8) else pixels
+
+
+def orientation_of(image: Image.Image) -> int:
+    """EXIF's orientation, wherever it stands, or else that of XMP, as PIL.ImageOps.exif_transpose finds it; 1: none."""
+    try:
+        return image.getexif().get(ORIENTATION, 1)
+    except Exception:  # a broken note on a picture does not make the picture unreadable
+        return 1
+
+
+@ignoring_warnings_as_errors()
+def stored_orientation(image: bytes | NDArray) -> int:
+    """The orientation by which `read` and `read_mask` turn an image: see TURNED."""
+    if isinstance(image, np.ndarray) or (image.startswith(PNG) and not any(name in image for name in PNG_ORIENTATION)):
+        return 1  # to find what is not there, PIL would decode a PNG
+    try:
+        if image.startswith(TIFF):
+            import tifffile
+
+            with tifffile.TiffFile(io.BytesIO(image)) as file:
+                return file.pages[0].tags.valueof(ORIENTATION, 1)
+        with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
+            return orientation_of(opened)
+    except Exception:  # `read` names it
+        return 1
 
 
 def on_white(pixels: NDArray, white_is_most: bool = True, premultiplied: bool = False) -> NDArray:
     """Integers (n + 1, H, W), the last of which is opacity (that may be in the others already), laid on white."""
     if pixels.dtype.kind == "f":
         raise UnreadableImage("opacity of floating-point pixels has no agreed range; data.bands chooses the others")
+    if not pixels[-1].any():  # as some programs write what has no opacity: all would be white
+        return pixels[:-1]
     most = np.iinfo(pixels.dtype).max
     opacity = pixels[-1] / most
     laid = pixels[:-1] * (1 if premultiplied else opacity) + white_is_most * most * (1 - opacity)
@@ -275,7 +383,7 @@ def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) ->
     check_size([int.from_bytes(side, "big") for side in header.groups()], config)
     from imagecodecs import png_decode  # takes a fifth of a second
 
-    pixels = png_decode(data).transpose(2, 0, 1)
+    pixels = upright(png_decode(data).transpose(2, 0, 1), stored_orientation(data))
     return on_white(pixels) if as_picture(config) and len(pixels) in (2, 4) else pixels
 
 
@@ -291,26 +399,46 @@ def read_picture(data: bytes, config: ImagesConfig) -> NDArray:
         if decode_jpeg and image.format == "JPEG" and image.mode in ("L", "RGB") and as_picture(config):
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             mode = ImageReadMode.RGB if config.channels == 3 else ImageReadMode.GRAY
-            return decode_jpeg(encoded, mode=mode, apply_exif_orientation=True).numpy()
+            pixels = decode_jpeg(encoded, mode=mode).numpy()  # which looks for an orientation in the first segment only
+            return upright(pixels, orientation_of(image))
         return from_pil(image, config)
 
 
 def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
     """A PIL image of any mode: RGB or grey of 8 bits where a picture is asked for, else its bands, (n, H, W)."""
     image.seek(0)
-    image = ImageOps.exif_transpose(image)
+    image.load()  # PIL turns a TIFF then, and forgets its orientation
+    return upright(samples_of(image, config), orientation_of(image))
+
+
+def samples_of(image: Image.Image, config: ImagesConfig) -> NDArray:
+    """The same as it is stored."""
     transparent = "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
     if image.mode.startswith("I"):
         return from_integers(np.asarray(image))[None]
     if as_picture(config) and image.mode != "F":
         if transparent:
             image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            if image.getextrema()[-1] != (0, 0):  # else as in `on_white`
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB" if config.channels == 3 else "L")
     elif image.mode in ("1", "P", "PA"):
         image = image.convert("L" if image.mode == "1" else "RGBA" if transparent else "RGB")
     pixels = np.array(image)
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def read_numbers(data: bytes, config: ImagesConfig) -> NDArray:
+    """The numbers (H, W) of a file that PIL reads, upright: see `read_mask`."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        check_size(image.size, config)
+        if image.format in ("JPEG", "MPO"):
+            raise UnreadableImage(LOSSY)
+        if image.mode not in NUMBERS:
+            what = "floating-point numbers" if image.mode == "F" else f"colours ({image.mode})"
+            raise UnreadableImage(f"it has {what}; a mask has one whole number a pixel")
+        image.load()
+        return upright(np.asarray(image)[None], orientation_of(image))[0]
 
 
 def from_integers(pixels: NDArray) -> NDArray[np.uint16]:

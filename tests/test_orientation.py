@@ -1,0 +1,186 @@
+"""Every decoder turns an image as PIL.ImageOps.exif_transpose does, once, wherever its orientation is written."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from conftest import encoded
+from hypothesis import given
+from hypothesis import strategies as st
+from imagecodecs import png_encode
+from PIL import Image, ImageOps
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from mpp.config import ImagesConfig
+from mpp.data import decoding
+from mpp.data.decoding import decode, stored_orientation
+from mpp.frozen_features import to_pixels
+
+CORNERS = np.kron(np.array([[20, 90], [160, 240]], np.uint8), np.ones((16, 32), np.uint8))
+PICTURE = np.stack([CORNERS, CORNERS // 2, 255 - CORNERS], -1)  # 32 x 64: all eight orientations differ
+JPEG = encoded(PICTURE, "JPEG", quality=95, subsampling=0)
+JFIF_END = 2 + 2 + struct.unpack(">H", JPEG[4:6])[0]
+PNG_HEADER = 8 + 4 + 4 + 13 + 4
+every_orientation = pytest.mark.parametrize("orientation", range(1, 9))
+
+
+def segment(marker: int, payload: bytes) -> bytes:
+    """A segment of a JPEG file."""
+    return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
+
+
+def chunk(kind: bytes, payload: bytes) -> bytes:
+    """A chunk of a PNG file."""
+    return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
+
+
+def exif(orientation: int, order: str = "<") -> bytes:
+    """EXIF's TIFF structure with one tag."""
+    start = b"II*\0" if order == "<" else b"MM\0*"
+    return start + struct.pack(order + "IHHHIHHI", 8, 1, 0x112, 3, 1, orientation, 0, 0)
+
+
+def xmp(orientation: int | None = None) -> bytes:
+    """An XMP segment's payload, perhaps with an orientation of its own."""
+    said = "" if orientation is None else f' tiff:Orientation="{orientation}"'
+    return b"http://ns.adobe.com/xap/1.0/\0" + f"<x:xmpmeta xmlns:x='adobe:ns:meta/'{said}/>".encode()
+
+
+def jpeg_of(*segments: bytes) -> bytes:
+    return JPEG[:2] + b"".join(segments) + JPEG[JFIF_END:]
+
+
+def transposed(data: bytes) -> np.ndarray:
+    """What PIL's own exif_transpose makes of a file, (3, H, W)."""
+    with Image.open(io.BytesIO(data)) as image:
+        return np.array(ImageOps.exif_transpose(image).convert("RGB")).transpose(2, 0, 1).astype(int)
+
+
+OTHERS = {
+    "JFIF": JPEG[2:JFIF_END],
+    "XMP": segment(0xE1, xmp()),
+    "ICC": segment(0xE2, b"ICC_PROFILE\0\1\1" + bytes(128)),
+    "comment": segment(0xFE, b"a comment"),
+}
+
+
+@given(
+    orientation=st.integers(0, 9),
+    order=st.sampled_from("<>"),
+    others=st.lists(st.sampled_from(list(OTHERS)), unique=True),
+    place=st.integers(0, len(OTHERS)),
+)
+def test_any_order_of_segments_is_one_picture(orientation, order, others, place):
+    segments = [OTHERS[name] for name in others]
+    data = jpeg_of(*segments[:place], segment(0xE1, b"Exif\0\0" + exif(orientation, order)), *segments[place:])
+    found, expected = decode(data, ImagesConfig()), transposed(data)
+    assert found.shape == expected.shape and abs(found.numpy() - expected).max() <= 3
+
+
+WAYS = {
+    "RGB": ({}, True),
+    "grey": ({"channels": 1}, True),
+    "bands": ({"bands": (1, 2, 3)}, True),
+    "by PIL": ({}, False),
+    "grey by PIL": ({"channels": 1}, False),
+}
+
+
+@every_orientation
+@pytest.mark.parametrize("way", WAYS)
+def test_every_decoder_of_jpeg_turns_alike(way, orientation, monkeypatch):
+    settings, by_torchvision = WAYS[way]
+    if not by_torchvision:
+        monkeypatch.setattr(decoding, "decode_jpeg", None)
+    data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
+    found, expected = decode(data, ImagesConfig(**settings)).numpy(), transposed(data)
+    if found.shape[0] == 1:
+        expected = np.tensordot(decoding.LUMA, expected, 1)[None]
+    assert found.shape == expected.shape and abs(found - expected).max() <= 3
+
+
+@pytest.mark.parametrize("of_exif", [None, 1, 6])
+def test_orientation_of_xmp_counts_where_exif_has_none(of_exif):
+    segments = [segment(0xE1, xmp(3))] + ([] if of_exif is None else [segment(0xE1, b"Exif\0\0" + exif(of_exif))])
+    data = jpeg_of(*segments)
+    assert stored_orientation(data) == (of_exif or 3)
+    assert abs(decode(data, ImagesConfig()).numpy() - transposed(data)).max() <= 3
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jpegs_without_orientation_keep_their_bits(channels):
+    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
+    for data in (JPEG, jpeg_of(*OTHERS.values()), jpeg_of(segment(0xE1, b"Exif\0\0" + exif(1)))):
+        plain = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=mode)
+        assert torch.equal(decode(data, ImagesConfig(channels=channels)), plain)
+
+
+@every_orientation
+@pytest.mark.parametrize("behind", [False, True], ids=["before the pixels", "behind the pixels"])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_png_of_any_depth_is_turned(bits, behind, orientation):
+    plain = encoded(PICTURE) if bits == 8 else png_encode(PICTURE.astype(np.uint16) * 257)
+    at = len(plain) - 12 if behind else PNG_HEADER
+    data = plain[:at] + chunk(b"eXIf", exif(orientation)) + plain[at:]
+    eight = encoded(PICTURE)
+    expected = transposed(eight[:PNG_HEADER] + chunk(b"eXIf", exif(orientation)) + eight[PNG_HEADER:])
+    found = decode(data, ImagesConfig())
+    assert np.array_equal(found, expected) and stored_orientation(data) == orientation
+
+
+@every_orientation
+@pytest.mark.parametrize("kind", ["8 bits", "8 bits, LZW", "16 bits", "float", "written by PIL"])
+def test_tiff_is_turned_once(kind, orientation):
+    def tiff(pixels: np.ndarray, **options) -> bytes:
+        tag = (274, "H", 1, orientation, True)
+        tifffile.imwrite(file := io.BytesIO(), pixels, photometric="rgb", extratags=[tag], **options)
+        return file.getvalue()
+
+    made = {
+        "8 bits": lambda: tiff(PICTURE),
+        "8 bits, LZW": lambda: tiff(PICTURE, compression="lzw"),
+        "16 bits": lambda: tiff(PICTURE.astype(np.uint16) * 257),
+        "float": lambda: tiff(PICTURE.astype(np.float32)),
+        "written by PIL": lambda: encoded(PICTURE, "TIFF", tiffinfo={274: orientation}),
+    }
+    data = made[kind]()
+    config = ImagesConfig(range=(0, 255)) if kind == "float" else ImagesConfig()
+    assert np.array_equal(decode(data, config), transposed(tiff(PICTURE)))
+    assert stored_orientation(data) == orientation
+
+
+@every_orientation
+def test_webp_is_turned(orientation):
+    exif_of_pil = Image.Exif()
+    exif_of_pil[274] = orientation
+    data = encoded(PICTURE, "WEBP", lossless=True, exif=exif_of_pil)
+    assert np.array_equal(decode(data, ImagesConfig()), transposed(data))
+
+
+@every_orientation
+def test_an_image_of_pil_is_turned(orientation):
+    data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(to_pixels(image, ImagesConfig()), transposed(data))
+
+
+BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere": b"II*\0\xff\xff\xff\x7f"}
+
+
+@pytest.mark.filterwarnings("ignore:.*EXIF")
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_a_broken_note_breaks_no_picture(broken):
+    data = jpeg_of(segment(0xE1, b"Exif\0\0" + broken))
+    assert torch.equal(decode(data, ImagesConfig()), decode(JPEG, ImagesConfig()))
+    plain = encoded(PICTURE)
+    data = plain[:PNG_HEADER] + chunk(b"eXIf", broken) + plain[PNG_HEADER:]
+    assert np.array_equal(decode(data, ImagesConfig()).permute(1, 2, 0), PICTURE)
+
+
+def test_arrays_have_no_orientation():
+    np.save(file := io.BytesIO(), PICTURE)
+    assert stored_orientation(PICTURE) == stored_orientation(file.getvalue()) == stored_orientation(b"no image") == 1
