@@ -37,6 +37,8 @@ from evaluation.suite.patches import (
     extract_patches,
     load_masked,
     masked_views,
+    print_pixels,
+    warn_of_turned,
 )
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import events_of, report_path, table, write_report
@@ -250,10 +252,12 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     name = "" if config.random else config.checkpoint or config.encoder
     check_unseen(name, config.data, splits[0][0], splits[1][0])
     print(describe_masks(splits, config.data))
+    warn_of_turned(splits, config.data)
     encoder = patch_encoder(config)
     shown: dict[str, Tensor] = {}
     with deaths_explained():
         features, splits, left_out = features_by_depth(config, encoder, splits, accelerator)
+        print_pixels(next(iter(features.values())), config.data)
         report = judge(config, features, lambda of_depth: evaluate(of_depth, config, shown), "case")
         report |= {"left_out": left_out} if any(left_out.values()) else {}
         lines = {config.encoder: results_at(report)}
@@ -343,16 +347,15 @@ def mean_of(values: Sequence[float]) -> str:
 
 
 def table_of_classes(results: list[dict[str, Any]]) -> str:
-    """IoU of each class, of each reading; the mean over seeds."""
+    """IoU of each class, of each reading; the mean over seeds; without numbers that no pixel has."""
     of_case: dict[str, list[list[float | None]]] = {}
     for result in results:
         of_case.setdefault(result["case"], []).append(result["iou"])
     rows = []
     for number in range(len(results[0]["iou"])):
         values = [[of_seed[number] for of_seed in seeds if of_seed[number] is not None] for seeds in of_case.values()]
-        if not any(values):  # a number that no mask has
-            continue
-        rows.append([f"class {number}", *(mean_of(each) if each else "-" for each in values)])
+        if any(values):
+            rows.append([f"class {number}", *(mean_of(each) if each else "-" for each in values)])
     return table(["IoU (%)", *of_case], rows)
 
 

@@ -1,11 +1,13 @@
 """Patches judged by masks: crops that agree, figures against scikit-learn, both readings against closed forms."""
 
+import io
 import json
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
+import tifffile
 import torch
 from conftest import dataset_of, encoded, picture
 from PIL import Image
@@ -24,10 +26,13 @@ from evaluation.suite.patches import (
     decode_mask,
     drawn,
     load_masked,
+    print_pixels,
+    warn_of_turned,
 )
 from evaluation.suite.probing import judge
 from mpp.data.decoding import UnreadableImage
 from mpp.data.sources import ImageDataset, load_splits, undecoded
+from mpp.errors import ReadFailed, UserError
 from mpp.runtime.randomness import FIXED
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
@@ -215,6 +220,64 @@ def test_masks_are_numbers(kind):
         assert decode_mask(cell, MaskedDataConfig()).tolist() == expected.astype(int).tolist()
 
 
+def tiff(pixels: np.ndarray, **options) -> bytes:
+    tifffile.imwrite(file := io.BytesIO(), pixels, **options)
+    return file.getvalue()
+
+
+def saved(pixels: np.ndarray, save=np.save) -> bytes:
+    save(file := io.BytesIO(), pixels)
+    return file.getvalue()
+
+
+TURNED = Image.Exif()
+TURNED[274] = 6
+MASK = blocks(0, (8, 9))
+PALETTE = np.arange(3 * 256, dtype=np.uint16).reshape(3, 256)
+FILES = {
+    "TIFF": (tiff(MASK), MASK),
+    "TIFF of 16 bits": (tiff(MASK.astype(np.uint16) * 1000), MASK.astype(int) * 1000),
+    "signed TIFF": (tiff(MASK.astype(np.int8)), MASK),
+    "TIFF of 64 bits, LZW": (tiff(MASK.astype(np.int64), compression="lzw"), MASK),
+    "TIFF with a palette": (tiff(MASK, photometric="palette", colormap=PALETTE), MASK),
+    "TIFF of bits": (encoded(Image.fromarray(MASK > 0), "TIFF"), MASK > 0),
+    "turned TIFF": (tiff(MASK, extratags=[(274, "H", 1, 6, True)]), np.rot90(MASK, -1)),
+    "turned PNG": (encoded(MASK, exif=TURNED), np.rot90(MASK, -1)),
+    "npy": (saved(MASK), MASK),
+    "npz": (saved(MASK, np.savez), MASK),
+    "PGM": (encoded(MASK, "PPM"), MASK),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_masks_of_any_lossless_file(kind):
+    data, expected = FILES[kind]
+    found = decode_mask({"bytes": data, "path": None}, MaskedDataConfig())
+    assert found.dtype == torch.int16 and found.tolist() == expected.astype(int).tolist()
+
+
+NO_MASKS = {
+    "JPEG": (encoded(MASK, "JPEG"), "compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG"),
+    "TIFF with JPEG inside": (tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "compressed as JPEG"),
+    "several bands": (tiff(np.stack([MASK] * 2, -1), photometric="minisblack", planarconfig="contig"), r"\(2, 8, 9\)"),
+    "fractions": (saved(MASK / 2), "floating-point numbers"),
+    "text": (b"<html>", "an HTML file instead of an image"),
+    "nothing": (None, "no bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_MASKS)
+def test_other_files_are_no_masks(kind):
+    data, message = NO_MASKS[kind]
+    with pytest.raises(UnreadableImage, match=f"^its mask: .*{message}"):
+        decode_mask({"bytes": data, "path": None}, MaskedDataConfig())
+
+
+def test_a_mask_that_cannot_be_read_is_not_called_broken(tmp_path):
+    with pytest.raises(ReadFailed):
+        decode_mask({"bytes": None, "path": str(tmp_path / "gone.png")}, MaskedDataConfig(read_retries=0))
+
+
 @pytest.mark.parametrize("ignored", [255, -9999, 2, None])
 def test_pixels_that_do_not_count_have_any_number(ignored):
     mask = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
@@ -372,3 +435,73 @@ def test_a_mask_of_another_size_is_named(finished_run, tmp_path):
     rows.to_parquet(tmp_path / "set.parquet")
     with pytest.raises(ValueError, match=r"train\[.\]: its mask has 20 x 20 pixels, and the image 48 x 40"):
         segmentation.main([f"--encoder={finished_run}", f"--data.path={tmp_path}/set.parquet", *FAST])
+
+
+def masked_of(images: list[bytes], masks: list[bytes]) -> tuple[ImageDataset, datasets.Dataset]:
+    """Images and their masks, as `load_masked` has them."""
+    rows = dataset_of(images).cast_column("image", datasets.Image(decode=False))
+    cells = [{"bytes": data, "path": None} for data in masks]
+    return ImageDataset(rows, "image", None, "train"), datasets.Dataset.from_dict({"mask": cells})
+
+
+def test_images_that_are_turned_without_their_masks_are_named_once(capsys):
+    turned, plain, mask = encoded(MASK, "JPEG", exif=TURNED), encoded(MASK, "JPEG"), encoded(MASK)
+    splits = masked_of([turned, plain] * 3, [mask] * 6), masked_of([turned, b"broken"], [mask, mask])
+    warn_of_turned(splits, MaskedDataConfig())
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "warning: 4 images are turned by the orientation tag in their files" in said
+    assert "such as train[0], train[2], train[4]:" in said
+
+
+@pytest.mark.parametrize("image_turned", [True, False])
+def test_masks_that_say_their_own_orientation_need_no_warning(image_turned, capsys):
+    tag = {"exif": TURNED} if image_turned else {}
+    warn_of_turned([masked_of([encoded(MASK, "JPEG", **tag)], [encoded(MASK, **tag)])], MaskedDataConfig())
+    assert capsys.readouterr().err == ""
+
+
+def pixels_of(numbers: list[int]) -> PatchFeatures:
+    """Masks of 100 x 200 pixels, the first of which have these numbers, and the others 0; held out there is only 0."""
+    masks = np.zeros((1, 100, 200), np.int16)
+    masks.flat[: len(numbers)] = numbers
+    return PatchFeatures(np.zeros((1, 1, 1, 1), np.float32), masks, np.zeros((1, 1, 1, 1), np.float32), masks * 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "warned"), [(0, "0.0%", False), (4000, "20.0%", False), (4001, "20.0%", True)]
+)
+def test_ignored_pixels_are_told_and_above_a_fifth_their_setting_is_named(count, share, warned, capsys):
+    print_pixels(pixels_of([IGNORED] * count), MaskedDataConfig(ignore_index=7))
+    said = capsys.readouterr()
+    told = f"{share} of the pixels to learn from and 0.0% of those to judge by are ignored (data.ignore_index is 7)\n"
+    assert said.out == told
+    assert ("are 7, which data.ignore_index leaves out" in said.err) == warned
+
+
+def test_classes_of_next_to_no_pixels_are_named(capsys):
+    """Of 40,000 pixels, 4 are a ten-thousandth."""
+    print_pixels(pixels_of([300] * 4), MaskedDataConfig(ignore_index=None))
+    said = capsys.readouterr()
+    assert said.err == "" and "(data.ignore_index is null)" in said.out
+    print_pixels(pixels_of([300] * 3 + [4] * 2 + [5] * 3 + [6] * 1 + [9] * 50), MaskedDataConfig())
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "warning: 4 of the masks' classes have less than 0.01% of the pixels" in said
+    assert "such as class 6 (1 of 40000), class 4 (2 of 40000), class 5 (3 of 40000);" in said
+
+
+def test_numbers_that_no_pixel_has_are_no_rows():
+    table = segmentation.table_of_classes([{"case": "knn", "iou": [0.5, None, 0.25]}])
+    assert "class 0" in table and "class 1" not in table and "class 2" in table
+
+
+def test_a_column_of_jpeg_masks_is_refused(tmp_path):
+    path = masked_parquet(tmp_path / "set", 4)
+    rows = datasets.load_dataset(path)["train"]
+    cells = [{"bytes": encoded(MASK, "JPEG"), "path": None}] * len(rows)
+    rows = rows.remove_columns("classes").add_column("classes", cells, feature=datasets.Image())
+    rows.to_parquet(tmp_path / "set" / "train-00000-of-00001.parquet")
+    data = MaskedDataConfig(path=path, mask_column="classes")
+    with pytest.raises(
+        UserError, match=r"mask_column is classes, of JPEG files; it must be a column of lossless masks"
+    ):
+        load_masked(data)

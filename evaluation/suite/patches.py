@@ -3,9 +3,11 @@
 B or n images, h x w patches, D width, C classes.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +27,7 @@ from evaluation.suite.encoders import FrozenEncoder, grid_of
 from evaluation.suite.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
 from evaluation.suite.run_images import positions
 from mpp.config import require
-from mpp.data.decoding import FORMATS, UnreadableImage, check_size
+from mpp.data.decoding import JPEG, TURNED, UnreadableImage, read_mask, stored_orientation
 from mpp.data.images import centre_crop
 from mpp.data.sources import (
     BIRDS,
@@ -45,8 +47,10 @@ from mpp.runtime.arrays import select
 from mpp.training.tracking import progress_bar
 
 OUTLINES = BIRDS / "outlines.json"
-MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # of PIL: a number a pixel
 IGNORED = -1  # pixels that do not count, whatever their number was
+MANY_IGNORED = 0.2  # share of a split's pixels above which the setting that ignores them is named
+FEW_PIXELS = 1e-4  # share of the pixels that count, below which a class is named: noise looks so
+NAMED = 3  # images or classes in a warning
 NUMBERS = 2**24  # of shares of classes, at a time: what bounds the memory
 
 
@@ -117,31 +121,24 @@ class MaskedViews(ViewDataset):
 
 
 def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
-    """The classes of an image's pixels, (H, W) int16; IGNORED where data.ignore_index was. A palette's numbers count.
+    """The classes of an image's pixels, (H, W) int16; IGNORED where data.ignore_index was. See `read_mask`.
 
     Raises:
         UnreadableImage: a mask of colours, or none that can be decoded.
     """
-    if not isinstance(cell, dict):
-        found = np.asarray(cell)
-        if found.ndim != 2 or found.dtype.kind not in "uib":
-            raise UnreadableImage(f"its mask is an array {found.shape} of {found.dtype}, not of integers (H, W)")
-    else:
-        try:
-            with Image.open(io.BytesIO(contents(cell, config.read_retries)), formats=FORMATS) as image:
-                check_size(image.size, config)
-                if image.mode not in MASK_MODES:
-                    what = "floating-point numbers" if image.mode == "F" else f"colours ({image.mode})"
-                    raise UnreadableImage(f"its mask has {what}; a mask has one whole number a pixel")
-                found = np.asarray(image)
-        except UnreadableImage:
-            raise
-        except Exception as error:  # as in mpp/data/decoding.py
-            raise UnreadableImage(f"its mask cannot be decoded: {type(error).__name__}") from error
+    try:
+        found = read_mask(mask_contents(cell, config), config)
+    except UnreadableImage as error:
+        raise UnreadableImage(f"its mask: {error}") from error
     classes = found[found != config.ignore_index]  # None equals nothing
     if classes.size and (classes.min() < 0 or classes.max() > np.iinfo(np.int16).max):
         raise UnreadableImage(f"its mask has numbers from {classes.min()} to {classes.max()}; classes are 0 to 32767")
     return torch.from_numpy(np.where(found == config.ignore_index, IGNORED, found.astype(np.int16)).astype(np.int16))
+
+
+def mask_contents(cell: Any, config: MaskedDataConfig) -> bytes | NDArray:
+    """The file of a mask, or its array."""
+    return contents(cell, config.read_retries) if isinstance(cell, dict) else np.asarray(cell)
 
 
 Masked = tuple[ImageDataset, datasets.Dataset]
@@ -178,7 +175,18 @@ def with_masks(dataset: ImageDataset, splits: dict[str, Any], data: MaskedDataCo
         raise UserError(f"data.mask_column is {data.mask_column}; {dataset.origin.split} has no such column")
     rows = undecoded(rows.select_columns([data.mask_column]), data.mask_column)
     rows = rows.rename_column(data.mask_column, "mask") if data.mask_column != "mask" else rows
+    refuse_jpeg(rows, data)
     return dataset, rows if chosen is None else rows.select(chosen)
+
+
+def refuse_jpeg(masks: datasets.Dataset, data: MaskedDataConfig) -> None:
+    """Raise UserError where the first mask is a JPEG file; others are named as they are read."""
+    if not len(masks) or not isinstance(masks[0]["mask"], dict):
+        return
+    with contextlib.suppress(UnreadableImage):
+        file = contents(masks[0]["mask"], data.read_retries)
+        allowed = "a column of lossless masks, such as PNG or TIFF: JPEG changes the numbers"
+        require(not file.startswith(JPEG), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
 
 
 def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:
@@ -291,3 +299,66 @@ def describe_masks(splits: Sequence[Masked], data: MaskedDataConfig) -> str:
     """What is learned from and judged by, for a message."""
     train, test = (len(images) for images, _ in splits)
     return f"{describe(data)}: {train} images with masks to learn from, {test} to judge by"
+
+
+def warn_of_turned(splits: Sequence[Masked], data: MaskedDataConfig) -> None:
+    """Print a warning if images are turned by their orientation tag, and their masks have none."""
+    names = [name for masked in splits for name in turned_alone(masked, data)]
+    if names:
+        print(
+            f"warning: {len(names)} images are turned by the orientation tag in their files, and their masks have no "
+            f"such tag, such as {', '.join(names[:NAMED])}: the masks are taken as they are stored. If they were drawn "
+            "on the images as those are stored, remove the tag from the images",
+            file=sys.stderr,
+        )
+
+
+def turned_alone(masked: Masked, data: MaskedDataConfig) -> Iterator[str]:
+    """Names of the images that are turned by their orientation tag, and whose masks are not."""
+    images, masks = masked
+    for index in range(len(images)):
+        with contextlib.suppress(UnreadableImage):  # it is named when its turn comes
+            image = contents(images.rows[index][images.image_column], data.read_retries, images.numbers_type)
+            if stored_orientation(image) not in TURNED:
+                continue
+            if stored_orientation(mask_contents(masks[index]["mask"], data)) not in TURNED:
+                yield images.name(index)
+
+
+def pixels_by_class(masks: NDArray[np.int16]) -> NDArray[np.int64]:
+    """How many pixels are ignored, and how many are of each class: (1 + C,)."""
+    counts = np.zeros(np.iinfo(np.int16).max + 2, np.int64)
+    for block in np.array_split(masks, 16):
+        counts += np.bincount(block.ravel().astype(np.int32) - IGNORED, minlength=len(counts))
+    return counts
+
+
+def print_pixels(features: PatchFeatures, data: MaskedDataConfig) -> None:
+    """Print which share of the masks' pixels is ignored, and warnings of masks that may not say what is meant.
+
+    Above MANY_IGNORED of a split the setting is named, and so are classes with fewer than FEW_PIXELS of the pixels that
+    count: compression with losses and blurred edges make such classes, and each weighs in the mean IoU as much as
+    another.
+    """
+    train, test = map(pixels_by_class, (features.train_masks, features.test_masks))
+    of_train, of_test = (float(counts[0] / counts.sum()) for counts in (train, test))
+    ignored = "null" if data.ignore_index is None else data.ignore_index
+    shares = f"{of_train:.1%} of the pixels to learn from and {of_test:.1%} of those to judge by"
+    print(f"{shares} are ignored (data.ignore_index is {ignored})")
+    if max(of_train, of_test) > MANY_IGNORED:
+        print(
+            f"warning: {max(of_train, of_test):.0%} of the masks' pixels are {ignored}, which data.ignore_index leaves "
+            f"out; if {ignored} is a class, set --data.ignore_index null",
+            file=sys.stderr,
+        )
+    counts = (train + test)[1:]
+    few = np.flatnonzero((counts > 0) & (counts < FEW_PIXELS * counts.sum()))
+    if len(few):
+        fewest = few[np.argsort(counts[few], kind="stable")][:NAMED]
+        named = ", ".join(f"class {number} ({counts[number]} of {counts.sum()})" for number in fewest)
+        print(
+            f"warning: {len(few)} of the masks' classes have less than {FEW_PIXELS:.2%} of the pixels, such as "
+            f"{named}; each weighs in the mean IoU as much as another. Masks that were once JPEG, or resized with "
+            "blurred edges, have such classes",
+            file=sys.stderr,
+        )
