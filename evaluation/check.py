@@ -22,8 +22,8 @@ from evaluation.suite.gallery import sheet
 from evaluation.suite.page import Link, Page, Section, Table, Text, picture, write_page
 from mpp.config import Config
 from mpp.data.moments import channel_moments
+from mpp.data.overview import describe
 from mpp.data.shards import Shards
-from mpp.data.sources import describe
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch, BatchLayout
 from mpp.data.workers import deaths_explained

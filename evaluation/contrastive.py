@@ -21,7 +21,8 @@ from evaluation.config import ContrastiveConfig
 from evaluation.suite.contrast import Everyone, TwoViews, nt_xent
 from evaluation.suite.networks import HeadedEncoder, build_backbone, synchronized
 from mpp.config import require
-from mpp.data.sources import ImageDataset, load_image_datasets
+from mpp.data.dataset import ImageDataset
+from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
 from mpp.frozen_features import extract

@@ -35,7 +35,7 @@ from evaluation.suite.reports import table, write_json
 from evaluation.suite.run_images import load_shown, parse_with_images, run_folder
 from evaluation.suite.teachers import averaged, classifier_at
 from mpp.config import RunConfig, require
-from mpp.data.sources import ImageDataset
+from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line

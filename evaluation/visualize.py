@@ -36,7 +36,8 @@ from evaluation.suite.run_images import positions as places_of
 from evaluation.suite.similar import look_through, patch_similarity, spread_patches
 from mpp.config import RunConfig, require
 from mpp.corruption import Grid
-from mpp.data.sources import ImageDataset, load_image_datasets
+from mpp.data.dataset import ImageDataset
+from mpp.data.sources import load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError

@@ -29,11 +29,12 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
+from mpp.data.dataset import contents, file_of, find_image_column, numbers_of, undecoded
 from mpp.data.decoding import UnreadableImage, read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
-from mpp.data.listing import printable
+from mpp.data.overview import describe
 from mpp.data.record import differences, image_files, short_digest
-from mpp.data.sources import contents, describe, file_of, find_image_column, load_splits, numbers_of, undecoded
+from mpp.data.sources import load_splits
 from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import sync, write_whole

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpp.config import ProbeConfig, Representation
-from mpp.data.sources import ImageDataset
+from mpp.data.dataset import ImageDataset
 from mpp.data.views import ViewDataset
 from mpp.frozen_features import extract, features_at, stages
 from mpp.metrics import is_right, ranks_of

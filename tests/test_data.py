@@ -17,8 +17,9 @@ from conftest import dataset_of, encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
+from mpp.data.dataset import ImageDataset, decode_cell
 from mpp.data.decoding import UnreadableImage, decode
-from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets, load_splits
+from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.views import (
     BatchLayout,
     EvaluationLoader,

@@ -11,8 +11,9 @@ from conftest import encoded, picture, read_metrics
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data import reading
+from mpp.data.dataset import ImageDataset, decode_cell
 from mpp.data.reading import retried
-from mpp.data.sources import ImageDataset, decode_cell, load_image_datasets
+from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset, held_out_loader
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError

@@ -30,8 +30,9 @@ from evaluation.suite.patches import (
     warn_of_turned,
 )
 from evaluation.suite.probing import judge
+from mpp.data.dataset import ImageDataset, undecoded
 from mpp.data.decoding import UnreadableImage
-from mpp.data.sources import ImageDataset, load_splits, undecoded
+from mpp.data.sources import load_splits
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime.randomness import FIXED
 

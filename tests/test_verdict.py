@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation import contrastive
 from mpp.config import DataConfig
-from mpp.data.sources import ImageDataset, undecoded
+from mpp.data.dataset import ImageDataset, undecoded
 from mpp.data.survey import look
 from mpp.errors import ReadFailed
 from mpp.pretrain import main

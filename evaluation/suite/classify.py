@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
-from mpp.data.sources import ImageDataset
+from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, is_right

@@ -20,7 +20,7 @@ from evaluation.config import FeaturesConfig, ProbeDataConfig
 from evaluation.suite.encoders import FrozenEncoder, depths_asked, encoder_of
 from evaluation.suite.labelled import load_labelled
 from mpp.config import require
-from mpp.data.sources import ImageDataset
+from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError

@@ -17,7 +17,7 @@ from torch import Tensor
 from evaluation.config import ProbeDataConfig
 from evaluation.suite.encoders import ColorFloor, FrozenEncoder
 from evaluation.suite.extraction import views_for
-from mpp.data.sources import ImageDataset
+from mpp.data.dataset import ImageDataset
 from mpp.data.views import held_out_loader
 from mpp.pretrain import Pretraining
 from mpp.reconstructions import as_rgb, prediction_columns

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from evaluation.suite.run_images import check_unseen
 from mpp.config import SourceConfig
-from mpp.data.sources import ImageDataset, describe, load_image_datasets
+from mpp.data.dataset import ImageDataset
+from mpp.data.overview import describe
+from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
 FEW = 100  # test images, below which the interval that this means is said

@@ -21,6 +21,7 @@ from mpp.data.lists import Files, ImageList, label_column, missing_message, read
 from mpp.data.shared import shared_rows
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened, tell, warn
+from mpp.runtime.output import printable
 
 IMAGE, LABEL, SPLIT = "image", "label", "split"
 NOTES = b"mpp"  # of the table's metadata: what is to be said of it
@@ -94,11 +95,6 @@ def as_text(path: str) -> str:
 def as_path(text: str) -> str:
     """The path that `as_text` has written."""
     return os.fsdecode(unquote_to_bytes(text.removeprefix(ANY_BYTES))) if text.startswith(ANY_BYTES) else text
-
-
-def printable(text: str) -> str:
-    """A text that arrow can hold, of a name that may be no UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def text_column(values: list[Any]) -> pa.Array:

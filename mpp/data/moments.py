@@ -6,9 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from mpp.config import DataConfig
+from mpp.data.dataset import decode_cell
 from mpp.data.decoding import UnreadableImage
 from mpp.data.shards import load_streamed
-from mpp.data.sources import decode_cell, load_image_datasets
+from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
 SAMPLE = 1024  # images

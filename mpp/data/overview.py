@@ -6,12 +6,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from mpp.config import ImagesConfig
 from mpp.runtime.messages import shortened, tell, warn
 
 if TYPE_CHECKING:
-    from mpp.data.sources import ImageDataset
+    from mpp.data.dataset import ImageDataset
 
 SHOWN = 5  # names of classes
+
+
+def describe(config: ImagesConfig) -> str:
+    """The dataset, for messages."""
+    return f"data.path {config.path}" if config.path else "the package's birds"
 
 
 def announce(source: str, splits: Sequence["ImageDataset"], others: Mapping[str, int]) -> None:

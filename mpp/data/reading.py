@@ -4,12 +4,16 @@ A file that cannot be read now is not a file that cannot be decoded. The first m
 all the others; the second will never be.
 """
 
+import tarfile
 import time
+import zipfile
 from collections.abc import Callable
 from typing import TypeVar
 
+from datasets.exceptions import DatasetsError
 from fsspec.exceptions import FSTimeoutError
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from pyarrow import ArrowException
 
 from mpp.data.workers import forget_said, say_once
 from mpp.errors import ReadFailed, one_line
@@ -19,6 +23,11 @@ HTTPError = HfHubHTTPError.__mro__[1]
 """What the hub's client raises: an error of the library that it is built on, which is no OSError in all releases."""
 NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError)
 """What a disk or a server that has gone away raises."""
+LOADING_ERRORS = (
+    *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
+    *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
+)
+"""What the library and those below it raise for what a user sees as one: images cannot be loaded."""
 SERVER_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
 """What a server alone raises: a dataset that is not there is none of these."""
 REFUSALS = (400, 401, 403, 404, 410, 416)  # answers that stay as they are

@@ -19,7 +19,8 @@ from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
 from mpp.data.formats import SHARDS
-from mpp.data.sources import BIRDS, describe
+from mpp.data.overview import describe
+from mpp.data.sources import BIRDS
 from mpp.errors import UserError, one_line
 from mpp.runtime.disk import sync
 from mpp.runtime.lock import hold

@@ -20,24 +20,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import ImagesConfig, SourceConfig, require
+from mpp.data.dataset import ImageDataset, dataset_of, decode_cell, file_of, find_image_column, numbers_of, undecoded
 from mpp.data.labels import find_label_column, number_labels, read_labels
-from mpp.data.overview import announce_stream
-from mpp.data.reading import NETWORK_ERRORS, retried
+from mpp.data.overview import announce_stream, describe
+from mpp.data.reading import LOADING_ERRORS, NETWORK_ERRORS, retried
 from mpp.data.record import image_files, listed, short_digest
 from mpp.data.samples import Files, keep, list_files
-from mpp.data.sources import (
-    LOADING_ERRORS,
-    ImageDataset,
-    dataset_of,
-    decode_cell,
-    describe,
-    file_of,
-    find_image_column,
-    held_out_name,
-    load_splits,
-    numbers_of,
-    undecoded,
-)
+from mpp.data.sources import held_out_name, load_splits
 from mpp.data.views import REPLACEMENTS, Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
 from mpp.errors import Undecodable, UserError, one_line

@@ -19,8 +19,8 @@ from mpp import corruption
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption, Grid
 from mpp.data import images
+from mpp.data.dataset import Decoded, ImageDataset
 from mpp.data.decoding import UnreadableImage
-from mpp.data.sources import Decoded, ImageDataset
 from mpp.data.workers import NOTHING, WatchedLoader, note_reading
 from mpp.errors import Undecodable, UserError
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.corruption import Grid
+from mpp.data.dataset import ImageDataset
 from mpp.data.hub import cached_commit, of_the_hub
+from mpp.data.overview import describe
 from mpp.data.record import record
 from mpp.data.shards import Shards, streaming_loader
-from mpp.data.sources import ImageDataset, describe
 from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
 from mpp.data.workers import FORKS

@@ -1,0 +1,183 @@
+"""Images on this machine: folders, archives, shards, and what the library has saved."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from mpp.config import ImagesConfig, require
+from mpp.data import tars
+from mpp.data.archives import ARCHIVES, is_archive, unpacked
+from mpp.data.dataset import BINARY, NAMES, is_cell, numbers_of
+from mpp.data.folders import Tree, Walk
+from mpp.data.formats import SHARDS, TABLES, ending
+from mpp.data.links import plain_path
+from mpp.data.listing import Found, Listing, list_images, shared, split_order
+from mpp.data.overview import describe
+from mpp.data.reading import LOADING_ERRORS
+from mpp.errors import UserError
+
+QUIET = datasets.DownloadConfig(disable_tqdm=True)  # what is here is not downloaded
+SAYS_SPLITS = re.compile(r"\A---\s.*?^(configs|dataset_info):.*?^---", re.DOTALL | re.MULTILINE)
+CARD = "card"  # kind of a folder whose README.md says what its splits are
+
+
+def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of a file or folder of this machine."""
+    if is_archive(path.name) and path.is_file():
+        path = unpacked(path)
+    if path.is_file():
+        if ending(path.name) not in SHARDS:
+            raise UserError(f"data.path is {config.path}; a single file must be {' or '.join([*SHARDS, *ARCHIVES])}")
+        found = Found({}, {"train": [str(path.absolute())]})
+        if ending(path.name) in TABLES or streaming:
+            return load_shards(found.shards, config, streaming)
+        return shared(
+            describe(config), lambda: tars.list_shards(found.shards, config), listing_key(config, streaming)
+        ).splits
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = datasets.load_from_disk(plain_path(path))
+        return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
+    found = shared(describe(config), lambda: listing_of(path, config, streaming), listing_key(config, streaming))
+    if CARD in found.shards:
+        return datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
+    return found.splits or load_shards(found.shards, config, streaming)
+
+
+def listing_key(config: ImagesConfig, streaming: bool) -> str:
+    """What a listing is made from."""
+    return repr((streaming, dataclasses.asdict(config)))
+
+
+def listing_of(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
+    """What is in a folder: images one by one, or the shards that hold them.
+
+    Raises:
+        UserError: nothing, or shards of several kinds.
+    """
+    root = os.path.abspath(path)
+    tree = Walk(root).tree
+    leave_out_what_is_beside(tree)
+    if tree.shards:
+        return listing_of_shards(tree, config, streaming)
+    if not tree.folders:
+        left_out = [*tree.left_out.lines(images=True), *tree.left_out.lines(images=False)]
+        raise UserError(f"data.path is {config.path}, which holds no images{'; '.join(['', *left_out])}")
+    if says_splits(Path(root)):
+        return Listing(shards={CARD: []})
+    return list_images(tree, config, getattr(config, "mask_column", None))
+
+
+def leave_out_what_is_beside(tree: Tree) -> None:
+    """Of a folder with loose images and shards, keep what is meant: tables that have images, and tars where there are
+    not more loose images than tars; else the images."""
+    if not (tree.shards and tree.folders):
+        return
+    tars_count = sum(ending(path) not in TABLES for _, path in tree.shards)
+    kept = [
+        (parts, path)
+        for parts, path in tree.shards
+        if (holds_images(path) if ending(path) in TABLES else len(tree) <= tars_count)
+    ]
+    for parts, path in tree.shards:
+        if (parts, path) not in kept:
+            what = "tables without images" if ending(path) in TABLES else "tars next to images"
+            tree.left_out.add(what, "/".join((*parts, os.path.basename(path))))
+    tree.shards = kept
+    if kept:
+        for folder in tree.folders:
+            first = "/".join((*folder.parts, folder.files[0]))
+            tree.left_out.add("images next to shards", first, len(folder.files))
+        tree.folders = []
+
+
+def holds_images(table: str) -> bool:
+    """Whether a parquet or arrow file has a column of images; not where it cannot be read."""
+    try:
+        if ending(table) == ".parquet":
+            schema = pq.read_schema(table)
+        else:
+            with pa.memory_map(table) as file:
+                schema = pa.ipc.open_stream(file).schema
+        features = datasets.Features.from_arrow_schema(schema)
+    except LOADING_ERRORS:
+        return False
+    return any(
+        isinstance(each, datasets.Image) or is_cell(each) or getattr(each, "dtype", "") in BINARY or numbers_of(each)
+        for each in features.values()
+    )
+
+
+def listing_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
+    """The shards of a folder, or the images in them where they are tars that are to be indexed."""
+    if len(tree.kinds) > 1:
+        raise UserError(
+            f"data.path is {config.path}, which holds shards of several kinds: {', '.join(sorted(tree.kinds))}"
+        )
+    require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
+    shards: dict[str, list[str]] = {}
+    for parts, file in tree.shards:
+        shards.setdefault(tars.split_of(file, parts), []).append(file)
+    if tree.kinds & TABLES or streaming:
+        in_order = {split: shards[split] for split in sorted(shards, key=split_order)}
+        return Listing(shards=in_order).take(tree.left_out)
+    return tars.list_shards(shards, config).take(tree.left_out)
+
+
+def says_splits(folder: Path) -> bool:
+    """Whether a folder's README.md is a dataset card that says what its splits are, as those of the hub do."""
+    card = folder / "README.md"
+    return card.is_file() and SAYS_SPLITS.match(card.read_text(errors="replace")) is not None
+
+
+def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of shards on this machine: tables by the library, tars as streams."""
+    (kind,) = {ending(file) for files in shards.values() for file in files}
+    if kind not in TABLES:
+        return {split: tars.stream_of(files, config) for split, files in shards.items()}
+    plain = {split: [plain_path(Path(file)) for file in files] for split, files in shards.items()}
+    splits = datasets.load_dataset(SHARDS[kind], data_files=plain, streaming=streaming, download_config=QUIET)
+    if streaming:
+        return splits
+    folders = {split: sorted({os.path.dirname(file) for file in files}) for split, files in shards.items()}
+    return {split: with_found_paths(rows, folders[split]) for split, rows in splits.items()}
+
+
+def with_found_paths(rows: datasets.Dataset, folders: list[str]) -> datasets.Dataset:
+    """The same, with the paths of image files that are relative to the table that names them."""
+    for column, feature in rows.features.items():
+        paths = paths_in(rows, column, feature)
+        if paths is None:
+            continue
+        found = [path and find_below(path, folders) for path in paths.to_pylist()]
+        cells = pa.StructArray.from_arrays([pa.nulls(len(found), pa.binary()), pa.array(found, pa.string())], NAMES)
+        order = rows.column_names
+        rows = rows.remove_columns([column]).add_column(column, cells, feature=datasets.Image(decode=False))
+        rows = rows.select_columns(order)
+    return rows
+
+
+def paths_in(rows: datasets.Dataset, column: str, feature: Any) -> pa.ChunkedArray | None:
+    """The names of files in a column of images that has no bytes, where some are relative; None: it is another one."""
+    if not (isinstance(feature, datasets.Image) or is_cell(feature)) or len(rows) == 0:
+        return None
+    cells = rows.with_format("arrow").select_columns([column])[:].column(0)
+    if pc.struct_field(cells, NAMES[0]).null_count < len(cells):
+        return None
+    paths = pc.struct_field(cells, NAMES[1])
+    known = [path for path in paths.to_pylist() if path]
+    return paths if any("://" not in path and not os.path.isabs(path) for path in known) else None
+
+
+def find_below(path: str, folders: list[str]) -> str:
+    """A file by its name from one of some folders on; the first where it is in none."""
+    if "://" in path or os.path.isabs(path):
+        return path
+    places = [os.path.join(folder, path) for folder in folders]
+    return next((place for place in places if os.path.exists(place)), places[0])

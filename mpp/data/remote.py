@@ -1,0 +1,108 @@
+"""Images that are far away: datasets of the hub, and shards at URLs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import huggingface_hub
+from datasets.data_files import get_data_patterns
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from datasets.packaged_modules.webdataset.webdataset import WebDataset
+
+from mpp.config import ImagesConfig
+from mpp.data import tars
+from mpp.data.formats import SHARDS
+from mpp.data.hub import check_commit, of_the_hub
+from mpp.data.listing import shared
+from mpp.data.local import listing_key, listing_of, says_splits
+from mpp.data.overview import describe
+from mpp.data.reading import SERVER_ERRORS, retried
+from mpp.errors import UserError
+
+
+def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of a dataset of the hub: by the library, but for loose pictures and tar shards."""
+    known = dict(name=config.name, revision=config.revision)
+    builder = datasets.load_dataset_builder(config.path, **known)
+    if isinstance(builder, WebDataset):
+        return load_far_shards(
+            {str(split): [*files] for split, files in builder.config.data_files.items()}, config, streaming
+        )
+    if isinstance(builder, ImageFolder):
+        if streaming:
+            without = "leave out data.streaming, or make shards by mpp prepare"
+            raise UserError(f"data.path holds image files, no shards: {without}")
+        folder = Path(huggingface_hub.snapshot_download(config.path, repo_type="dataset", revision=config.revision))
+        if not says_splits(folder):
+            return shared(
+                describe(config), lambda: listing_of(folder, config, False), listing_key(config, False)
+            ).splits
+    return datasets.load_dataset(config.path, streaming=streaming, **known)
+
+
+def load_far_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of tar shards at URLs: as streams, or downloaded and indexed."""
+    if streaming:
+        return {split: tars.stream_of(files, config) for split, files in shards.items()}
+    here = datasets.DownloadManager().download(shards)
+    return shared(describe(config), lambda: tars.list_shards(here, config), listing_key(config, streaming)).splits
+
+
+def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
+    """What `load` loads, tried again while its server is away; later reads are tried again by us alone.
+
+    The library would try a stream's reads again for an hour, in which no signal is heard.
+    """
+    for name in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
+        setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
+    offline = of_the_hub(config) and huggingface_hub.constants.HF_HUB_OFFLINE  # by choice, for good
+    splits = load() if offline else retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
+    check_commit(splits, config)
+    return splits
+
+
+def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of the shards at a URL."""
+    kind, files = files_at(config.path)
+    if kind == SHARDS[".tar"]:
+        found = {split: [*files_like(patterns)] for split, patterns in files.items()}
+        return load_far_shards(found, config, streaming)
+    return datasets.load_dataset(kind, data_files=files, streaming=streaming)
+
+
+def files_like(patterns: str | list[str]) -> Iterator[str]:
+    """The URLs of the files that patterns mean, each once, in order."""
+    found: dict[str, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        system, path = fsspec.url_to_fs(pattern)
+        found |= dict.fromkeys(map(system.unstrip_protocol, sorted(system.glob(path)) if "*" in path else [path]))
+    yield from found
+
+
+def files_at(url: str) -> tuple[str, dict[str, Any]]:
+    """The kind of the shards at a URL that fsspec knows, and the files of each split.
+
+    Args:
+        url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders say their split.
+    """
+    if Path(url).suffix in SHARDS:
+        return SHARDS[Path(url).suffix], {"train": url}
+    system, root = fsspec.url_to_fs(url)
+    ends = {Path(file).suffix for file in system.find(root)} & SHARDS.keys()
+    if len(ends) != 1:
+        raise UserError(f"it must hold files of one sort of {', '.join(SHARDS)}; it has {sorted(ends) or 'none'}")
+    end, folder = ends.pop(), url.rstrip("/")
+    return SHARDS[end], {
+        str(split): [f"{folder}/{pattern_of(pattern, end)}" for pattern in patterns]
+        for split, patterns in get_data_patterns(url).items()
+    }
+
+
+def pattern_of(pattern: str, end: str) -> str:
+    """The library's pattern, for files with this ending alone: there may be others beside them."""
+    if pattern.endswith("**"):
+        return f"{pattern}/*{end}"
+    return pattern.removesuffix(".*").removesuffix(end) + end
