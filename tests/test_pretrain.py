@@ -17,6 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
 from mpp.config import Config
+from mpp.data.dataset import ImageDataset
+from mpp.errors import UserError
 from mpp.models.encoder import export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse, parse_saved
@@ -331,6 +333,26 @@ def test_unreadable_images_are_counted_and_named(pretrain, image_folder, capsys)
     assert sorted(names) == ["broken0.png", "broken1.png", "broken2.png"]  # each once
     assert read_metrics(folder, "unreadable")[4] == 3
     assert "broken1.png: no image file of a known sort" in capsys.readouterr().err
+
+
+def test_names_that_are_not_utf_8_are_listed_once(pretrain, image_folder, monkeypatch):
+    """Also after a restart, which knows them by what it wrote."""
+    for number in range(3):
+        (image_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")
+    monkeypatch.setattr(ImageDataset, "name", lambda self, index: os.fsdecode(b"caf\xe9.png"))
+    options = (f"--data.path={image_folder}", "--data.eval_fraction=0.01")
+    with monkeypatch.context() as context:
+        kill_at(context, 3)
+        with pytest.raises(Killed):
+            pretrain(*options)
+    folder = pretrain(*options)
+    lines = (folder / "unreadable.txt").read_text(encoding="utf-8").splitlines()
+    assert lines == ["caf\\udce9.png: no image file of a known sort"]
+
+
+def test_a_run_folder_needs_a_name_in_utf_8(pretrain, tmp_path):
+    with pytest.raises(UserError, match=r"run.dir is .*caf\\udce9; it must be a name in UTF-8"):
+        pretrain(dir=tmp_path / os.fsdecode(b"caf\xe9"))
 
 
 def test_most_images_unreadable_is_an_error(pretrain, image_folder):

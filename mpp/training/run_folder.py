@@ -20,7 +20,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from mpp.config import SourceConfig
+from mpp.config import SourceConfig, require
 from mpp.data.hub import is_local, is_url, may_be_of_the_hub
 from mpp.data.record import differences, listed, not_listed, record, together
 from mpp.data.samples import list_files
@@ -28,6 +28,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import aside_of, write_whole
+from mpp.runtime.output import printable
 from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
 from mpp.training.checkpoint import newest_step
@@ -59,6 +60,8 @@ def open_run(config: Any, accelerator: Accelerator) -> Path:
 
 def check_owner(config: Any, folder: Path) -> None:
     """Raise UserError where a folder holds something else, or a run of another config."""
+    shown = printable(str(folder))
+    require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir is {folder}, which is not a folder")
     images = Path(config.data.path or "").expanduser()
