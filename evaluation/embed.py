@@ -31,12 +31,14 @@ from mpp.config import HOW_READ, RunConfig, require
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
 from mpp.data.decoding import UnreadableImage
 from mpp.data.images import Size, centre_crop
+from mpp.data.overview import describe
 from mpp.data.record import record
 from mpp.data.sources import load_splits
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.lock import hold
+from mpp.runtime.messages import tell
 from mpp.runtime.output import printable
 from mpp.runtime.weights import fingerprint
 from mpp.training.tracking import progress_bar
@@ -74,6 +76,7 @@ def all_images(data: ProbeDataConfig) -> list[ImageDataset]:
     """Every split, without labels."""
     splits = load_splits(data)
     columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
+    tell(f"{describe(data)}: {', '.join(f'{len(rows)} {name}' for name, rows in splits.items())}")
     return [dataset_of(rows, columns[name], None, name) for name, rows in splits.items() if len(rows)]
 
 

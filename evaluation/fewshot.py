@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
 from evaluation.suite.extraction import Features
-from evaluation.suite.labelled import note
 from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
 from mpp.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.launch import command
+from mpp.runtime.messages import note
 
 BIAS = 100.0
 BLOCK = 4096  # test images scored at a time: what bounds the memory

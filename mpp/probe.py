@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpp.config import ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
+from mpp.data.overview import note_tested
 from mpp.data.views import ViewDataset
 from mpp.frozen_features import extract, features_at, stages
 from mpp.metrics import is_right, ranks_of
@@ -59,6 +60,7 @@ class Probe:
         same = len(test) == len(task.held_out) and len(judged) == len(self.ranked.dataset)
         self.judged = self.ranked if same else add(judged)
         self.compared = add(train.choose(config.images, task.data.eval_seed))
+        note_tested(train.labels, judged.labels, train.names)
 
     def __call__(self, model: nn.Module, floor: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.

@@ -12,7 +12,8 @@ from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig
 from evaluation.fewshot import evaluate, orders, predict
 from evaluation.suite.extraction import NAMES, Features, load_features, save_features
-from evaluation.suite.labelled import half_width, note, note_tested
+from mpp.data.overview import half_width, note_tested
+from mpp.runtime.messages import note
 
 
 def features(classes=7, per_class=30, width=20, test=200, seed=0) -> Features:

@@ -48,6 +48,7 @@ class Classification(ImageTask):
         self.train = splits[0]
         self.held_out = splits[1].choose(data.eval_images, data.cut_seed)
         self.classes = count_classes(splits)
+        self.label_names = names_of_classes(splits[0], self.classes)
         self.mix = build_mix(augment, self.classes)
         if self.mix:
             require(
@@ -104,6 +105,11 @@ def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor]
     chosen = [(v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix)]
     transforms = [transform(alpha=alpha, num_classes=classes) for transform, alpha in chosen if alpha > 0]
     return v2.RandomChoice(transforms) if len(transforms) > 1 else next(iter(transforms), None)
+
+
+def names_of_classes(train: ImageDataset, classes: int) -> list[str] | None:
+    """The name of each output of the head; None: nothing says them."""
+    return train.names[:classes] if train.names and len(train.names) >= classes else None
 
 
 def count_classes(splits: Sequence[ImageDataset]) -> int:

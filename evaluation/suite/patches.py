@@ -156,7 +156,7 @@ def load_masked(data: MaskedDataConfig) -> tuple[Masked, Masked]:
     require(
         data.mask_column in features, "data.mask_column", data.mask_column, f"one of {', '.join(features) or 'none'}"
     )
-    train, held_out = load_image_datasets(data)
+    train, held_out = load_image_datasets(data, splits)
     train = train.choose(data.train_images, data.eval_seed)
     return with_masks(train, splits, data), with_masks(held_out, splits, data)
 
@@ -187,7 +187,7 @@ def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:
     known = json.loads(OUTLINES.read_text(encoding="utf-8"))
     outlines = known["train"] | known["test"]
     splits = load_splits(data)
-    train, held_out = (outlined(dataset, splits, outlines) for dataset in load_image_datasets(data))
+    train, held_out = (outlined(dataset, splits, outlines) for dataset in load_image_datasets(data, splits))
     train = train.choose(data.train_images, data.eval_seed)
     return with_outlines(train, splits, outlines), with_outlines(held_out, splits, outlines)
 

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
 from evaluation.suite.extraction import Extracted, Features, extract_features, load_features
-from evaluation.suite.labelled import note_tested
 from evaluation.suite.reports import report_path, summarize, write_report
 from evaluation.suite.run_images import variant
 from mpp.config import RunConfig
+from mpp.data.overview import note_tested
 from mpp.probe import RANKED, effective_ranks
 from mpp.runtime.hardware import device
 from mpp.runtime.launch import start

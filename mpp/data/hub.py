@@ -1,16 +1,20 @@
 """Datasets of the Hugging Face hub: which commit a run is of."""
 
+import os
 import re
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from mpp.config import ImagesConfig
 from mpp.data.reading import NETWORK_ERRORS, answer_to, passes, retried
 from mpp.errors import ReadFailed, UserError, one_line
+from mpp.runtime.messages import tell
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PATIENCE = 30  # seconds for the hub's answer
@@ -36,6 +40,26 @@ def of_the_hub(config: ImagesConfig) -> bool:
     return may_be_of_the_hub(config.path) and not Path(config.path).exists()
 
 
+def say_that_it_is_of_the_hub(config: ImagesConfig) -> None:
+    """Say at once that `data.path` is taken for a dataset of the hub: the network may take its time, and a name of a
+    folder may be misspelled.
+
+    Raises:
+        UserError: it is no name of the hub's either.
+    """
+    if not of_the_hub(config):
+        return
+    folder, name = os.path.split(config.path)
+    try:
+        validate_repo_id(config.path)
+    except HFValidationError:
+        here = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
+        raise UserError(f"data.path is {config.path}, which does not exist: {here}") from None
+    near = get_close_matches(name, os.listdir(folder or ".") if os.path.isdir(folder or ".") else [])
+    meant = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+    tell(f"data.path {config.path} is no file or folder in {Path.cwd()}: the hub is asked for it{meant}")
+
+
 def commit_of(config: ImagesConfig, begun_with: str | None = None) -> str | None:
     """The commit that `data.revision` means now; None: the images are not the hub's, or the hub does not answer.
 
@@ -47,6 +71,7 @@ def commit_of(config: ImagesConfig, begun_with: str | None = None) -> str | None
     """
     if not of_the_hub(config):
         return config.revision
+    say_that_it_is_of_the_hub(config)
     if COMMIT.fullmatch(begun_with or config.revision or ""):
         return begun_with or config.revision
     ask = partial(HfApi().dataset_info, config.path, revision=config.revision, timeout=PATIENCE)

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mpp.errors import UserError
-from mpp.runtime.messages import tell
+from mpp.runtime.messages import note
 
 NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
 INTEGER = r"^[+-]?\d{1,18}$"
@@ -109,7 +109,7 @@ def read_labels(
         return Labels(name, labels, getattr(feature, "names", None))
     what = "numbers with fractions" if holds_fractions(labels) else str(feature)
     if column is None:
-        tell(f"note: the column {name} of {source} holds no classes but {what}; it is not used")
+        note(f"the column {name} of {source} holds no classes but {what}; it is not used")
         return None
     raise UserError(f"{key} is {column}, which holds no classes but {what}")
 

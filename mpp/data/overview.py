@@ -1,5 +1,6 @@
 """What the images of a dataset are, in a line; and labels that cannot be right."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -7,12 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.config import ImagesConfig
-from mpp.runtime.messages import shortened, tell, warn
+from mpp.runtime.messages import note, shortened, tell, warn
 
 if TYPE_CHECKING:
     from mpp.data.dataset import ImageDataset
 
 SHOWN = 5  # names of classes
+FEW = 100  # test images, below which the interval that this means is said
+Z = 1.96  # a normal variable is within so many deviations of its mean with a probability of 95 %
 
 
 def describe(config: ImagesConfig) -> str:
@@ -76,3 +79,33 @@ def warn_of_labels(train: "ImageDataset", held_out: "ImageDataset") -> None:
             here = shortened([train.names[number] for number in numbers])
             what = f"no class of the held-out images ({shortened(names)}) occurs in training ({here})"
             warn(f"{what}: are these folders of sites or dates, and not of classes?")
+
+
+def note_tested(
+    train_labels: NDArray[np.int64], test_labels: NDArray[np.int64], names: Sequence[str] | None = None
+) -> None:
+    """Say how many test images cannot be right, since training lacks their classes, and how little few images say.
+
+    Args:
+        train_labels: (N,).
+        test_labels: (M,); or (M, L) of which any is right, padded with -1.
+        names: of the classes, by number.
+    """
+    labels = test_labels if test_labels.ndim > 1 else test_labels[:, None]
+    known = np.isin(labels, train_labels)
+    lost = labels[~known.any(1)]
+    classes = np.unique(lost[lost >= 0]).tolist()
+    if classes:
+        named = [str(names[number]) if names and number < len(names) else str(number) for number in classes[:SHOWN]]
+        shown = ", ".join([*named, *(["..."] if len(classes) > SHOWN else [])])
+        which = "class" if len(classes) == 1 else "classes"
+        of_classes = f"of {len(classes)} {which} without a training image ({shown})"
+        note(f"{len(lost)} of {len(labels)} test images are {of_classes}: they count as wrong")
+    if len(labels) < FEW:
+        points = 100 * half_width(len(labels))
+        note(f"{len(labels)} held-out images: an accuracy of 50 % is known to within {points:.0f} points")
+
+
+def half_width(count: int) -> float:
+    """Half of Wilson's 95 % interval of a share of a half, of so many images."""
+    return Z / (2 * math.sqrt(count + Z**2))

@@ -39,7 +39,9 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
             return shared(
                 describe(config), lambda: listing_of(folder, config, False), listing_key(config, False)
             ).splits
-    return datasets.load_dataset(config.path, streaming=streaming, **known)
+    splits = datasets.load_dataset(config.path, streaming=streaming, **known)
+    check_commit(splits, config)
+    return splits
 
 
 def load_far_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
@@ -59,9 +61,7 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
         setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
     datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
     offline = of_the_hub(config) and huggingface_hub.constants.HF_HUB_OFFLINE  # by choice, for good
-    splits = load() if offline else retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
-    check_commit(splits, config)
-    return splits
+    return load() if offline else retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
 
 
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:

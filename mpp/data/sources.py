@@ -11,7 +11,7 @@ from datasets.exceptions import DatasetsError
 
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
-from mpp.data.hub import of_the_hub
+from mpp.data.hub import of_the_hub, say_that_it_is_of_the_hub
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.local import QUIET, load_local
 from mpp.data.overview import announce, describe, warn_of_labels
@@ -79,6 +79,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     path, on_hub = Path(config.path).expanduser(), of_the_hub(config)
     if not (on_hub or path.exists() or "://" in config.path):
         raise UserError(f"data.path is {config.path}, which does not exist")
+    say_that_it_is_of_the_hub(config)
     allowed = f"left out: {config.path} is no dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
     try:

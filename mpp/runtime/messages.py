@@ -12,9 +12,16 @@ def on_first_process() -> bool:
 
 @cache
 def tell(line: str) -> None:
-    """Print a line, unless this command has printed it before."""
+    """Print what this command works on, unless it has printed it before."""
     if on_first_process():
         print(line, flush=True)
+
+
+@cache
+def note(line: str) -> None:
+    """Print what a user may want to know, unless this command has printed it before."""
+    if on_first_process():
+        print(f"note: {line}", flush=True)
 
 
 @cache

@@ -14,7 +14,7 @@ from mpp.corruption import Grid
 from mpp.data.dataset import ImageDataset
 from mpp.data.hub import cached_commit, of_the_hub
 from mpp.data.overview import describe
-from mpp.data.record import record
+from mpp.data.record import NAMES_OF_CLASSES, record
 from mpp.data.shards import Shards, streaming_loader
 from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
@@ -156,6 +156,7 @@ class ImageTask:
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
         streamed = isinstance(self.train, Shards)
         known = self.train.record(retries, commit) if streamed else self.record_of(self.train, commit)
+        known[NAMES_OF_CLASSES] = self.held_out.names and self.held_out.names[: self.held_out.classes]
         return {"train": known, "held_out": self.record_of(self.held_out, commit)}
 
     def record_of(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
