@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import mpp
+from evaluation import embed, export, features, fewshot, knn, linear, segmentation
 from evaluation.suite.distill import build_student
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.teachers import classifier_at
@@ -117,6 +118,16 @@ def test_pickles_are_refused_with_what_makes_safe_files(tmp_path, way, ending):
             f"{way.strip()} is {path}, which cannot be read: mpp reads no pickled weights"
         )
         assert repr(str(file)) in str(error.value)
+
+
+@pytest.mark.parametrize("command", [fewshot, knn, linear, features, embed, export, segmentation])
+def test_commands_say_why_a_file_is_no_encoder(tmp_path, command):
+    file = tmp_path / "mae.pth"
+    torch.save({}, file)
+    words = [f"--encoder={file}", *(["--out=features.onnx"] if command is export else [])]
+    words += [f"--out={tmp_path / 'table.parquet'}"] if command is embed else []
+    with pytest.raises(UserError, match=r"mpp reads no pickled weights"):
+        command.main(words)
 
 
 @pytest.mark.parametrize("key", ["encoder", "objective.teacher"])

@@ -10,7 +10,7 @@ import numpy as np
 
 from evaluation.suite.figures import DPI, plot_by_depth
 from mpp.errors import UserError
-from mpp.runtime.weights import run_of
+from mpp.runtime.weights import encoder_folder, run_of
 from mpp.training.tracking import event_writer
 
 
@@ -18,8 +18,10 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
     """Where a report goes: `out`, or beside what was judged: the features, the run folder, or runs/ENCODER.
 
     Raises:
-        UserError: it cannot be written there.
+        UserError: it cannot be written there, or the encoder is a file.
     """
+    if not features and Path(encoder).is_file():
+        encoder_folder(Path(encoder))  # says why a file is no encoder
     if out and Path(out).is_dir():
         raise UserError(f"out is {out}, a folder; it must be a file")
     folder = Path(encoder) if Path(encoder).exists() else Path("runs") / encoder.replace("/", "_")
