@@ -40,8 +40,8 @@ from mpp.runtime.launch import command, start_alone
 from mpp.runtime.lock import hold
 from mpp.runtime.messages import tell
 from mpp.runtime.output import printable
+from mpp.runtime.progress import progress_bar
 from mpp.runtime.weights import fingerprint
-from mpp.training.tracking import progress_bar
 
 KEY = b"mpp"  # of the table's metadata: what it is of
 ROWS = 4096  # of a part: what bounds the memory, and what is lost where the command is broken off

@@ -46,10 +46,11 @@ from mpp.pretrain import is_pretraining, reopen
 from mpp.probe import RANKED, effective_ranks
 from mpp.reconstructions import as_rgb, prediction_columns
 from mpp.runtime.launch import command, start_alone
+from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import saved_settings
-from mpp.training.tracking import event_writer, progress_bar
+from mpp.training.tracking import event_writer
 
 Numbers = dict[str, Any]
 FILTERS = 28  # as in the paper's figure

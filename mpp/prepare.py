@@ -43,8 +43,8 @@ from mpp.runtime.launch import command
 from mpp.runtime.lock import hold
 from mpp.runtime.output import printable
 from mpp.runtime.parsing import changed_keys, parse, to_yaml
+from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
-from mpp.training.tracking import progress_bar
 
 NOTES, IMAGES = ".prepare", "images.json"  # hidden: what `datasets` finds beside the shards it takes for data
 

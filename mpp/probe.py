@@ -19,8 +19,8 @@ from mpp.data.views import ViewDataset
 from mpp.frozen_features import extract, features_at, stages
 from mpp.metrics import is_right, ranks_of
 from mpp.runtime.arrays import in_blocks
+from mpp.runtime.progress import progress_bar
 from mpp.training.task import ImageTask
-from mpp.training.tracking import progress_bar
 
 BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
 TIED_ROWS = 64  # test images with equally near neighbours that are sorted at a time

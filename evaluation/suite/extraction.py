@@ -26,8 +26,8 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.frozen_features import extract
 from mpp.runtime.arrays import in_blocks, let_go, map_array, select
+from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
-from mpp.training.tracking import progress_bar
 
 DEV_SEED = 0
 NAMED = 20  # images in a message

@@ -37,7 +37,7 @@ from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UserError
 from mpp.frozen_features import tokens_at
 from mpp.runtime.arrays import select
-from mpp.training.tracking import progress_bar
+from mpp.runtime.progress import progress_bar
 
 OUTLINES = BIRDS / "outlines.json"
 IGNORED = -1  # pixels that do not count, whatever their number was

@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm import tqdm
-
 from mpp.data.archives import is_archive, stem_of, unpacked
 from mpp.data.decoding import is_picture
 from mpp.data.formats import ARRAYS, OF_THE_SYSTEM, PICTURES, SHARDS, UNREADABLE_PICTURES, ending, is_list
 from mpp.runtime.messages import shortened
+from mpp.runtime.progress import progress_bar
 
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -109,7 +108,7 @@ class Walk:
         self.pictures: list[Folder] = []
         self.arrays: list[Folder] = []
         self.packed: list[tuple[Parts, str, str]] = []
-        self.bar = tqdm(desc="looking for images", unit=" files", delay=1, mininterval=1, leave=False)
+        self.bar = progress_bar(desc="looking for images", unit=" files", delay=1, leave=False)
         with self.bar:
             self.walk(root, parts)
         self.choose()

@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import datasets
 import fsspec
-from tqdm import tqdm
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding import is_picture
@@ -24,6 +23,7 @@ from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.data.lists import as_label
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import shortened
+from mpp.runtime.progress import progress_bar
 
 MEMBER = re.compile(r"tar://(?P<shard>.+?)::(?P<start>\d+)\+(?P<size>\d+)::(?P<name>.*)", re.DOTALL)
 """Path of an image in a shard on this machine: where it begins, its size, its name."""
@@ -215,7 +215,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     labels: dict[str, list[Any]] = {name: [] for name in wanted}
     folders: list[str] = []
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
-    for split, shard in tqdm(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
+    for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
         try:
             for sample, picture in samples_of(shard, config, cut):
                 if picture is None:

@@ -21,6 +21,7 @@ from mpp.errors import ReadFailed, UserError
 from mpp.metrics import Sums, add, total
 from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.processes import largest
+from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import resume, save
@@ -30,7 +31,7 @@ from mpp.training.finite import FiniteCheck
 from mpp.training.optim import averaged_weights, learning_rate
 from mpp.training.parallel import prepare, start_compilers, whole_tensor
 from mpp.training.task import ImageTask
-from mpp.training.tracking import Speed, Tracker, last_step, progress_bar
+from mpp.training.tracking import Speed, Tracker, last_step
 from mpp.training.watch import Watch
 
 

@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from tensorboard.summary.writer import event_file_writer
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from mpp.errors import UserError
 from mpp.runtime.disk import write_whole
@@ -37,11 +36,6 @@ CHARTS = {  # drawn together; the tags are patterns
         "held out": ["Multiline", [f"^heldout/{name}$" for name in SHOWN]],
     }
 }
-
-
-def progress_bar(*iterable: Any, **options: Any) -> tqdm:
-    """tqdm's bar; in a log file, where it cannot be redrawn, a line every half minute."""
-    return tqdm(*iterable, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **options)
 
 
 class Tracker:
