@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from tensorboard.summary.writer import event_file_writer
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 from mpp.errors import UserError
 from mpp.runtime.disk import write_whole
