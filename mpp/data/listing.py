@@ -234,6 +234,10 @@ class ListedImages:
         for place in order:
             if not self.split_of(place):
                 self.tree.left_out.add("images in no split's folder", place)
+        if self.repeated:
+            listing.notes.append(f"{self.repeated} rows of lists name a file again, which counts once")
+        if not (self.named_labels & columns.keys()) or is_blank(columns[self.label]):
+            listing.notes += [each.describe() for _, each in self.lists if each.columns]
         if self.conflicts:
             what = f"{len(self.conflicts)} files are listed more than once, with different labels"
             listing.warnings.append(printable(f"{what}: {shortened(self.conflicts)}; they count as unlabelled"))

@@ -25,6 +25,7 @@ from mpp.runtime.messages import shortened
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
 """Columns that name images' files, the first of these that a list has, in small or capital letters."""
+USUAL = ("label", "split")
 OTHER_FILES = "_file_name"
 """End of a column's name that holds names of other files, such as masks: `mask_file_name` becomes `mask`."""
 DELIMITERS = (",", ";", "\t")
@@ -48,6 +49,13 @@ class ImageList:
     def __len__(self) -> int:
         return len(self.files)
 
+    def describe(self) -> str:
+        """That no label was found in it, for the user."""
+        has = ", ".join(self.columns)
+        return (
+            f"{os.path.basename(self.path)} has no labels in a column `label`; data.label_column may name one of {has}"
+        )
+
 
 def read_list(path: str, config: ImagesConfig, mask_column: str | None = None) -> ImageList | None:
     """A list of images.
@@ -69,12 +77,18 @@ def read_list(path: str, config: ImagesConfig, mask_column: str | None = None) -
             raise UserError(f"{named}{path} has the columns {has}; data.file_column must say which names the files")
         return None
     files = columns.pop(column)
+    columns = {as_usual(name, columns): values for name, values in columns.items()}
     others = {}
     for name in list(columns):
         what = name[: -len(OTHER_FILES)] if name.lower().endswith(OTHER_FILES) else name
         if what != name or what == mask_column:
             others[what] = columns.pop(name)
     return ImageList(path, columns, files, others)
+
+
+def as_usual(name: str, columns: dict[str, Column]) -> str:
+    """The name of a column, `label` and `split` in small letters."""
+    return name.lower() if name.lower() in USUAL and name.lower() not in columns else name
 
 
 def find_file_column(columns: dict[str, Column], named: str | None) -> str | None:
