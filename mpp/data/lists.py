@@ -51,7 +51,7 @@ class ImageList:
 
     def describe(self) -> str:
         """That no label was found in it, for the user."""
-        has = ", ".join(self.columns)
+        has = ", ".join(name for name in self.columns if name not in USUAL)
         return (
             f"{os.path.basename(self.path)} has no labels in a column `label`; data.label_column may name one of {has}"
         )
