@@ -156,8 +156,8 @@ def test_classes_without_a_training_image_are_counted_and_named(capsys):
     note_tested(train, test, ["ash", "beech", "elm", "fir", "fig", "birch", "yew", "oak"])
     lost = "note: 100 of 140 test images are of 4 classes without a training image"
     assert capsys.readouterr().out.splitlines() == [
-        f"{lost} (5, 7, 8, ...): they count as wrong",
-        f"{lost} (birch, oak, 8, ...): they count as wrong",
+        f"{lost} (5, 7, 8 and 1 more): they count as wrong",
+        f"{lost} (birch, oak, 8 and 1 more): they count as wrong",
     ]
     any_is_right = np.array([[0, 5], [5, -1], [1, -1], [6, 5]] * 30)
     note_tested(train, any_is_right)

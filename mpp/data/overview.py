@@ -96,8 +96,8 @@ def note_tested(
     lost = labels[~known.any(1)]
     classes = np.unique(lost[lost >= 0]).tolist()
     if classes:
-        named = [str(names[number]) if names and number < len(names) else str(number) for number in classes[:SHOWN]]
-        shown = ", ".join([*named, *(["..."] if len(classes) > SHOWN else [])])
+        named = [names[number] if names and number < len(names) else str(number) for number in classes]
+        shown = shortened(named)
         which = "class" if len(classes) == 1 else "classes"
         of_classes = f"of {len(classes)} {which} without a training image ({shown})"
         note(f"{len(lost)} of {len(labels)} test images are {of_classes}: they count as wrong")
