@@ -355,7 +355,7 @@ def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path,
         "evaluation.suite.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start)
     )
     monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
-    monkeypatch.setattr("evaluation.visualize.SummaryWriter.add_figure", lambda *args: None)
+    monkeypatch.setattr("mpp.training.tracking.SummaryWriter.add_figure", lambda *args: None)
     sized = [word for word in TINY if not word.startswith("--probe")]
     supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
     supervised.main([*sized, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
