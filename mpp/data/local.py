@@ -133,7 +133,7 @@ def listing_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> List
 def says_splits(folder: Path) -> bool:
     """Whether a folder's README.md is a dataset card that says what its splits are, as those of the hub do."""
     card = folder / "README.md"
-    return card.is_file() and SAYS_SPLITS.match(card.read_text(errors="replace")) is not None
+    return card.is_file() and SAYS_SPLITS.match(card.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def members(file: BinaryIO, seeks: bool) -> Iterator[Member]:
     Args:
         seeks: whether pictures can be read later, where they stand.
     """
-    with tarfile.open(fileobj=file, mode="r:" if seeks else "r|") as shard:
+    with tarfile.open(None, "r:" if seeks else "r|", file) as shard:
         for about in shard:
             if not about.isreg() or os.path.basename(about.name).startswith("."):
                 continue
@@ -174,7 +174,10 @@ def label_in(sample: Sample, column: str | None) -> Any:
 
 def open_shard(shard: str) -> BinaryIO:
     """A shard for reading, on this machine or far away."""
-    return open(shard, "rb") if is_local(shard) else fsspec.open(shard).open()
+    if is_local(shard):
+        return open(shard, "rb")
+    system, path = fsspec.url_to_fs(shard)
+    return system.open(path)
 
 
 def samples_of(shard: str, config: ImagesConfig, cut: Cut) -> Iterator[tuple[Sample, Member | None]]:
