@@ -4,6 +4,7 @@ Splits are folders `train`, `val` and `test` at the top, or below one single fol
 whose name is not the same for all. See mpp/data/README.md for the rules.
 """
 
+import heapq
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -114,9 +115,16 @@ class Walk:
         self.choose()
 
     def walk(self, root: str, parts: Parts) -> None:
-        """List all folders from `root` on."""
+        """List all folders from `root` on; links to folders last, in the order of their names: which of two links to
+        the same images is followed does not depend on the file system."""
         waiting = [(root, parts)]
-        while waiting:
+        links: list[tuple[Parts, str]] = []
+        while waiting or links:
+            if not waiting:
+                parts, path = heapq.heappop(links)
+                if self.leads_elsewhere(path, parts):
+                    waiting.append((path, parts))
+                continue
             path, parts = waiting.pop()
             pictures: list[str] = []
             arrays: list[str] = []
@@ -130,8 +138,11 @@ class Walk:
                         continue
                     end = ending(name)
                     if entry.is_dir():
-                        if not entry.is_symlink() or self.leads_elsewhere(entry, parts):
-                            waiting.append((entry.path, (*parts, name)))
+                        inside = (*parts, name)
+                        if entry.is_symlink():
+                            heapq.heappush(links, (inside, entry.path))
+                        else:
+                            waiting.append((entry.path, inside))
                     elif not entry.is_file():
                         dangling = entry.is_symlink()
                         self.leave_out("dangling links" if dangling else "entries that are no files", parts, name)
@@ -163,12 +174,12 @@ class Walk:
         else:
             self.leave_out(f"{end} files" if end else "files without an ending", parts, name, images=False)
 
-    def leads_elsewhere(self, link: os.DirEntry, parts: Parts) -> bool:
+    def leads_elsewhere(self, link: str, parts: Parts) -> bool:
         """Whether a link to a folder leads out of what is walked; not into it, nor to a folder around it."""
-        target = os.path.realpath(link.path)
+        target = os.path.realpath(link)
         for known in self.followed:
             if is_below(target, known) or is_below(known, target):
-                self.leave_out("links to folders of the same tree", parts, link.name)
+                self.leave_out("links to folders of the same tree", parts[:-1], parts[-1])
                 return False
         self.followed.append(target)
         return True
