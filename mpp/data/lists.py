@@ -197,7 +197,7 @@ class Files:
 
         `\\` is `/`; composed and decomposed letters are the same; an ending that is left out may be any.
         """
-        for spelled in (name, name.replace("\\", "/")):
+        for spelled in dict.fromkeys((name, name.replace("\\", "/"))):
             place = self.place(spelled, folder)
             if place in self.places:
                 return place
