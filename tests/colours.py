@@ -1,0 +1,66 @@
+"""Images whose colour says what they show, and what a dataset makes of them."""
+
+import os
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from conftest import encoded
+
+from mpp.config import DataConfig, ImagesConfig
+from mpp.data.sources import load_image_datasets
+
+COLOURS = np.array([(200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30), (30, 200, 200), (200, 30, 200)])
+COPIES = re.compile(r".*/(?:extracted/[0-9a-f]{16}/files|snapshots/[0-9a-f]{40})/")
+"""Where the cache has what was in an archive or on the hub."""
+
+
+@cache
+def colour(kind: int, form: str = "PNG") -> bytes:
+    """An image file of one colour."""
+    return encoded(np.tile(COLOURS[kind].astype(np.uint8), (8, 8, 1)), form)
+
+
+def save(file: Path | str, kind: int = 0, form: str = "PNG") -> None:
+    """Write such an image, and the folders that it is in."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    Path(file).write_bytes(colour(kind, form))
+
+
+def save_classes(root: Path, names: Iterable[str], count: int = 2) -> None:
+    """Folders of so many images, of a colour each."""
+    for kind, name in enumerate(names):
+        for number in range(count):
+            save(root / name / f"{number}.png", kind)
+
+
+class Seen(NamedTuple):
+    """An image as a dataset has it."""
+
+    kind: int
+    """What its pixels show: a number of COLOURS."""
+    label: str | None
+    """The name of its class."""
+
+
+def seen(path: Path | str, **settings) -> dict[str, dict[str, Seen]]:
+    """Split -> name of an image from `path` on -> what it shows, and its class. What is not held out is in "train"."""
+    known: dict[str, dict[str, Seen]] = {}
+    for part in load_image_datasets(DataConfig(path=str(path), **settings)):
+        images = known.setdefault("train" if part.split == "held out" else part.split, {})
+        for index in range(len(part)):
+            name = COPIES.sub("", part.name(index)).removeprefix(f"{path}/")
+            pixel = part.decode(index, ImagesConfig())[:, 4, 4].numpy()
+            number = -1 if part.labels is None else part.labels[index]
+            assert name not in images, name
+            images[name] = Seen(int(abs(COLOURS - pixel).sum(1).argmin()), None if number < 0 else part.names[number])
+    return known
+
+
+def in_train(path: Path | str, **settings) -> dict[str, Seen]:
+    """The same, of images that are in no other split."""
+    (images,) = seen(path, **settings).values()
+    return images

@@ -1,0 +1,359 @@
+"""Folders of images: what their names say of splits and classes, whatever these names are."""
+
+import os
+import random
+import re
+import tempfile
+import zipfile
+from collections import Counter
+
+import pytest
+from colours import Seen, colour, in_train, save, save_classes, seen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.datasets import ImageFolder
+
+from mpp import prepare
+from mpp.config import DataConfig, ImagesConfig
+from mpp.data.folders import SPLITS, Walk
+from mpp.data.listing import list_images
+from mpp.data.sources import load_image_datasets
+from mpp.errors import UserError
+from mpp.runtime.output import printable
+
+CATS_AND_DOGS = ["cat", "dog"]
+FEW = settings(max_examples=12, deadline=None, derandomize=True)
+ACUTE, DECOMPOSED = "\u00e9", "e\u0301"  # the same letter
+AWKWARD = ["a b", " a", "a ", ACUTE, DECOMPOSED, "猫", "😀", "-x", "#1", "100%", "a%20b", "[v1]", "{a,b}", "a::b", "*"]
+AWKWARD += ["?", "~", "$HOME", "\\", "a\nb", "a..", "'", '"', "NA", "null", "nan", "None", "True", "x" * 240]
+NUMBER = re.compile(r"\s*[+-]?[0-9.]")
+
+
+def is_name(text: str) -> bool:
+    """Whether a file can be called so, and is not hidden."""
+    return not text.startswith(".") and len(os.fsencode(f"{text}.png")) <= 255
+
+
+CHARACTERS = st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",))
+NAMES = (st.sampled_from(AWKWARD) | st.text(CHARACTERS, min_size=1, max_size=8)).filter(is_name)
+"""Names of files."""
+CLASSES = NAMES.filter(lambda text: text.strip() and text.lower() not in SPLITS and not NUMBER.match(text))
+"""Names of folders that are classes. Numbers have a test of their own."""
+
+
+def labels_of(images: dict[str, Seen]) -> Counter:
+    """How many images show what, and have which class."""
+    return Counter(images.values())
+
+
+# classes --------------------------------------------------------------------------------------------------------------
+
+
+@FEW
+@given(st.dictionaries(CLASSES, st.lists(NAMES, min_size=1, max_size=3, unique=True), min_size=2, max_size=4))
+def test_plain_folders_are_those_of_torchvision(tree):
+    """The same classes, the same images in the same order, of the same classes; whatever the names."""
+    with tempfile.TemporaryDirectory() as root:
+        for kind, (name, files) in enumerate(sorted(tree.items())):
+            for file in files:
+                save(f"{root}/{name}/{file}.png", kind)
+        expected = ImageFolder(root)
+        ours = list_images(Walk(root).tree, ImagesConfig(path=root)).columns
+        assert [*zip(ours["image"], ours["label"].to_pylist(), strict=True)] == [
+            (path, expected.classes[number]) for path, number in expected.samples
+        ]
+        images = in_train(root)
+        assert len(images) == len(expected) and all(sorted(tree)[kind] == label for kind, label in images.values())
+
+
+@pytest.mark.parametrize(
+    "names", [["KE", "NA", "TZ"], ["None", "nan", "null"], ["-", "n.a.", "true"], ["1", "9", "10"]]
+)
+def test_names_of_classes_are_text(tmp_path, names):
+    """Not one of them is a missing value; numbers are in the order of numbers."""
+    save_classes(tmp_path, names)
+    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    assert train.names == names
+    assert labels_of(in_train(tmp_path)) == {(kind, name): 2 for kind, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("inside", ["images", "a/b", ""])
+def test_a_level_that_is_the_same_for_all_is_no_class(tmp_path, inside):
+    """As Tiny-ImageNet has `train/NAME/images`, and `val/images` without labels."""
+    for split, kinds in (("train", range(3)), ("val", [3])):
+        for kind in kinds:
+            for number in range(3):
+                above = f"{split}/{'pqr'[kind]}" if split == "train" else split
+                save(tmp_path / "data" / above / inside / f"{number}.png", kind)
+    images = seen(tmp_path)
+    assert labels_of(images["train"]) == {(0, "p"): 3, (1, "q"): 3, (2, "r"): 3}
+    assert labels_of(images["validation"]) == {(3, None): 3}
+
+
+def test_a_flat_split_takes_nobodys_labels_away(tmp_path, capsys):
+    """As ImageNet is unpacked; the test split has classes, one of which training lacks."""
+    save_classes(tmp_path / "train", ["n01", "n02"], 3)
+    for number in range(4):
+        save(tmp_path / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", 5, "JPEG")
+    save_classes(tmp_path / "test", ["n01", "n02", "n03"], 1)
+    images = seen(tmp_path) | seen(tmp_path, eval_split="test")
+    assert labels_of(images["train"]) == {(0, "n01"): 3, (1, "n02"): 3}
+    assert labels_of(images["validation"]) == {(5, None): 4}
+    assert labels_of(images["test"]) == {(kind, f"n0{kind + 1}"): 1 for kind in range(3)}
+    said = capsys.readouterr().out
+    assert "6 train (labelled), 4 validation (no labels), 3 test (not used); 2 classes: n01, n02" in said
+
+
+@pytest.mark.parametrize("split", ["train", ""])
+def test_images_beside_class_folders_are_unlabelled(tmp_path, capsys, split):
+    save_classes(tmp_path / split, CATS_AND_DOGS, 8)
+    save(tmp_path / split / "overview.png", 3)
+    save(tmp_path / split / "cat" / "more" / "deep.png", 0)
+    assert labels_of(in_train(tmp_path)) == {(0, "cat"): 9, (1, "dog"): 8, (3, None): 1}
+    assert "18 train (17 labelled); 2 classes: cat, dog" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["Train", "training", "VAL", "valid", "validation", "dev", "testing", "Test"])
+def test_splits_are_folders_of_their_names_at_the_top(tmp_path, place):
+    """Also below one single folder, and not deeper."""
+    save_classes(tmp_path / "data" / "train", CATS_AND_DOGS, 2)
+    save_classes(tmp_path / "data" / place, CATS_AND_DOGS, 3)
+    save(tmp_path / "data" / "train" / "cat" / "test" / "a.png", 0)
+    split = SPLITS[place.lower()]
+    images = seen(tmp_path)
+    if split == "train":
+        assert {name: labels_of(of_split) for name, of_split in images.items()} == {
+            "train": {(0, "cat"): 6, (1, "dog"): 5}
+        }
+    else:
+        assert labels_of(images["train"]) == {(0, "cat"): 3, (1, "dog"): 2}
+        assert labels_of(images[split]) == {(0, "cat"): 3, (1, "dog"): 3}
+
+
+@pytest.mark.parametrize("place", ["train2", "my train", "trainset", "val_images", "latest", "tests"])
+def test_other_folders_are_no_splits_and_said(tmp_path, capsys, place):
+    save_classes(tmp_path / "train", CATS_AND_DOGS, 2)
+    save_classes(tmp_path / place, CATS_AND_DOGS, 3)
+    assert labels_of(in_train(tmp_path)) == {(0, "cat"): 2, (1, "dog"): 2}
+    assert f"images in no split's folder (6: {place}/cat/0.png, {place}/dog/0.png, ...)" in capsys.readouterr().err
+
+
+def test_words_in_names_of_files_make_no_splits(tmp_path):
+    for number, name in enumerate(["train-0.png", "test.png", "val_1.png", "validation.png", "my test.png"]):
+        save(tmp_path / name, number)
+    assert len(in_train(tmp_path)) == 5
+
+
+PLANTS = ("apple/healthy", "apple/rot", "grape/healthy", "grape/rot")
+
+
+@pytest.mark.parametrize(
+    ("way", "classes"), [("inner", "healthy rot healthy rot"), ("outer", "apple apple grape grape")]
+)
+def test_the_same_name_below_several_folders_is_one_class_and_said(tmp_path, capsys, way, classes):
+    for kind, place in enumerate(PLANTS):
+        save(tmp_path / place / "0.png", kind)
+    images = in_train(tmp_path, label_folder=way)
+    assert [images[f"{place}/0.png"].label for place in PLANTS] == classes.split()
+    said = "the folders apple/healthy, grape/healthy are one class, healthy (and so with 1 more); data.label_folder"
+    assert (said in capsys.readouterr().err) == (way == "inner")
+
+
+def test_classes_of_sites_are_the_same_in_another_place(tmp_path):
+    """A held-out split whose folders are on another level: a class is known by its name."""
+    save_classes(tmp_path / "train", CATS_AND_DOGS)
+    for kind, name in enumerate([*CATS_AND_DOGS, "owl"]):
+        save(tmp_path / "test" / "site 9" / name / "0.png", kind)
+    assert labels_of(seen(tmp_path)["test"])[(0, "cat")] == 1
+
+
+# names ----------------------------------------------------------------------------------------------------------------
+
+
+def written(shards, workers):
+    """As `prepare.write_all`, in this process."""
+    for shard in shards:
+        prepare.write_shard(shard)
+        yield shard
+
+
+BYTES = [os.fsdecode(name) for name in (b"\xe9t\xe9", b"\xff\xfe", b"a\x80b", b"\xed\xa0\x80")]
+"""Names of files that are no UTF-8."""
+
+
+@pytest.mark.parametrize("place", ["root", "class", "file"])
+def test_any_name_that_the_system_takes(tmp_path, monkeypatch, place):
+    """It is read as it is, and prepared shards have the same images of the same classes."""
+    monkeypatch.setattr("mpp.prepare.write_all", written)
+    names = [*AWKWARD, *BYTES, "x" * 251, "é" * 125 + "x"]
+    if place == "root":
+        name = "br [v1] {a,b} #1 100% a::b é"
+        save_classes(root := tmp_path / name, CATS_AND_DOGS)
+        expected = {(0, "cat"): 2, (1, "dog"): 2}
+    elif place == "class":
+        save_classes(root := tmp_path / "data", names[:6])
+        expected = {(kind, name): 2 for kind, name in enumerate(names[:6])}
+    else:
+        for name in names:
+            save(f"{tmp_path}/data/cat/{name}.png", 0)
+        save((root := tmp_path / "data") / "dog" / "0.png", 1)
+        expected = {(0, "cat"): len(names), (1, "dog"): 1}
+    images = in_train(root)
+    assert labels_of(images) == expected
+    prepare.main([f"--data.path={root}", f"--out={tmp_path / 'out'}", "--workers=1"])
+    prepared = in_train(tmp_path / "out")
+    assert labels_of(prepared) == expected
+    if place == "file":
+        assert set(images) == {f"cat/{name}.png" for name in names} | {"dog/0.png"}
+        assert {*prepared} == {*map(printable, images)}
+
+
+def test_classes_whose_names_are_no_text_stay_apart(tmp_path):
+    save_classes(tmp_path, BYTES)
+    images = in_train(tmp_path)
+    assert all(images[f"{name}/{number}.png"].kind == kind for kind, name in enumerate(BYTES) for number in range(2))
+    assert {each.label for each in images.values()} == {*map(printable, BYTES)}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((f"a{end}", "JPEG") for end in (".Jpg", ".JPEG", ".jpe", ".JFIF")),
+        *(("a.PNG", "PNG"), ("a.webp", "WEBP"), ("a.BMP", "BMP"), ("a.TiF", "TIFF"), ("a.b.c.png", "PNG")),
+        *((f"{name}", form) for name in ("5f1d", "scan.2", "a.", "Dr. No") for form in ("JPEG", "PNG", "WEBP")),
+        ("no ending.of a picture", "PNG"),
+    ],
+)
+def test_pictures_are_known_by_their_endings_or_first_bytes(tmp_path, name, form):
+    save(tmp_path / "a" / name, 4, form)
+    save(tmp_path / "b" / "0.png", 1)
+    (tmp_path / "a" / "Makefile").write_text("all:")
+    assert in_train(tmp_path) == {f"a/{name}": (4, "a"), "b/0.png": (1, "b")}
+
+
+@pytest.mark.parametrize("link", ["file", "folder", "root"])
+def test_links_are_followed(tmp_path, link):
+    save_classes(tmp_path / "store", ["x1", "x2"])
+    (tmp_path / "data" / "cat").mkdir(parents=True)
+    (tmp_path / "data" / "dog").symlink_to("../store/x2")
+    for number in range(2):
+        (tmp_path / "data" / "cat" / f"{number}.png").symlink_to(tmp_path / "store" / "x1" / f"{number}.png")
+    (tmp_path / "there").symlink_to("data")
+    root = tmp_path / ("there" if link == "root" else "data")
+    assert labels_of(in_train(root)) == {(0, "cat"): 2, (1, "dog"): 2}
+
+
+def test_dangling_links_are_counted_and_named(tmp_path, capsys):
+    save_classes(tmp_path, CATS_AND_DOGS)
+    for number in range(4):
+        (tmp_path / "cat" / f"gone{number}.png").symlink_to("/nonexistent/object")
+    assert labels_of(in_train(tmp_path)) == {(0, "cat"): 2, (1, "dog"): 2}
+    assert "left out: dangling links (4: cat/gone0.png, cat/gone1.png, cat/gone2.png, ...)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", [".heic", ".JP2", ".avif", ".CR2", ".svg"])
+def test_pictures_that_nothing_reads_are_counted_and_named(tmp_path, capsys, end):
+    save_classes(tmp_path, CATS_AND_DOGS)
+    (tmp_path / "cat" / f"a{end}").write_bytes(b"x")
+    assert len(in_train(tmp_path)) == 4
+    said = f"left out: {end.lower()} files, which mpp does not read; convert them to JPEG, PNG or TIFF (1: cat/a{end})"
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_images_says_what_it_has(tmp_path):
+    (tmp_path / "a.heic").write_bytes(b"x")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(UserError, match=r"holds no images; left out: \.heic .*a\.heic\); left out: \.txt files \(1: n"):
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+
+
+# order and effort -----------------------------------------------------------------------------------------------------
+
+
+class Shuffled:
+    """As os.scandir, in another order."""
+
+    def __init__(self, path, scandir, order: int):
+        with scandir(path) as entries:
+            self.entries = sorted(entries, key=lambda entry: entry.name)
+        random.Random(order).shuffle(self.entries)
+
+    def __enter__(self):
+        return iter(self.entries)
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_the_order_of_a_file_system_does_not_matter(tmp_path, monkeypatch):
+    """Nor which of several links to the same images comes first."""
+    save_classes(tmp_path / "store", ["x", "y", "y/z", "w"], 3)
+    for place, target in (("a", "x"), ("b", "y"), ("c", "y/z"), ("d", "w"), ("e", "x")):
+        (tmp_path / "data" / place).mkdir(parents=True)
+        (tmp_path / "data" / place / "link").symlink_to(tmp_path / "store" / target)
+        for number in range(3):
+            (tmp_path / "data" / place / f"{number}.heic").write_bytes(b"x")
+            (tmp_path / "data" / place / f"{number}.txt").write_bytes(b"x")
+            save(tmp_path / "data" / place / f"{number}.png")
+    found, scandir = [], os.scandir
+    for order in range(5):
+        monkeypatch.setattr("mpp.data.folders.os.scandir", lambda path, order=order: Shuffled(path, scandir, order))
+        listing = list_images(Walk(str(tmp_path / "data")).tree, ImagesConfig())
+        found.append((listing.columns["image"], sorted(listing.notes), sorted(listing.warnings)))
+    assert all(each == found[0] for each in found)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often this process asks a file system for what is in a folder, or of what sort a file is."""
+    counts: Counter[str] = Counter()
+
+    def counted(name, real):
+        return lambda *args, **options: (counts.update([name]), real(*args, **options))[1]
+
+    for name in ("stat", "lstat", "scandir", "listdir", "access"):
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["folders", "list", "backslashes", "decomposed", "without endings", "missing"])
+def test_the_file_system_is_asked_little(tmp_path, calls, kind):
+    """At most two calls a file."""
+    count, names = 300, []
+    for number in range(count):
+        names.append(f"{'abc'[number % 3]}/é{number}.png")
+        save(tmp_path / names[-1])
+    changed = {
+        "backslashes": [name.replace("/", "\\") for name in names],
+        "decomposed": [name.replace("é", "e\u0301") for name in names],
+        "without endings": [name.removesuffix(".png") for name in names],
+        "missing": [f"{name}.gone" if number > 1 else name for number, name in enumerate(names)],
+    }
+    if kind != "folders":
+        (tmp_path / "metadata.csv").write_text("\n".join(["file_name", *changed.get(kind, names)]))
+    calls.clear()
+    train, _ = load_image_datasets(DataConfig(path=str(tmp_path), eval_split=None, missing="skip"))
+    assert len(train.origin.rows) == (2 if kind == "missing" else count)
+    assert calls["scandir"] >= 4 and sum(calls.values()) <= 2 * count, calls
+
+
+# archives -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["images.zip", "Images.ZIP", "train.zip"])
+@pytest.mark.parametrize("inside", ["", "images/"])
+def test_an_archive_in_a_folder_is_its_images(tmp_path, name, inside):
+    (tmp_path / "data").mkdir()
+    with zipfile.ZipFile(tmp_path / "data" / name, "w") as archive:
+        for kind in range(2):
+            archive.writestr(f"{inside}{CATS_AND_DOGS[kind]}/0.png", colour(kind))
+    assert labels_of(in_train(tmp_path / "data")) == {(0, "cat"): 1, (1, "dog"): 1}
+
+
+def test_archives_of_splits_are_splits(tmp_path):
+    for split in ("train", "val"):
+        with zipfile.ZipFile(tmp_path / f"{split}.zip", "w") as archive:
+            for kind in range(2):
+                archive.writestr(f"{CATS_AND_DOGS[kind]}/0.png", colour(kind))
+    images = seen(tmp_path)
+    assert labels_of(images["train"]) == labels_of(images["validation"]) == {(0, "cat"): 1, (1, "dog"): 1}
