@@ -105,7 +105,14 @@ def text_column(values: list[Any]) -> pa.Array:
     try:
         return pa.array(values, pa.list_(pa.string()) if several else pa.string())
     except (UnicodeEncodeError, pa.ArrowInvalid):
-        return pa.array([value if value is None else printable(value) for value in values], pa.string())
+        return text_column([printable_label(value) for value in values])
+
+
+def printable_label(label: str | list[str] | None) -> str | list[str] | None:
+    """A label, or several, with escapes for what UTF-8 lacks."""
+    if isinstance(label, list):
+        return [*map(printable, label)]
+    return label if label is None else printable(label)
 
 
 def any_column(values: list[Any]) -> pa.Array:
