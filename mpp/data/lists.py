@@ -4,6 +4,7 @@
 one anywhere. Cells are text as it stands: only a blank is no value.
 """
 
+import codecs
 import csv
 import json
 import math
@@ -13,7 +14,7 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -67,7 +68,7 @@ def read_list(path: str, config: ImagesConfig, mask_column: str | None = None) -
     Raises:
         UserError: it cannot be read, or names no files.
     """
-    columns = read_table(path, config.labels_encoding)
+    columns = read_table(path, config)
     column = find_file_column(columns, config.file_column)
     if column is None:
         is_one = config.labels is not None or os.path.basename(path).lower().startswith("metadata")
@@ -91,7 +92,7 @@ def as_usual(name: str, columns: dict[str, Column]) -> str:
     return name.lower() if name.lower() in USUAL and name.lower() not in columns else name
 
 
-def find_file_column(columns: dict[str, Column], named: str | None) -> str | None:
+def find_file_column(columns: Iterable[str], named: str | None) -> str | None:
     """The column that names images' files: the one that is named, or the first of FILE_COLUMNS."""
     if named is not None:
         return named if named in columns else None
@@ -99,7 +100,7 @@ def find_file_column(columns: dict[str, Column], named: str | None) -> str | Non
     return next((spelled[name] for name in FILE_COLUMNS if name in spelled), None)
 
 
-def read_table(path: str, encoding: str) -> dict[str, Column]:
+def read_table(path: str, config: ImagesConfig) -> dict[str, Column]:
     """The columns of a table: CSV (`,` or `;`), TSV, JSON lines or parquet.
 
     Raises:
@@ -107,9 +108,9 @@ def read_table(path: str, encoding: str) -> dict[str, Column]:
     """
     end = ending(path)
     readers: dict[str, Callable[[], dict[str, Column]]] = {
-        ".csv": lambda: read_csv(path, encoding),
-        ".tsv": lambda: read_csv(path, encoding),
-        ".jsonl": lambda: read_json_lines(path, encoding),
+        ".csv": lambda: read_csv(path, config.labels_encoding, config.file_column),
+        ".tsv": lambda: read_csv(path, config.labels_encoding, config.file_column),
+        ".jsonl": lambda: read_json_lines(path, config.labels_encoding),
         ".parquet": lambda: pq.read_table(path).to_pydict(),
     }
     if end not in readers:
@@ -117,21 +118,39 @@ def read_table(path: str, encoding: str) -> dict[str, Column]:
     try:
         return readers[end]()
     except UnicodeError as error:
-        how = f"it is not {encoding}; data.labels_encoding names its encoding, such as latin-1"
+        how = f"it is not {config.labels_encoding}; data.labels_encoding names its encoding, such as latin-1"
         raise UserError(f"{path} cannot be read: {how} ({one_line(error)})") from error
     except LookupError as error:
-        raise UserError(f"data.labels_encoding is {encoding}, which is no encoding: {one_line(error)}") from error
+        raise UserError(
+            f"data.labels_encoding is {config.labels_encoding}, which is no encoding: {one_line(error)}"
+        ) from error
     except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
 
-def read_csv(path: str, encoding: str) -> dict[str, Column]:
-    """The columns of a CSV file, all of text; a blank cell is None."""
-    without_mark = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
-    with open(path, encoding=without_mark, newline="") as file:
-        header = file.readline()
-        delimiter = max(DELIMITERS, key=header.count)
+def without_mark(encoding: str) -> str:
+    """The encoding that reads the same text without a byte order mark."""
+    return "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
+
+
+def delimiter_of(file: TextIO, file_column: str | None) -> str:
+    """What is between the columns of a CSV file: what makes one of them name files, and the most of them. Names of
+    columns may have commas and the like in them."""
+
+    def fits(delimiter: str) -> tuple[bool, int]:
         file.seek(0)
+        names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
+        return find_file_column(names, file_column) is not None, len(names)
+
+    found = max(DELIMITERS, key=fits)
+    file.seek(0)
+    return found
+
+
+def read_csv(path: str, encoding: str, file_column: str | None) -> dict[str, Column]:
+    """The columns of a CSV file, all of text; a blank cell is None."""
+    with open(path, encoding=without_mark(encoding), newline="") as file:
+        delimiter = delimiter_of(file, file_column)
         rows = csv.reader(file, delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(rows, [])]
         twice = sorted({name for name in names if name and names.count(name) > 1})
@@ -152,7 +171,7 @@ def read_csv(path: str, encoding: str) -> dict[str, Column]:
 def read_json_lines(path: str, encoding: str) -> dict[str, Column]:
     """The columns of a file of JSON objects, a line each."""
     rows: list[dict[str, Any]] = []
-    with open(path, encoding="utf-8-sig" if encoding == "utf-8" else encoding) as file:
+    with open(path, encoding=without_mark(encoding)) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
