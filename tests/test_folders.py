@@ -8,7 +8,7 @@ import zipfile
 from collections import Counter
 
 import pytest
-from colours import Seen, colour, in_train, save, save_classes, seen
+from colours import CATS_AND_DOGS, Seen, colour, in_train, save, save_classes, seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.datasets import ImageFolder
@@ -21,7 +21,6 @@ from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.output import printable
 
-CATS_AND_DOGS = ["cat", "dog"]
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 ACUTE, DECOMPOSED = "\u00e9", "e\u0301"  # the same letter
 AWKWARD = ["a b", " a", "a ", ACUTE, DECOMPOSED, "猫", "😀", "-x", "#1", "100%", "a%20b", "[v1]", "{a,b}", "a::b", "*"]

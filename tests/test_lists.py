@@ -1,0 +1,395 @@
+"""Lists of images: which files count, what they show, in whatever way they are written."""
+
+import csv
+import json
+import tempfile
+import unicodedata
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from colours import CATS_AND_DOGS, colour, in_train, save, save_classes, seen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_folders import ACUTE, DECOMPOSED, NAMES
+
+from mpp.config import DataConfig, ImagesConfig
+from mpp.data.lists import label_column, read_list
+from mpp.data.sources import load_image_datasets
+from mpp.errors import UserError
+
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+WHOLE = settings(max_examples=8, deadline=None, derandomize=True)
+CODES = ["KE", "ZA", "NA", "TZ"]
+TEXTS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=6)
+LABELS = (
+    st.sampled_from(["NA", "None", "null", "nan", "", " ", "-1", "01", "1", "a;b", "a,b", '"', "a\nb", "é"]) | TEXTS
+)
+"""Cells of a table. A number with a fraction is no class, of which test_labels.py has tests."""
+
+
+def write_csv(file: Path, rows: list[dict], delimiter: str = ",", encoding: str = "utf-8") -> None:
+    """A table as Python's csv writes it."""
+    with open(file, "w", newline="", encoding=encoding) as out:
+        writer = csv.DictWriter(out, [*dict.fromkeys(name for row in rows for name in row)], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_json_lines(file: Path, rows: list[dict], encoding: str = "utf-8") -> None:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding=encoding)
+
+
+def write_parquet(file: Path, rows: list[dict]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+WAYS = {
+    "metadata.csv": write_csv,
+    "labels.csv": lambda file, rows: write_csv(file, rows, ";"),
+    "metadata.tsv": lambda file, rows: write_csv(file, rows, "\t", "utf-8-sig"),
+    "labels.jsonl": write_json_lines,
+    "metadata.jsonl": lambda file, rows: write_json_lines(file, rows, "utf-8-sig"),
+    "Metadata.parquet": write_parquet,
+}
+"""Name of a list -> how it is written."""
+every_way = pytest.mark.parametrize("name", WAYS)
+
+
+def listed(folder: Path, labels: list, name: str = "metadata.csv", files: str = "{}.png", **columns) -> None:
+    """Images of the colours 0, 1, ... and a list of them."""
+    rows = [{"file_name": files.format(number), "label": label} for number, label in enumerate(labels)]
+    for number, row in enumerate(rows):
+        save(folder / row["file_name"], number % 6)
+        row |= {column: values[number] for column, values in columns.items()}
+    WAYS[name](folder / name, rows)
+
+
+# labels ---------------------------------------------------------------------------------------------------------------
+
+
+@every_way
+@QUICK
+@given(st.lists(LABELS, min_size=1, max_size=5))
+def test_text_is_text_and_only_a_blank_is_no_label(name, labels):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / name
+        WAYS[name](file, [{"file_name": f"{number}.png", "label": text} for number, text in enumerate(labels)])
+        found = read_list(str(file), ImagesConfig())
+    assert found.files == [f"{number}.png" for number in range(len(labels))]
+    assert label_column(found.columns["label"]) == [text if text.strip() else None for text in labels]
+
+
+@every_way
+@WHOLE
+@given(st.lists(LABELS.filter(lambda text: text.strip(" .0123456789")), min_size=2, max_size=6, unique=True))
+def test_labels_are_those_of_their_images(name, labels):
+    """To the end: images of these colours have these classes."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed(Path(folder), [*labels, ""], name)
+        images = in_train(folder)
+    assert {name: each.label for name, each in images.items()} == {
+        f"{number}.png": text if text.strip() else None for number, text in enumerate([*labels, ""])
+    }
+    assert all(each.kind == int(name.removesuffix(".png")) % 6 for name, each in images.items())
+
+
+@every_way
+def test_codes_of_countries_are_classes(tmp_path, capsys, name):
+    """One of them is NA."""
+    listed(tmp_path, [*CODES, *CODES, " "], name)
+    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    assert train.names == sorted(CODES) and train.classes == 4
+    assert Counter(each.label for each in in_train(tmp_path).values()) == {code: 2 for code in CODES} | {None: 1}
+    assert "9 train (8 labelled); 4 classes: KE, NA, TZ, ZA" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl", "Metadata.parquet"])
+@pytest.mark.parametrize("labels", [[998877, 45123, 812345], [-1, 1, 0], [10**17, 3, 20]])
+def test_numbers_are_classes_from_zero_in_their_order(tmp_path, name, labels):
+    """-1 is one of them."""
+    listed(tmp_path, labels, name)
+    images = in_train(tmp_path)
+    assert {each.label: each.kind for each in images.values()} == {str(n): kind for kind, n in enumerate(labels)}
+    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    assert train.names == [str(number) for number in sorted(labels)] and train.classes == 3
+
+
+def test_floating_numbers_that_are_whole_are_whole(tmp_path):
+    """As pandas writes a column of integers that has blanks."""
+    listed(tmp_path, [3.0, None, 1.0], "Metadata.parquet")
+    assert [each.label for each in in_train(tmp_path).values()] == ["3", None, "1"]
+
+
+@pytest.mark.parametrize("name", ["labels.jsonl", "Metadata.parquet"])
+def test_lists_of_labels_stay_several_right_answers(tmp_path, name):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        listed(tmp_path / split, ["NA", "é", "x"], name, real=[["NA", "é"], [], ["x", "new"]])
+    _, held_out = load_image_datasets(DataConfig(path=str(tmp_path), eval_label_column="real"))
+    answers = [{held_out.names[number] for number in each if number >= 0} for each in held_out.labels]
+    assert answers == [{"NA", "é"}, set(), {"x", "new"}]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_labels_that_utf8_lacks_are_escaped(tmp_path, several):
+    """As JSON has them: half of a pair."""
+    labels = ["a\ud800", "b"]
+    listed(tmp_path, ["x", "y"])
+    rows = [{"file_name": f"{n}.png", "label": [label] if several else label} for n, label in enumerate(labels)]
+    (tmp_path / "metadata.csv").unlink()
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    assert train.names == ["a\\ud800", "b"]
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+@every_way
+@WHOLE
+@given(st.lists(NAMES, min_size=2, max_size=6, unique=True))
+def test_names_of_files_are_found_as_they_are(name, files):
+    """In a folder of such a name, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"file_name": f"{files[0]}/{file}.png", "label": f"class {n}"} for n, file in enumerate(files)]
+        for number, row in enumerate(rows):
+            save(f"{folder}/{row['file_name']}", number)
+        WAYS[name](Path(folder) / name, rows)
+        images = in_train(folder)
+    assert {name: each.label for name, each in images.items()} == {row["file_name"]: row["label"] for row in rows}
+    assert all(each.label == f"class {each.kind}" for each in images.values())
+
+
+@pytest.mark.parametrize("change", ["composed", "decomposed", "backslash", "absolute", "without ending", "dots"])
+def test_other_spellings_of_a_name_are_that_file(tmp_path, change):
+    for kind, form in enumerate(("NFC", "NFD")):
+        save(tmp_path / f"{unicodedata.normalize(form, f'{ACUTE}t{ACUTE}')}{kind}" / f"{ACUTE}{DECOMPOSED}.png", kind)
+    rows = [{"file_name": str(f.relative_to(tmp_path)), "label": str(f.parent)[-1]} for f in tmp_path.rglob("*.png")]
+    changes = {
+        "composed": lambda name: unicodedata.normalize("NFC", name),
+        "decomposed": lambda name: unicodedata.normalize("NFD", name),
+        "backslash": lambda name: name.replace("/", "\\"),
+        "absolute": lambda name: f"{tmp_path}/{name}",
+        "without ending": lambda name: name.removesuffix(".png"),
+        "dots": lambda name: f"./x/..//{name}",
+    }
+    write_csv(tmp_path / "metadata.csv", [row | {"file_name": changes[change](row["file_name"])} for row in rows])
+    images = in_train(tmp_path)
+    assert len(images) == 2 and all(each.label == str(each.kind) for each in images.values())
+
+
+def test_a_name_that_is_there_is_no_other_form_of_a_name(tmp_path):
+    """Two files whose names look the same."""
+    save(tmp_path / f"{ACUTE}.png", 0)
+    save(tmp_path / f"{DECOMPOSED}.png", 1)
+    save(tmp_path / "a" / "b.png", 2)
+    save(tmp_path / "a\\b.png", 3)
+    rows = [{"file_name": f"{name}.png", "label": str(n)} for n, name in enumerate((ACUTE, DECOMPOSED, "a/b", "a\\b"))]
+    write_csv(tmp_path / "metadata.csv", rows)
+    assert all(each.label == str(each.kind) for each in in_train(tmp_path).values())
+
+
+def test_files_that_are_not_there_are_refused_at_once_or_skipped(tmp_path, capsys):
+    listed(tmp_path, list("abc") * 10)
+    for number in (3, 4, 5, 6):
+        (tmp_path / f"{number}.png").unlink()
+    words = rf"names 4 files that {tmp_path} does not have: 3.png, 4.png, 5.png and 1 more; .* data.missing skip leaves"
+    with pytest.raises(UserError, match=words):
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+    images = in_train(tmp_path, missing="skip")
+    assert len(images) == 26 and images["7.png"] == (1, "b")
+    assert "files that a list names and that are not there (4: 3.png, ...)" in capsys.readouterr().err
+
+
+def test_a_row_without_a_name_is_named(tmp_path):
+    listed(tmp_path, list("abc"))
+    with open(tmp_path / "metadata.csv", "a") as file:
+        file.write(",d\n")
+    with pytest.raises(UserError, match=r"names a file that .* does not have: line 4 names none"):
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+
+
+def test_a_file_that_is_listed_twice_counts_once(tmp_path, capsys):
+    listed(tmp_path, list("abc"))
+    with open(tmp_path / "metadata.csv", "a") as file:
+        file.write("0.png,a\n1.png,z\n")
+    assert in_train(tmp_path) == {"0.png": (0, "a"), "1.png": (1, None), "2.png": (2, "c")}
+    warned = capsys.readouterr().err
+    assert "1 files are listed more than once, with different labels: 1.png; they count as unlabelled" in warned
+
+
+def test_an_archive_beside_its_list_is_the_images(tmp_path):
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for kind, name in enumerate(CATS_AND_DOGS):
+            archive.writestr(f"{name}/0.png", colour(kind))
+    rows = [{"file_name": f"{name}/0.png", "label": f"a {name}"} for name in CATS_AND_DOGS]
+    write_json_lines(tmp_path / "metadata.jsonl", rows)
+    assert in_train(tmp_path) == {"cat/0.png": (0, "a cat"), "dog/0.png": (1, "a dog")}
+
+
+# where lists stand ----------------------------------------------------------------------------------------------------
+
+
+def test_a_list_in_a_split_is_of_that_split(tmp_path, capsys):
+    """The others keep the classes of their folders, and nothing is left out."""
+    save_classes(tmp_path / "train", CATS_AND_DOGS, 4)
+    save_classes(tmp_path / "test", ["x", "y"], 2)
+    rows = [{"file_name": f"{'xy'[k]}/{n}.png", "label": CATS_AND_DOGS[k]} for k in range(2) for n in range(2)]
+    write_csv(tmp_path / "test" / "metadata.csv", rows)
+    images = seen(tmp_path)
+    assert Counter(images["train"].values()) == {(0, "cat"): 4, (1, "dog"): 4}
+    assert Counter(images["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_a_list_at_the_top_is_of_all_splits(tmp_path, capsys):
+    for number, split in enumerate(("train", "train", "val")):
+        save(tmp_path / split / f"{number}.png", number)
+    save(tmp_path / "val" / "unlisted.png", 5)
+    write_csv(
+        tmp_path / "labels.csv",
+        [{"path": f"{s}/{n}.png", "label": "ab"[n % 2]} for n, s in enumerate(("train", "train", "val"))],
+    )
+    assert seen(tmp_path) == {
+        "train": {"train/0.png": (0, "a"), "train/1.png": (1, "b")},
+        "validation": {"val/2.png": (2, "a")},
+    }
+    assert "files that no list names (1: val/unlisted.png)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["val", "Validation", " dev "])
+def test_a_list_may_say_the_split(tmp_path, word):
+    listed(tmp_path, list("aabb"), split=["train", word, "train", word])
+    assert seen(tmp_path) == {
+        "train": {"0.png": (0, "a"), "2.png": (2, "b")},
+        "validation": {"1.png": (1, "a"), "3.png": (3, "b")},
+    }
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_list_anywhere(tmp_path, inside):
+    """Its names are from data.path on; other lists do not count."""
+    save_classes(tmp_path / "data", CATS_AND_DOGS, 1)
+    (tmp_path / "data" / "metadata.csv").write_text("file_name,label\ncat/0.png,wrong\n")
+    file = tmp_path / ("data/mine.csv" if inside else "elsewhere.csv")
+    rows = [{"id": n, "photo": f"{name}/0.png", "species": f"a {name}"} for n, name in enumerate(CATS_AND_DOGS)]
+    write_csv(file, rows)
+    ways = dict(labels=str(file), file_column="photo", label_column="species")
+    assert in_train(tmp_path / "data", **ways) == {"cat/0.png": (0, "a cat"), "dog/0.png": (1, "a dog")}
+    with pytest.raises(UserError, match=r"has the columns id, photo, species; data\.file_column must say which names"):
+        load_image_datasets(DataConfig(path=str(tmp_path / "data"), labels=str(file)))
+    with pytest.raises(UserError, match=r"data\.label_column is kind; .* has image, id, species"):
+        load_image_datasets(DataConfig(path=str(tmp_path / "data"), **ways | {"label_column": "kind"}))
+
+
+@pytest.mark.parametrize("column", ["file_name", "File Name", "FILENAME", "file", "path", "image"])
+def test_the_column_of_files_is_found(tmp_path, column):
+    save_classes(tmp_path, ["x"], 2)
+    write_csv(tmp_path / "labels.csv", [{"label": "ab"[n], column: f"x/{n}.png"} for n in range(2)])
+    assert in_train(tmp_path) == {"x/0.png": (0, "a"), "x/1.png": (0, "b")}
+
+
+# how lists are written ------------------------------------------------------------------------------------------------
+
+
+COLUMNS = st.sampled_from(["a, b, c", "fine; coarse; other", "x\ty\tz", 'say "a, b; c"', "1,5\n2,5"]) | TEXTS
+COLUMNS = COLUMNS.map(str.strip).filter(bool)
+"""Names of columns."""
+
+
+@QUICK
+@given(
+    st.sampled_from([",", ";", "\t"]),
+    st.lists(COLUMNS, max_size=3, unique=True),
+    st.booleans(),
+)
+def test_any_table_that_python_writes_is_read(delimiter, names, quoted):
+    """Whatever is between columns, also where it occurs in their names."""
+    names = [*dict.fromkeys(["file_name", "label", *names])]
+    rows = [[f"{column}{delimiter}{row}" for column in range(len(names))] for row in range(2)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "metadata.csv"
+        with open(file, "w", newline="", encoding="utf-8") as out:
+            writer = csv.writer(out, delimiter=delimiter, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL)
+            writer.writerows([names, *rows])
+        found = read_list(str(file), ImagesConfig())
+    assert found.files == [row[0] for row in rows]
+    assert {**found.columns, **found.others}.keys() - {"label"} <= {*names}
+    assert found.columns["label"] == [row[1] for row in rows]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf8", "UTF-8", "utf-8-sig"])
+@pytest.mark.parametrize("mark", [False, True])
+@pytest.mark.parametrize("name", ["metadata.csv", "labels.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path, encoding, mark, name):
+    listed(tmp_path, ["é", "b"], name)
+    file = tmp_path / name
+    file.write_bytes((b"\xef\xbb\xbf" if mark else b"") + file.read_bytes())
+    assert in_train(tmp_path, labels_encoding=encoding) == {"0.png": (0, "é"), "1.png": (1, "b")}
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "labels.jsonl"])
+def test_another_encoding_is_named_and_told(tmp_path, name):
+    listed(tmp_path, ["é", "b"], name)
+    (tmp_path / name).write_bytes((tmp_path / name).read_text("utf-8").encode("latin-1"))
+    with pytest.raises(UserError, match=rf"{name} cannot be read: it is not utf-8; data\.labels_encoding names its"):
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"data\.labels_encoding is latin9000, which is no encoding"):
+        load_image_datasets(DataConfig(path=str(tmp_path), labels_encoding="latin9000"))
+    assert in_train(tmp_path, labels_encoding="latin-1")["0.png"] == (0, "é")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\n\n", "\r\n\r\n"])
+def test_ends_of_lines_and_empty_lines(tmp_path, end):
+    listed(tmp_path, list("ab"))
+    (tmp_path / "metadata.csv").write_bytes(f"file_name,label{end}0.png,a{end},{end}1.png,b,,{end}".encode())
+    assert in_train(tmp_path) == {"0.png": (0, "a"), "1.png": (1, "b")}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("metadata.csv", "file_name,label\n0.png,a,b\n", "line 2 has 3 cells, and the first line 2"),
+        ("metadata.csv", "file_name,label,label\n0.png,a,b\n", "it has the column label twice"),
+        ("metadata.csv", "name,label\n0.png,a\n", "has the columns name, label; data.file_column must say"),
+        ("metadata.csv", "", "has the columns nothing; data.file_column must say"),
+        ("metadata.csv", 'file_name,label\n"0.png,a\n', "cannot be read"),
+        ("metadata.jsonl", '{"file_name": "0.png"}\n{"file_name"\n', "line 2 is no JSON"),
+        ("metadata.jsonl", '["0.png"]\n', "line 1 is no object"),
+        ("metadata.parquet", "PAR", "cannot be read"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_named(tmp_path, name, text, words):
+    save(tmp_path / "0.png")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as error:
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+    assert f"{tmp_path}/{name}" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
+
+
+# parquet with images --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_struct_of_bytes_and_path_is_an_image(tmp_path, large):
+    """As other tools rewrite a table, without the library's metadata."""
+    cell = pa.struct([("bytes", pa.large_binary() if large else pa.binary()), ("path", pa.string())])
+    images = [{"bytes": colour(kind), "path": f"{kind}.png"} for kind in range(4)]
+    schema = pa.schema([("image", cell), ("label", pa.string())])
+    pq.write_table(pa.table({"image": images, "label": CODES}, schema), tmp_path / "train.parquet")
+    assert {each.label: each.kind for each in in_train(tmp_path).values()} == {c: kind for kind, c in enumerate(CODES)}
+
+
+def test_paths_in_parquet_are_from_the_file_on(tmp_path):
+    cell = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    for kind in range(4):
+        save(tmp_path / "data" / "images" / f"{kind}.png", kind)
+    images = [{"bytes": None, "path": f"images/{kind}.png"} for kind in range(4)]
+    schema = pa.schema([("image", cell), ("label", pa.string())])
+    pq.write_table(pa.table({"image": images, "label": CODES}, schema), tmp_path / "data" / "train.parquet")
+    known = in_train(tmp_path / "data", image_column="image")
+    assert {each.label: each.kind for each in known.values()} == {code: kind for kind, code in enumerate(CODES)}
