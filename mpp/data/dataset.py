@@ -15,7 +15,7 @@ from torch import Tensor
 from mpp.config import ImagesConfig
 from mpp.data import decoding, tars
 from mpp.data.formats import ARRAYS
-from mpp.data.listing import ANY_BYTES, as_path
+from mpp.data.listing import as_path
 from mpp.data.overview import describe
 from mpp.data.reading import retried
 from mpp.errors import UserError, one_line
@@ -178,11 +178,12 @@ def encoded_bytes(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
         raise decoding.UnreadableImage("no bytes: neither an image nor the name of a file")
     if cell["bytes"] is not None:
         return cell["bytes"]
-    if tars.MEMBER.fullmatch(cell["path"]):
-        return retried(partial(tars.read_member, cell["path"]), tars.name_of_member(cell["path"]), retries)
-    if "://" in cell["path"] and not cell["path"].startswith(ANY_BYTES):  # whatever a file system over a network raises
-        return retried(partial(fetch, cell["path"]), cell["path"], retries, Exception)
-    return retried(Path(as_path(cell["path"])).read_bytes, cell["path"], retries)
+    path = as_path(cell["path"])
+    if tars.MEMBER.fullmatch(path):
+        return retried(partial(tars.read_member, path), tars.name_of_member(path), retries)
+    if "://" in path:  # whatever a file system over a network raises
+        return retried(partial(fetch, path), path, retries, Exception)
+    return retried(Path(path).read_bytes, path, retries)
 
 
 def file_of(cell: Any) -> str | None:

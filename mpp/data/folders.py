@@ -6,8 +6,9 @@ whose name is not the same for all. See mpp/data/README.md for the rules.
 
 import heapq
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,11 @@ SPLITS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """Name of a folder, or word in a list's column `split` -> split."""
+SPLIT_LIKE = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})(?:[^a-z]|$)")
+MASK_LIKE = re.compile(r"mask|segmentation|annotation|trimap|ground_?truth")
 HEAD = 64  # bytes of a file without an ending, by which a picture is known
 FEW = 0.2  # share of the images: folders at a depth that has fewer are not the level of the classes
+MOST = 0.95  # share of the images: where one name has more, the level is the same for all but a few
 NAMED = 3  # files in a message
 Parts = tuple[str, ...]
 """Names of folders, from the top of a tree on."""
@@ -240,7 +244,7 @@ class Layout:
     warnings: list[str] = field(default_factory=list)
 
 
-def layout_of(folders: list[Folder], label_folder: str) -> Layout:
+def layout_of(folders: Sequence[Folder], label_folder: str) -> Layout:
     """Splits and classes of folders.
 
     Args:
@@ -253,10 +257,9 @@ def layout_of(folders: list[Folder], label_folder: str) -> Layout:
     layout = Layout(splits, [None] * len(folders))
     training = [number for number, split in enumerate(splits) if split == "train"]
     training = training or [number for number, split in enumerate(splits) if split]
-    counts = Counter[int]()
-    for number in training:
-        counts[len(below[number])] += len(folders[number].files)
-    levels = class_levels([below[number] for number in training], counts)
+    images = [len(folders[number].files) for number in training]
+    levels = class_levels([below[number] for number in training], images)
+    layout.warnings += suspicious_names([below[number] for number in training])
     if not levels:
         return layout
     level = levels[0] if label_folder == "outer" else levels[-1]
@@ -269,11 +272,11 @@ def layout_of(folders: list[Folder], label_folder: str) -> Layout:
         for number, name in zip(held_out, held_out_classes([below[n] for n in held_out], level, known), strict=True):
             layout.classes[number] = name
     if level > levels[0]:
-        layout.warnings += same_names([below[number] for number in training], level)
+        layout.warnings += outer_classes([below[number] for number in training], levels)
     return layout
 
 
-def top_of(folders: Iterable[Folder]) -> int:
+def top_of(folders: Sequence[Folder]) -> int:
     """How many levels from the top all images are below one single folder, up to one with the name of a split."""
     parts = [folder.parts for folder in folders]
     level = 0
@@ -290,19 +293,29 @@ def split_named(parts: Parts, top: int) -> str | None:
     return SPLITS.get(parts[top].lower()) if len(parts) > top else None
 
 
-def class_levels(below: list[Parts], counts: Counter[int]) -> list[int]:
+def class_levels(below: list[Parts], images: list[int]) -> list[int]:
     """The levels at which the names of folders differ, among the images of the usual depth.
 
     Args:
         below: each folder's parts, below its split.
-        counts: depth -> how many images.
+        images: how many are in each folder.
     """
-    inside = sum(count for depth, count in counts.items() if depth > 0)
-    usual = [depth for depth, count in sorted(counts.items()) if depth > 0 and count >= FEW * inside]
-    if not usual:
-        return []
-    deep = [parts for parts in below if len(parts) >= usual[0]]
-    return [level for level in range(usual[0]) if len({parts[level] for parts in deep}) > 1]
+    by_depth = Counter[int]()
+    for parts, count in zip(below, images, strict=True):
+        by_depth[len(parts)] += count
+    inside = sum(count for depth, count in by_depth.items() if depth > 0)
+    usual = next((depth for depth in sorted(by_depth) if depth > 0 and by_depth[depth] >= FEW * inside), 0)
+    levels, differing = [], []
+    for level in range(usual):
+        names = Counter[str]()
+        for parts, count in zip(below, images, strict=True):
+            if len(parts) >= usual:
+                names[parts[level]] += count
+        if len(names) > 1:
+            differing.append(level)
+            if max(names.values()) < MOST * names.total():
+                levels.append(level)
+    return levels or differing
 
 
 def held_out_classes(below: list[Parts], level: int, known: set[str]) -> Iterator[str | None]:
@@ -319,17 +332,33 @@ def held_out_classes(below: list[Parts], level: int, known: set[str]) -> Iterato
         yield name
 
 
-def same_names(below: list[Parts], level: int) -> list[str]:
-    """A warning where folders of the same name, in different folders, are one class."""
+def outer_classes(below: list[Parts], levels: list[int]) -> list[str]:
+    """What else could be the classes, where folders on several levels have different names; and folders of the same
+    name, in different folders, that are one class."""
+    inner, outer = ({parts[level] for parts in below if len(parts) > level} for level in (levels[-1], levels[0]))
+    ways = f"data.label_folder outer takes the outer ones ({len(outer)}: {shortened(sorted(outer))})"
     parents: dict[str, set[Parts]] = {}
     for parts in below:
-        if len(parts) > level:
-            parents.setdefault(parts[level], set()).add(parts[:level])
+        if len(parts) > levels[-1]:
+            parents.setdefault(parts[levels[-1]], set()).add(parts[: levels[-1]])
     several = {name: sorted(around) for name, around in parents.items() if len(around) > 1}
-    if not several:
-        return []
-    name, around = min(several.items())
-    places = shortened(["/".join((*parts, name)) for parts in around])
-    more = f" (and so with {len(several) - 1} more)" if len(several) > 1 else ""
-    outer = "data.label_folder outer takes the outer folders for classes"
-    return [f"the folders {places} are one class, {name}{more}; {outer}"]
+    same = ""
+    if several:
+        name, around = min(several.items())
+        places = shortened(["/".join((*parts, name)) for parts in around])
+        more = f", and so with {len(several) - 1} more" if len(several) > 1 else ""
+        same = f"; {places} are one class{more}"
+    return [f"classes are the innermost folders ({len(inner)}: {shortened(sorted(inner))}){same}; {ways}"]
+
+
+def suspicious_names(below: list[Parts]) -> list[str]:
+    """Warnings of folders that look like splits or masks, and are taken for folders of images."""
+    names = sorted({part for parts in below for part in parts})
+    warnings = []
+    if splits := [name for name in names if SPLIT_LIKE.search(name.lower())]:
+        rule = "splits are folders train, val and test at the top, of whatever is below them"
+        warnings.append(f"folders look like splits and are none: {shortened(splits)}; {rule}: rename or move them")
+    if masks := [name for name in names if MASK_LIKE.search(name.lower())]:
+        ways = "move them away, or list the images in a metadata.csv"
+        warnings.append(f"folders look like masks and count as images: {shortened(masks)}; {ways}")
+    return warnings

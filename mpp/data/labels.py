@@ -18,7 +18,7 @@ from mpp.errors import UserError
 from mpp.runtime.messages import note
 
 NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
-INTEGER = r"^[+-]?\d{1,18}$"
+WHOLE = r"^[+-]?\d{1,18}(\.0*)?$"
 
 
 def find_label_column(
@@ -66,12 +66,20 @@ class Labels:
         if pa.types.is_boolean(each.type):
             each = each.cast(pa.int8())
         if not pa.types.is_unsigned_integer(each.type):
+            self.note_negative(each)
             each = pc.if_else(pc.less(each, 0), pa.scalar(None, each.type), each)
         try:
             numbers = each.cast(pa.int64())
         except pa.ArrowInvalid:  # above 2**63
             return each.cast(pa.string())
         return numbers if self.names is None else named(numbers, self.names)
+
+    def note_negative(self, numbers: pa.ChunkedArray) -> None:
+        """Say how many images have a negative number of a class that nothing declares."""
+        negative = 0 if self.names is not None else pc.sum(pc.less(numbers, 0)).as_py()
+        if negative:
+            what = f"{negative} labels in the column {self.column} are negative numbers"
+            note(f"{what}: no labels, as datasets of the hub have it; as text, or in a list, they are classes")
 
 
 @dataclass(frozen=True)
@@ -214,8 +222,8 @@ def named(numbers: pa.ChunkedArray, names: Sequence[str]) -> pa.ChunkedArray:
 def in_order(labels: pa.ChunkedArray) -> list[str] | list[int]:
     """The classes among labels: texts in the order of the alphabet, and numbers, also where they are texts, by size."""
     values = pc.unique(labels).drop_null()
-    if is_text(values.type) and len(values) and pc.all(pc.match_substring_regex(values, INTEGER)).as_py():
-        return sorted(values.to_pylist(), key=lambda text: (int(text), text))
+    if is_text(values.type) and len(values) and pc.all(pc.match_substring_regex(values, WHOLE)).as_py():
+        return sorted(values.to_pylist(), key=lambda text: (int(text.partition(".")[0]), text))
     return sorted(values.to_pylist())
 
 

@@ -9,11 +9,8 @@ import csv
 import json
 import math
 import os
-import posixpath
-import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TextIO
 
 import pyarrow as pa
@@ -22,7 +19,6 @@ import pyarrow.parquet as pq
 from mpp.config import ImagesConfig
 from mpp.data.formats import ending
 from mpp.errors import UserError, one_line
-from mpp.runtime.messages import shortened
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
 """Columns that name images' files, the first of these that a list has, in small or capital letters."""
@@ -49,13 +45,6 @@ class ImageList:
 
     def __len__(self) -> int:
         return len(self.files)
-
-    def describe(self) -> str:
-        """That no label was found in it, for the user."""
-        has = ", ".join(name for name in self.columns if name not in USUAL)
-        return (
-            f"{os.path.basename(self.path)} has no labels in a column `label`; data.label_column may name one of {has}"
-        )
 
 
 def read_list(path: str, config: ImagesConfig, mask_column: str | None = None) -> ImageList | None:
@@ -118,7 +107,8 @@ def read_table(path: str, config: ImagesConfig) -> dict[str, Column]:
     try:
         return readers[end]()
     except UnicodeError as error:
-        how = f"it is not {config.labels_encoding}; data.labels_encoding names its encoding, such as latin-1"
+        usual = "utf-16" if begins_as_utf_16(path) else "latin-1"
+        how = f"it is not {config.labels_encoding}; data.labels_encoding names its encoding, such as {usual}"
         raise UserError(f"{path} cannot be read: {how} ({one_line(error)})") from error
     except LookupError as error:
         raise UserError(
@@ -126,6 +116,12 @@ def read_table(path: str, config: ImagesConfig) -> dict[str, Column]:
         ) from error
     except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def begins_as_utf_16(path: str) -> bool:
+    """Whether a file has the mark of UTF-16, as Excel's Unicode text."""
+    with open(path, "rb") as file:
+        return file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def without_mark(encoding: str) -> str:
@@ -201,62 +197,6 @@ def as_label(value: Any) -> Any:
         value = value.decode(errors="backslashreplace")
     text = str(value)
     return text if text.strip() else None
-
-
-class Files:
-    """The files of a tree by their names from its top, and by other spellings of these."""
-
-    def __init__(self, root: str, places: dict[str, int]):
-        """places: name -> its number."""
-        self.root, self.places = root, places
-
-    def find(self, name: str, folder: str) -> str | None:
-        """A file by what a list in `folder` (from the top) calls it: its name from the top, or an absolute path that
-        is outside of the tree; None: there is no such file.
-
-        `\\` is `/`; composed and decomposed letters are the same; an ending that is left out may be any.
-        """
-        for spelled in dict.fromkeys((name, name.replace("\\", "/"))):
-            place = self.place(spelled, folder)
-            if place in self.places:
-                return place
-            composed = unicodedata.normalize("NFC", place)
-            if composed in self.composed:
-                return self.composed[composed]
-            if composed in self.without_ending:
-                return self.without_ending[composed]
-            path = place if os.path.isabs(place) else os.path.join(self.root, place)
-            if os.path.isfile(path):
-                return os.path.normpath(path)
-        return None
-
-    def place(self, name: str, folder: str) -> str:
-        """A name from the top, where it is below; else an absolute path, or one that leads out."""
-        place = posixpath.normpath(posixpath.join(folder, name))
-        inside = self.root.rstrip("/") + "/"
-        return place.removeprefix(inside) if place.startswith(inside) else place
-
-    @cached_property
-    def composed(self) -> dict[str, str]:
-        """Names with composed letters -> names."""
-        return {unicodedata.normalize("NFC", place): place for place in self.places}
-
-    @cached_property
-    def without_ending(self) -> dict[str, str]:
-        """Names without their ending -> names, where one alone has that beginning."""
-        known: dict[str, str] = {}
-        several: set[str] = set()
-        for composed, place in self.composed.items():
-            beginning = composed[: len(composed) - len(ending(composed))]
-            several |= {beginning} & known.keys()
-            known[beginning] = place
-        return {beginning: place for beginning, place in known.items() if beginning not in several}
-
-
-def missing_message(files: list[str], where: str, lacks: str) -> str:
-    """That a list names files that are not there."""
-    what = f"{len(files)} files" if len(files) > 1 else "a file"
-    return f"{where} names {what} that {lacks} does not have: {shortened(files, NAMES)}"
 
 
 def label_column(values: Iterable[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
 from mpp.data import tars
@@ -18,14 +19,14 @@ from mpp.data.dataset import BINARY, NAMES, is_cell, numbers_of
 from mpp.data.folders import Tree, Walk
 from mpp.data.formats import SHARDS, TABLES, ending
 from mpp.data.links import plain_path
-from mpp.data.listing import Found, Listing, list_images, shared, split_order
+from mpp.data.listed import list_images
+from mpp.data.listing import Listing, shared, split_order
 from mpp.data.overview import describe
 from mpp.data.reading import LOADING_ERRORS
 from mpp.errors import UserError
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # what is here is not downloaded
-SAYS_SPLITS = re.compile(r"\A---\s.*?^(configs|dataset_info):.*?^---", re.DOTALL | re.MULTILINE)
-CARD = "card"  # kind of a folder whose README.md says what its splits are
+SAYS_SPLITS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 
 
 def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
@@ -35,19 +36,34 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
     if path.is_file():
         if ending(path.name) not in SHARDS:
             raise UserError(f"data.path is {config.path}; a single file must be {' or '.join([*SHARDS, *ARCHIVES])}")
-        found = Found({}, {"train": [str(path.absolute())]})
-        if ending(path.name) in TABLES or streaming:
-            return load_shards(found.shards, config, streaming)
-        return shared(
-            describe(config), lambda: tars.list_shards(found.shards, config), listing_key(config, streaming)
-        ).splits
+        refuse_idle_names(config)
+        return load_shards({"train": [str(path.absolute())]}, config, streaming)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        refuse_idle_names(config)
         saved = datasets.load_from_disk(plain_path(path))
         return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
+    if says_splits(path):
+        require(config.labels is None, "data.labels", config.labels, "left out: README.md says what the images are")
+        return load_by_card(path, config, streaming)
+    require(config.name is None, "data.name", config.name, f"left out: {path} has no README.md with configs")
     found = shared(describe(config), lambda: listing_of(path, config, streaming), listing_key(config, streaming))
-    if CARD in found.shards:
-        return datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
     return found.splits or load_shards(found.shards, config, streaming)
+
+
+def refuse_idle_names(config: ImagesConfig) -> None:
+    """Refuse settings of what has configs or lists of images, where there are none."""
+    require(config.name is None, "data.name", config.name, f"left out: {config.path} has no configs")
+    require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
+
+
+def load_by_card(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of a folder whose README.md says which files these are: by the library, but for tar shards."""
+    builder = datasets.load_dataset_builder(plain_path(path), config.name, download_config=QUIET)
+    if isinstance(builder, WebDataset):
+        return load_shards(
+            {str(split): [*files] for split, files in builder.config.data_files.items()}, config, streaming
+        )
+    return datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
 
 
 def listing_key(config: ImagesConfig, streaming: bool) -> str:
@@ -66,12 +82,13 @@ def listing_of(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
     leave_out_what_is_beside(tree)
     if tree.shards:
         return listing_of_shards(tree, config, streaming)
-    if not tree.folders:
+    if len(tree) == 0:
         left_out = [*tree.left_out.lines(images=True), *tree.left_out.lines(images=False)]
         raise UserError(f"data.path is {config.path}, which holds no images{'; '.join(['', *left_out])}")
-    if says_splits(Path(root)):
-        return Listing(shards={CARD: []})
-    return list_images(tree, config, getattr(config, "mask_column", None))
+    listing = list_images(tree, config, getattr(config, "mask_column", None))
+    if len(listing) == 0:
+        raise UserError(f"data.path is {config.path}, which holds no images{'; '.join(['', *listing.warnings])}")
+    return listing
 
 
 def leave_out_what_is_beside(tree: Tree) -> None:
@@ -121,13 +138,15 @@ def listing_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> List
             f"data.path is {config.path}, which holds shards of several kinds: {', '.join(sorted(tree.kinds))}"
         )
     require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
+    for parts, path in tree.lists:
+        tree.left_out.add("lists of images next to shards", "/".join((*parts, os.path.basename(path))))
     shards: dict[str, list[str]] = {}
     for parts, file in tree.shards:
         shards.setdefault(tars.split_of(file, parts), []).append(file)
-    if tree.kinds & TABLES or streaming:
-        in_order = {split: shards[split] for split in sorted(shards, key=split_order)}
-        return Listing(shards=in_order).take(tree.left_out)
-    return tars.list_shards(shards, config).take(tree.left_out)
+    if not (tree.kinds & TABLES or streaming):
+        return tars.list_shards(shards, config).take(tree.left_out)
+    in_order = {split: shards[split] for split in sorted(shards, key=split_order)}
+    return Listing(shards=in_order).take(tree.left_out)
 
 
 def says_splits(folder: Path) -> bool:
@@ -137,20 +156,25 @@ def says_splits(folder: Path) -> bool:
 
 
 def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of shards on this machine: tables by the library, tars as streams."""
+    """The splits of shards on this machine: tables by the library, tars by us."""
     (kind,) = {ending(file) for files in shards.values() for file in files}
     if kind not in TABLES:
-        return {split: tars.stream_of(files, config) for split, files in shards.items()}
+        if streaming:
+            return {split: tars.stream_of(files, config) for split, files in shards.items()}
+        return shared(describe(config), lambda: tars.list_shards(shards, config), listing_key(config, streaming)).splits
     plain = {split: [plain_path(Path(file)) for file in files] for split, files in shards.items()}
     splits = datasets.load_dataset(SHARDS[kind], data_files=plain, streaming=streaming, download_config=QUIET)
-    if streaming:
-        return splits
-    folders = {split: sorted({os.path.dirname(file) for file in files}) for split, files in shards.items()}
-    return {split: with_found_paths(rows, folders[split]) for split, rows in splits.items()}
+    return splits if streaming else with_found_paths(splits, shards)
 
 
-def with_found_paths(rows: datasets.Dataset, folders: list[str]) -> datasets.Dataset:
+def with_found_paths(splits: dict[str, datasets.Dataset], shards: dict[str, list[str]]) -> dict[str, datasets.Dataset]:
     """The same, with the paths of image files that are relative to the table that names them."""
+    folders = sorted({os.path.dirname(file) for files in shards.values() for file in files})
+    return {split: with_paths_from(rows, folders) for split, rows in splits.items()}
+
+
+def with_paths_from(rows: datasets.Dataset, folders: list[str]) -> datasets.Dataset:
+    """Rows with the paths of image files from one of these folders on."""
     for column, feature in rows.features.items():
         paths = paths_in(rows, column, feature)
         if paths is None:

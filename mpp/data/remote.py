@@ -11,7 +11,7 @@ from datasets.data_files import get_data_patterns
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
-from mpp.config import ImagesConfig
+from mpp.config import ImagesConfig, require
 from mpp.data import tars
 from mpp.data.formats import SHARDS
 from mpp.data.hub import check_commit, of_the_hub
@@ -39,6 +39,7 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
             return shared(
                 describe(config), lambda: listing_of(folder, config, False), listing_key(config, False)
             ).splits
+    require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
     splits = datasets.load_dataset(config.path, streaming=streaming, **known)
     check_commit(splits, config)
     return splits
@@ -66,6 +67,7 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
 
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of the shards at a URL."""
+    require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
     kind, files = files_at(config.path)
     if kind == SHARDS[".tar"]:
         found = {split: [*files_like(patterns)] for split, patterns in files.items()}

@@ -23,7 +23,8 @@ from mpp.errors import UserError
 
 PREFIX = "mpp-images"
 ROWS = 10_000  # of a record batch
-LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
+LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+LAUNCH += ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 asked: Counter[str] = Counter()  # how often this process has asked for a table, by its key
 
 
@@ -39,15 +40,17 @@ def shared_rows(make: Callable[[], pa.Table], key: str) -> tuple[datasets.Datase
     """
     asked[key] += 1
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    start = os.getpid() if alone else (os.getppid(), *map(os.environ.get, LAUNCH))
+    start = os.getpid() if alone else tuple(map(os.environ.get, LAUNCH))
     digest = hashlib.sha256(repr((start, key, asked[key])).encode(errors="surrogateescape")).hexdigest()[:16]
     place = Path(tempfile.gettempdir()) / f"{PREFIX}-{os.getuid()}-{socket.gethostname()}-{digest}"
     try:
         with FileLock(f"{place}.lock"):
-            file = written(place) or write(make(), place)
+            file = written(place) or write(made(make), place)
             rows = datasets.Dataset.from_file(str(file))
             with pa.memory_map(str(file)) as source:
                 about = pa.ipc.open_stream(source).schema.metadata
+    except NotMade as error:
+        raise error.__cause__ from None
     except OSError as error:
         what = f"the table of images cannot be written to {place.parent} ({error})"
         raise UserError(f"{what}; TMPDIR names another place") from error
@@ -56,12 +59,24 @@ def shared_rows(make: Callable[[], pa.Table], key: str) -> tuple[datasets.Datase
     return rows, about
 
 
+class NotMade(Exception):
+    """The table could not be made: no fault of its place."""
+
+
+def made(make: Callable[[], pa.Table]) -> pa.Table:
+    """What `make` makes; its errors as causes of NotMade."""
+    try:
+        return make()
+    except Exception as error:
+        raise NotMade from error
+
+
 def written(place: Path) -> Path | None:
     """The table of this start, where a process that is alive has written it; those of others that are dead go."""
     for file in map(Path, glob.glob(f"{glob.escape(str(place).rpartition('-')[0])}-*.arrow")):
         if not is_alive(file):
             file.unlink(missing_ok=True)
-            Path(f"{str(file).rpartition('.')[0].rpartition('.')[0]}.lock").unlink(missing_ok=True)
+            lock_of(file).unlink(missing_ok=True)
     return next(map(Path, glob.glob(f"{glob.escape(str(place))}.*.arrow")), None)
 
 
@@ -95,3 +110,9 @@ def remove(file: Path, pid: int) -> None:
     """Remove a table at the end of the process that wrote it, not of its forks."""
     if os.getpid() == pid:
         file.unlink(missing_ok=True)
+        lock_of(file).unlink(missing_ok=True)
+
+
+def lock_of(table: Path) -> Path:
+    """The lock that its writer held."""
+    return table.with_name(f"{table.name.rpartition('.')[0].rpartition('.')[0]}.lock")

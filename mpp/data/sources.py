@@ -19,6 +19,7 @@ from mpp.data.reading import LOADING_ERRORS
 from mpp.data.remote import from_a_server, load_from_hub, load_url
 from mpp.errors import UserError, one_line
 from mpp.runtime.caches import unwritable_cache
+from mpp.runtime.messages import note
 from mpp.runtime.parsing import as_words
 
 BIRDS = Path(__file__).parent.parent / "birds"
@@ -47,6 +48,7 @@ def load_image_datasets(
     for name, (rows, *_) in parts.items():
         if len(rows) == 0:
             raise UserError(f"{describe(config)}: its split {name} has no images")
+    hint_at_labels(config, train, column)
     labels = number_labels([read_labels(rows, name, describe(config), key) for rows, name, key in parts.values()])
     loaded = [
         dataset_of(rows, column, of_split, name, labels.names, labels.classes)
@@ -57,6 +59,13 @@ def load_image_datasets(
         loaded = loaded[0].cut(config.eval_fraction, config.cut_seed, "held out")
     warn_of_labels(*loaded)
     return loaded[0], loaded[1]
+
+
+def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: str) -> None:
+    """Say which columns there are, where none is called `label` and nobody names one."""
+    others = [name for name in rows.column_names if name != image_column]
+    if config.label_column is None and "label" not in others and others:
+        note(f"{describe(config)} has no column `label`; data.label_column may name one of {', '.join(others)}")
 
 
 def as_arguments(config: SourceConfig) -> str:

@@ -6,9 +6,11 @@ headers of its members, and its images are read where they stand. One that is fa
 
 import json
 import os
+import posixpath
 import re
 import tarfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,7 +19,7 @@ import fsspec
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding import is_picture
-from mpp.data.folders import HEAD, SPLITS, Folder, LeftOut, layout_of
+from mpp.data.folders import HEAD, SPLIT_LIKE, SPLITS, Folder, LeftOut, layout_of
 from mpp.data.formats import ARRAYS, PICTURES, ending
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.data.lists import as_label
@@ -27,11 +29,13 @@ from mpp.runtime.progress import progress_bar
 
 MEMBER = re.compile(r"tar://(?P<shard>.+?)::(?P<start>\d+)\+(?P<size>\d+)::(?P<name>.*)", re.DOTALL)
 """Path of an image in a shard on this machine: where it begins, its size, its name."""
-SPLIT_WORD = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})(?:[^a-z]|$)")
+SPLIT_AT_END = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})$")
+OF_MANY = re.compile(r"(\w+)-\d+-of-\d+\.")
 LABELS = ("cls", "label")
 """Endings of a sample's members that are its label, where nobody names another."""
+WITHOUT = 20  # samples in a row without a picture: their members are apart
 SMALL = 1 << 16  # bytes: a member that is no image and longer is no label
-TRIED = 1000  # members of the first shard that show where names are cut
+TRIED = 200  # members of the first shard that show where names are cut
 
 
 class Member(NamedTuple):
@@ -66,19 +70,33 @@ class Sample:
     others: dict[str, bytes] = field(default_factory=dict)
 
 
-def members(file: BinaryIO, seeks: bool) -> Iterator[Member]:
-    """The files of a shard, in their order; what is short and no picture, with its content.
+def members(file: BinaryIO, seeks: bool, heads: bool = False) -> Iterator[Member]:
+    """The files of a shard, in their order; what is short and no picture, with its content. A link is the file that it
+    leads to, where that stands before it.
 
     Args:
         seeks: whether pictures can be read later, where they stand.
+        heads: whether only their first bytes are wanted.
     """
+    places: dict[str, tuple[int, int]] = {}
     with tarfile.open(None, "r:" if seeks else "r|", file) as shard:
         for about in shard:
-            if not about.isreg() or os.path.basename(about.name).startswith("."):
-                continue
             name = about.name.removeprefix("./")
+            if os.path.basename(name).startswith("."):
+                continue
+            if about.islnk() or about.issym():
+                target = about.linkname if about.islnk() else posixpath.join(posixpath.dirname(name), about.linkname)
+                place = places.get(posixpath.normpath(target))
+                if seeks and place:
+                    yield Member(name, *place, None)
+                continue
+            if not about.isreg():
+                continue
+            if seeks:
+                places[posixpath.normpath(name)] = about.offset_data, about.size
             short = about.size if about.size <= SMALL else HEAD
-            size = about.size if not seeks else 0 if ending(name) in PICTURES | ARRAYS else short
+            whole = not seeks and not heads
+            size = about.size if whole else 0 if seeks and ending(name) in PICTURES | ARRAYS else short
             content = shard.extractfile(about).read(size) if size else None
             if content is not None and len(content) < min(size, about.size):
                 raise tarfile.ReadError(f"unexpected end of data in {name}")
@@ -108,9 +126,7 @@ def grouped(found: Iterable[Member], cut: Cut, neighbours: bool) -> Iterator[Sam
             samples = {}
         sample = samples.setdefault(key, Sample(key))
         if is_image(member, end):
-            if end in sample.pictures:
-                raise UserError(f"two members are called {member.name}; names of samples must differ")
-            sample.pictures[end] = member
+            sample.pictures[end] = member  # of two members of one name the last one counts, as tar has it
         elif member.content is not None:
             sample.others[end] = member.content
     yield from samples.values()
@@ -137,16 +153,25 @@ def picture_of(sample: Sample, config: ImagesConfig) -> Member | None:
 def cut_of(shard: str, config: ImagesConfig) -> Cut:
     """Where the names of a dataset's members are cut: at the first dot, as WebDataset does it; at the last one where
     that alone leaves one picture a sample."""
-    with open_shard(shard) as file:
-        tried = [member for member, _ in zip(members(file, is_local(shard)), range(TRIED), strict=False)]
+    with open_shard(shard) as file, damage_named(shard):
+        tried = [member for member, _ in zip(members(file, is_local(shard), heads=True), range(TRIED), strict=False)]
     for cut in (Cut(), Cut(last=True)):
         try:
-            for sample in grouped(tried, cut, neighbours=False):
-                picture_of(sample, config)
-            return cut
+            found = [(sample, picture_of(sample, config)) for sample in grouped(tried, cut, neighbours=False)]
         except UserError:
             continue
+        if not cut.last or all(picture is not None for _, picture in found):
+            return cut
     return Cut()
+
+
+@contextmanager
+def damage_named(shard: str) -> Iterator[None]:
+    """While open, a damaged shard is an error that names it."""
+    try:
+        yield
+    except (tarfile.TarError, EOFError) as error:
+        raise UserError(f"{shard} is damaged: {one_line(error)}; replace it") from error
 
 
 def is_local(shard: str) -> bool:
@@ -190,11 +215,13 @@ def samples_of(shard: str, config: ImagesConfig, cut: Cut) -> Iterator[tuple[Sam
     seeks = is_local(shard)
     with open_shard(shard) as file:
         size = os.fstat(file.fileno()).st_size if seeks else None
+        without = 0  # samples in a row that have no picture
         for sample in grouped(members(file, seeks), cut, neighbours=not seeks):
             picture = picture_of(sample, config)
-            if picture is None and not seeks and not sample.pictures:
+            without = 0 if picture is not None or seeks else without + 1
+            if without > WITHOUT:
                 rule = "members of a sample must stand next to each other in a shard that is far away"
-                raise UserError(f"sample {sample.key} of {shard} has no picture; {rule} (tar --sort=name)")
+                raise UserError(f"samples of {shard}, such as {sample.key}, have no picture: {rule} (tar --sort=name)")
             if picture is not None and size is not None and picture.start + picture.size > size:
                 raise tarfile.ReadError(f"unexpected end of data in {picture.name}")
             yield sample, picture
@@ -212,14 +239,12 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     cut = cut_of(next(iter(shards.values()))[0], config)
     image = config.image_column or IMAGE
     columns: dict[str, list[Any]] = {image: [], SPLIT: []}
-    wanted = {LABEL: config.label_column} | {
-        name: name for name in (config.label_column, getattr(config, "eval_label_column", None)) if name
-    }
+    wanted = {LABEL: config.label_column} | {name: name for name in asked_for(config)}
     labels: dict[str, list[Any]] = {name: [] for name in wanted}
     folders: list[str] = []
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
     for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
-        try:
+        with damage_named(shard):
             for sample, picture in samples_of(shard, config, cut):
                 if picture is None:
                     left_out.add("samples without a picture", f"{os.path.basename(shard)}: {sample.key}")
@@ -229,33 +254,45 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                 folders.append(picture.name.rpartition("/")[0])
                 for name, column in wanted.items():
                     labels[name].append(label_in(sample, column))
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise UserError(f"{shard} is damaged: {one_line(error)}; replace it") from error
+    named = {split_of(shard, ()) for _, shard in files} != {"train"} or len(shards) > 1
+    layout = layout_inside(folders, columns[SPLIT] if named else None, config.label_folder)
+    if not named:
+        columns[SPLIT] = [split or "train" for split, _ in layout]
+    if config.label_column not in (None, LABEL):
+        labels.pop(LABEL)
+    elif config.label_column is None and not any(labels[LABEL]):
+        labels[LABEL] = [name for _, name in layout]
     used = {name: values for name, values in labels.items() if any(value is not None for value in values)}
-    if not used and config.label_column is None:
-        used = {LABEL: classes_of(folders, columns[SPLIT], config.label_folder)}
-    if config.label_column and config.label_column in used:
-        used.pop(LABEL, None)
-    used = {name: values for name, values in used.items() if any(value is not None for value in values)}
     return Listing(columns | used, {*used}, {image}).take(left_out)
 
 
-def classes_of(folders: list[str], splits: list[str], label_folder: str) -> list[str | None]:
-    """The class of each image by the folder that it has in its shard: shards of nothing but pictures are folders."""
+def layout_inside(
+    folders: list[str], splits: list[str] | None, label_folder: str
+) -> list[tuple[str | None, str | None]]:
+    """The split and the class of each image by the folder that it has in its shard, as if shards were folders.
+
+    Args:
+        splits: of each image, where the names of shards say it.
+    """
+    keys = [*zip(splits or [""] * len(folders), folders, strict=True)]
     known: dict[tuple[str, str], Folder] = {}
-    for name, split in zip(folders, splits, strict=True):
-        parts = (split, *(part for part in name.split("/") if part))
+    for split, name in keys:
+        parts = tuple(part for part in (split, *name.split("/")) if part)
         known.setdefault((split, name), Folder(parts, name, [])).files.append("")
-    found = [*known.values()]
-    layout = layout_of(found, label_folder)
-    classes = dict(zip(known, layout.classes, strict=True))
-    return [classes[split, name] for name, split in zip(folders, splits, strict=True)]
+    layout = layout_of([*known.values()], label_folder)
+    found = dict(zip(known, zip(layout.splits, layout.classes, strict=True), strict=True))
+    return [found[key] for key in keys]
 
 
 def split_of(shard: str, folders: Iterable[str]) -> str:
-    """The split of a shard: by a word such as train, val or test in its name, or in that of its folder; else train."""
-    for name in (os.path.basename(shard), *reversed([*folders])):
-        found = SPLIT_WORD.search(name.lower())
+    """The split of a shard by its name: NAME of NAME-00000-of-00012, or a word such as train, val or test in its name
+    or that of its folder; else train."""
+    name = os.path.basename(shard)
+    numbered = OF_MANY.match(name)
+    if numbered and not SPLIT_AT_END.search(numbered[1].lower()):
+        return numbered[1]
+    for each in (name, *reversed([*folders])):
+        found = SPLIT_LIKE.search(each.lower())
         if found:
             return SPLITS[found[1]]
     return "train"
@@ -281,10 +318,14 @@ def name_of_member(path: str) -> str:
     return f"{found['shard']}: {found['name']}" if found else path
 
 
+def asked_for(config: ImagesConfig) -> set[str]:
+    """The columns of labels that are named."""
+    return {config.label_column, getattr(config, "eval_label_column", None)} - {None}
+
+
 def stream_of(shards: list[str], config: ImagesConfig) -> datasets.IterableDataset:
     """The samples of shards as a stream of {image, label}: a shard each, images with their bytes."""
-    asked = {name for name in (config.label_column, getattr(config, "eval_label_column", None)) if name}
-    columns = tuple(sorted(asked or {LABEL}))
+    columns = tuple(sorted(asked_for(config) or {LABEL}))
     kinds = {config.image_column or IMAGE: datasets.Image(decode=False)}
     kinds |= {name: datasets.Value("string") for name in columns}
     how = {"config": config, "cut": cut_of(shards[0], config), "columns": columns}
@@ -299,9 +340,9 @@ def stream_rows(
     """The rows of some shards. A sample without a picture has no bytes, which its reader says."""
     for shard in shards:
         for sample, picture in samples_of(shard, config, cut):
-            cell: dict[str, Any] = {"bytes": None, "path": None}
+            cell: dict[str, Any] | None = None
             if picture is not None:
                 stored = read_member(path_of(shard, picture)) if is_local(shard) else picture.content
                 cell = {"bytes": stored, "path": picture.name}
-            labels = {name: label_in(sample, None if name == LABEL else name) for name in columns}
+            labels = {name: label_in(sample, name if name in asked_for(config) else None) for name in columns}
             yield {config.image_column or IMAGE: cell} | labels

@@ -33,5 +33,5 @@ def warn(line: str) -> None:
 
 def shortened(names: list[str], most: int = 3) -> str:
     """The first of some names, and how many more there are: "a, b, c and 7 more"."""
-    shown = ", ".join(names[:most])
+    shown = ", ".join(" ".join(name.split()) or repr(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
