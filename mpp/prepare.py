@@ -3,7 +3,7 @@
     python -m mpp.prepare --data.path FOLDER --out prepared
     accelerate launch mpp/pretrain.py --data.path prepared --data.streaming true
 
-A folder of a million files is slow to index, and photographs of full size are slow to decode. Shards are written in
+Photographs of full size are slow to decode, and a million files are slow to copy and to open. Shards are written in
 parallel, whole or not at all; the same command goes on where it was broken off. The library's `map` and `to_parquet`
 would write every image twice, and begin anew.
 """
@@ -152,6 +152,8 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
         image_column = find_image_column(config.data, rows.features)
         label_column = config.data.label_column or ("label" if "label" in rows.features else None)
         require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
+        if image_column != "image" and label_column == "image":
+            raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
         rows = rows.select_columns([*dict.fromkeys(name for name in (image_column, label_column) if name)])
         rows = rows if image_column == "image" else rows.rename_column(image_column, "image")
         rows = undecoded(rows, "image")

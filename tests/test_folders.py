@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.folders import SPLITS, Walk
-from mpp.data.listing import list_images
+from mpp.data.listed import list_images
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.output import printable

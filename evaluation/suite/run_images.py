@@ -33,7 +33,7 @@ from mpp.errors import ReadFailed, UserError
 from mpp.models.encoder import how_read, is_named
 from mpp.runtime.parsing import as_words, files_first, read
 from mpp.runtime.weights import BEST, run_of
-from mpp.training.run_folder import changed_images, commit_begun_with, images_of, saved_settings
+from mpp.training.run_folder import changed_images, commit_begun_with, images_of, moved_along, saved_settings
 
 ConfigT = TypeVar("ConfigT")
 HOW_SHOWN = ("flip", "eval_crop")  # in fine-tuning, which has these settings
@@ -65,13 +65,17 @@ def parse_with_images(
     words = files_first(sys.argv[1:] if arguments is None else arguments)
     config: Any = read(config_class, words, prog)
     named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
-    run, of_features = run_folder(config.encoder), getattr(config, "features", None)
+    run, of_features, moved = run_folder(config.encoder), getattr(config, "features", None), False
     if run and not of_features:
         if not named and refuse_changed:
             refuse_other_images(run)
-        named = named and not moved_to(run, config.data.path)
+        moved = named and moved_to(run, config.data.path)
+        named = named and not moved
     of_encoder = images_of_run(run) if run else [*how_read(config.encoder).items()] if named else []
     images = [(name, value) for name, value in of_encoder if not named or name in HOW_READ]
+    if moved:
+        known = dict(images)
+        images = [*(known | {"labels": moved_along(known.get("labels"), known["path"], config.data.path)}).items()]
     if not images or of_features:
         refuse_idle(config)
         return config
@@ -143,8 +147,9 @@ def moved_to(run: Path, path: str | None) -> bool:
     own = dict(images_of_run(run)).get("path")
     if own is None or not Path(own).is_absolute() or is_local(own) or not is_local(path) or images_of(run) is None:
         return False
+    settings = settings_of_run(run)
     try:
-        changed = changed_images(run, replace(settings_of_run(run), path=path))
+        changed = changed_images(run, replace(settings, path=path, labels=moved_along(settings.labels, own, path)))
     except UserError as error:  # no such split or column
         changed = [str(error)]
     if changed and os.environ.get("RANK", "0") == "0":

@@ -230,7 +230,9 @@ class ListedImages:
         found = [number for number in numbers if number is not None]
         repeated = len(found) - len({*found})
         if repeated:
-            self.notes.append(f"{repeated} rows of {os.path.basename(each.path)} name a file again, which counts once")
+            self.notes.append(
+                f"{os.path.basename(each.path)} names files more than once, which count once ({repeated})"
+            )
         self.listed.update(found)
         if label in each.columns:
             self.with_label_cell.update(found)
@@ -315,10 +317,10 @@ class ListedImages:
                 own = [number for number in numbers if number not in self.others or number in self.listed]
             else:
                 own = [number for number in numbers if number in self.listed]
-                unlisted = [number for number in numbers if number not in self.listed and number not in self.others]
-                if unlisted:
-                    name = "/".join((*folder.parts, folder.files[unlisted[0] - numbers.start]))
-                    self.tree.left_out.add("files that no list names", name, len(unlisted))
+                for number in numbers:
+                    if number not in self.listed and number not in self.others:
+                        name = "/".join((*folder.parts, folder.files[number - numbers.start]))
+                        self.tree.left_out.add("files that no list names", name)
             if own:
                 folders.append(replace(folder, files=[folder.files[number - numbers.start] for number in own]))
                 kept += own

@@ -23,7 +23,7 @@ from mpp.data.listed import list_images
 from mpp.data.listing import Listing, shared, split_order
 from mpp.data.overview import describe
 from mpp.data.reading import LOADING_ERRORS
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # what is here is not downloaded
 SAYS_SPLITS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
@@ -162,9 +162,35 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         if streaming:
             return {split: tars.stream_of(files, config) for split, files in shards.items()}
         return shared(describe(config), lambda: tars.list_shards(shards, config), listing_key(config, streaming)).splits
-    plain = {split: [plain_path(Path(file)) for file in files] for split, files in shards.items()}
-    splits = datasets.load_dataset(SHARDS[kind], data_files=plain, streaming=streaming, download_config=QUIET)
+    splits = {}
+    for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
+        if not streaming:
+            refuse_other_classes(files)
+        plain = {split: [plain_path(Path(file)) for file in files]}
+        options = dict(data_files=plain, streaming=streaming, download_config=QUIET)
+        splits[split] = datasets.load_dataset(SHARDS[kind], **options)[split]
     return splits if streaming else with_found_paths(splits, shards)
+
+
+def refuse_other_classes(files: list[str]) -> None:
+    """Refuse parquet files of one split that declare other classes, or another order of these: the library would take
+    those of the first for all.
+
+    Raises:
+        UserError: there are such.
+    """
+    first: dict[str, list[str]] = {}
+    for file in files:
+        if ending(file) != ".parquet":
+            return
+        try:
+            features = datasets.Features.from_arrow_schema(pq.read_schema(file))
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{file}: {one_line(error)}") from error
+        for column, feature in features.items():
+            names = getattr(feature, "names", None)
+            if names is not None and first.setdefault(column, names) != names:
+                raise UserError(f"{file} declares other classes in {column} than {files[0]}, or another order of these")
 
 
 def with_found_paths(splits: dict[str, datasets.Dataset], shards: dict[str, list[str]]) -> dict[str, datasets.Dataset]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpp.data.dataset import ImageDataset
 
 SHOWN = 5  # names of classes
+FEWEST = 5  # classes, from which on more than half as many as images cannot be right
 FEW = 100  # test images, below which the interval that this means is said
 Z = 1.96  # a normal variable is within so many deviations of its mean with a probability of 95 %
 
@@ -66,7 +67,7 @@ def warn_of_labels(train: "ImageDataset", held_out: "ImageDataset") -> None:
     if train.labels is None or train.labels.ndim > 1 or not (train.labels >= 0).any():
         return
     numbers, counts = np.unique(train.labels[train.labels >= 0], return_counts=True)
-    if len(numbers) > counts.sum() / 2:
+    if len(numbers) > max(counts.sum() / 2, FEWEST):
         many = f"{len(numbers)} classes among {counts.sum()} labelled training images"
         warn(f"{many}: are these names of images, and not of classes?")
     elif (counts == 1).any():

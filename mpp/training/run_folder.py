@@ -71,8 +71,12 @@ def check_owner(config: Any, folder: Path) -> None:
         raise UserError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
     saved = folder / CONFIG
     different = changed_keys(config, saved, with_absolute_paths) if saved.is_file() else []
-    if "data.path" in different and has_moved_images(folder, with_absolute_paths(config).data):
+    data = getattr(with_absolute_paths(config), "data", None)
+    if "data.path" in different and has_moved_images(folder, data):
+        was = saved_settings(folder)["data"]
         different.remove("data.path")
+        if moved_along(was.get("labels"), was["path"], data.path) == data.labels:
+            different = [key for key in different if key != "data.labels"]
     if different:
         raise UserError(
             f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
@@ -138,6 +142,13 @@ def write_record(folder: Path, images: dict[str, Any]) -> None:
         unknown = f"the files could not be listed {when}; whether they are those that the run began with is unknown"
         print(f"warning: {folder}: {part}: {unknown}", file=sys.stderr)
     write_whole(folder / IMAGES, json.dumps(together(before, images), indent=1))
+
+
+def moved_along(file: str | None, before: str, now: str) -> str | None:
+    """Where a file is after a folder has moved: in there, if it was."""
+    if file is None or not Path(file).is_relative_to(before):
+        return file
+    return str(Path(now) / Path(file).relative_to(before))
 
 
 def has_moved_images(folder: Path, data: SourceConfig) -> bool:
