@@ -62,7 +62,7 @@ LISTED_HERE = b"file_name\nb.png\n"
         (
             ["car/0.png", "plane/0.png", "train/0.png"],
             1,
-            "images in no split's folder; rename folders that are no splits (2: car/0.png, plane/0.png)",
+            "images in no split's folder (2: car/0.png, plane/0.png)",
         ),
         (["spring.png", "steam train.png", "train.png"], 3, ""),
         (["a.png", "b.npy", "c.npy"], 1, "arrays next to pictures (2: b.npy, ...)"),

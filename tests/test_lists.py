@@ -197,7 +197,7 @@ def test_files_that_are_not_there_are_refused_at_once_or_skipped(tmp_path, capsy
     listed(tmp_path, list("abc") * 10)
     for number in (3, 4, 5, 6):
         (tmp_path / f"{number}.png").unlink()
-    words = rf"names 4 files that {tmp_path} does not have: 3.png, 4.png, 5.png and 1 more; .* data.missing skip leaves"
+    words = rf"names 4 files that are not in {tmp_path}: 3.png, 4.png, 5.png and 1 more; .* data.missing skip leaves"
     with pytest.raises(UserError, match=words):
         load_image_datasets(DataConfig(path=str(tmp_path)))
     images = in_train(tmp_path, missing="skip")
@@ -209,7 +209,7 @@ def test_a_row_without_a_name_is_named(tmp_path):
     listed(tmp_path, list("abc"))
     with open(tmp_path / "metadata.csv", "a") as file:
         file.write(",d\n")
-    with pytest.raises(UserError, match=r"names a file that .* does not have: line 4 names none"):
+    with pytest.raises(UserError, match=r"names a file that is not in .*: row 4 names none"):
         load_image_datasets(DataConfig(path=str(tmp_path)))
 
 
@@ -219,7 +219,7 @@ def test_a_file_that_is_listed_twice_counts_once(tmp_path, capsys):
         file.write("0.png,a\n1.png,z\n")
     assert in_train(tmp_path) == {"0.png": (0, "a"), "1.png": (1, None), "2.png": (2, "c")}
     warned = capsys.readouterr().err
-    assert "1 files are listed more than once, with different labels: 1.png; they count as unlabelled" in warned
+    assert "files that are listed with different labels count as unlabelled (1: 1.png)" in warned
 
 
 def test_an_archive_beside_its_list_is_the_images(tmp_path):

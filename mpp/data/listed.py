@@ -47,7 +47,7 @@ def by_folders(folders: Sequence[Folder], left_out: LeftOut, config: ImagesConfi
     for folder, split in zip(folders, layout.splits, strict=True):
         if split is None:
             first = "/".join((*folder.parts, folder.files[0]))
-            left_out.add("images in no split's folder; rename folders that are no splits", first, len(folder.files))
+            left_out.add("images in no split's folder", first, len(folder.files))
     kept = [number for number, split in enumerate(layout.splits) if split is not None]
     kept.sort(key=lambda number: split_order(layout.splits[number]))
     paths: list[str] = []
@@ -226,7 +226,7 @@ class ListedImages:
 
     def read(self, folder: str, each: ImageList, cells: Cells, label: str) -> None:
         """Take the rows of a list."""
-        numbers = [self.image(name, folder, each.path) for name in each.files]
+        numbers = [self.image(name, row, folder, each.path) for row, name in enumerate(each.files, start=1)]
         found = [number for number in numbers if number is not None]
         repeated = len(found) - len({*found})
         if repeated:
@@ -265,10 +265,10 @@ class ListedImages:
             self.absent.setdefault(list_path, []).append(name)
         return number
 
-    def image(self, name: Any, folder: str, list_path: str) -> int | None:
+    def image(self, name: Any, row: int, folder: str, list_path: str) -> int | None:
         """The same of an image, which has to be one that can be read."""
         if name is None:
-            self.absent.setdefault(list_path, []).append("a row without a name")
+            self.absent.setdefault(list_path, []).append(f"row {row} names none")
             return None
         number = self.number(str(name), folder, list_path)
         if number is None or number < self.files.inside:
@@ -351,7 +351,7 @@ class ListedImages:
         used = [row for row, split in enumerate(splits) if split is not None]
         for row in {*range(len(kept))} - {*used} if len(used) < len(kept) else ():
             name = os.path.relpath(self.files.paths[kept[row]], self.tree.root)
-            self.tree.left_out.add("images in no split's folder; rename folders that are no splits", name)
+            self.tree.left_out.add("images in no split's folder", name)
         numbers = [kept[row] for row in used]
         columns: dict[str, list[Any] | pa.Array] = {IMAGE: [self.files.paths[number] for number in numbers]}
         columns[SPLIT] = [splits[row] for row in used]
