@@ -25,6 +25,7 @@ from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.data.lists import as_label
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import shortened
+from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
 
 MEMBER = re.compile(r"tar://(?P<shard>.+?)::(?P<start>\d+)\+(?P<size>\d+)::(?P<name>.*)", re.DOTALL)
@@ -102,6 +103,8 @@ def members(file: BinaryIO, seeks: bool, heads: bool = False) -> Iterator[Member
                 raise tarfile.ReadError(f"unexpected end of data in {name}")
             yield Member(name, about.offset_data, about.size, content)
             shard.members.clear()  # it would keep all of them
+        if 0 < shard.fileobj.tell() - shard.offset < tarfile.BLOCKSIZE:  # which tarfile takes for the end
+            raise tarfile.ReadError("unexpected end of data in the header of a member")
 
 
 def is_image(member: Member, end: str) -> bool:
@@ -152,25 +155,37 @@ def picture_of(sample: Sample, config: ImagesConfig) -> Member | None:
 
 def cut_of(shard: str, config: ImagesConfig) -> Cut:
     """Where the names of a dataset's members are cut: at the first dot, as WebDataset does it; at the last one where
-    that alone leaves one picture a sample."""
-    with open_shard(shard) as file, damage_named(shard):
+    the first leaves several pictures a sample, or dots in endings, and the last does not.
+
+    Raises:
+        UserError: the shard is damaged.
+    """
+    with damage_named(shard), open_shard(shard) as file:
         tried = [member for member, _ in zip(members(file, is_local(shard), heads=True), range(TRIED), strict=False)]
-    for cut in (Cut(), Cut(last=True)):
-        try:
-            found = [(sample, picture_of(sample, config)) for sample in grouped(tried, cut, neighbours=False)]
-        except UserError:
-            continue
-        if not cut.last or all(picture is not None for _, picture in found):
-            return cut
-    return Cut()
+    return min((Cut(), Cut(last=True)), key=lambda cut: faults_of(cut, tried, config))
+
+
+def faults_of(cut: Cut, tried: list[Member], config: ImagesConfig) -> tuple[bool, int, int]:
+    """What speaks against a cut, the worst first: whether samples have several pictures; how many have none; the
+    pictures whose endings have a dot in them, and so the endings of their labels."""
+    without, dotted = 0, 0
+    try:
+        for sample in grouped(tried, cut, neighbours=False):
+            picture = picture_of(sample, config)
+            without += picture is None
+            dotted += picture is not None and "." in cut(picture.name)[1]
+    except UserError:
+        return True, 0, 0
+    return False, without, dotted
 
 
 @contextmanager
 def damage_named(shard: str) -> Iterator[None]:
-    """While open, a damaged shard is an error that names it."""
+    """Name the shard that is damaged."""
+    kinds = (tarfile.TarError, EOFError, OSError) if is_local(shard) else (tarfile.TarError, EOFError)
     try:
         yield
-    except (tarfile.TarError, EOFError) as error:
+    except kinds as error:
         raise UserError(f"{shard} is damaged: {one_line(error)}; replace it") from error
 
 
@@ -343,6 +358,6 @@ def stream_rows(
             cell: dict[str, Any] | None = None
             if picture is not None:
                 stored = read_member(path_of(shard, picture)) if is_local(shard) else picture.content
-                cell = {"bytes": stored, "path": picture.name}
+                cell = {"bytes": stored, "path": printable(picture.name)}
             labels = {name: label_in(sample, name if name in asked_for(config) else None) for name in columns}
             yield {config.image_column or IMAGE: cell} | labels
