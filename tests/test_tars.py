@@ -1,0 +1,316 @@
+"""Tar shards: samples, their images and labels, indexed and streamed."""
+
+import io
+import json
+import os
+import random
+import tarfile
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+import webdataset
+from colours import CATS_AND_DOGS, COLOURS, Seen, colour, in_train, seen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_folders import AWKWARD, BYTES, NAMES
+
+from mpp.config import DataConfig, ImagesConfig
+from mpp.data.decoding import decode
+from mpp.data.shards import load_streamed
+from mpp.data.sources import load_image_datasets, load_splits
+from mpp.errors import UserError
+from mpp.runtime.output import printable
+
+FEW = settings(max_examples=6, deadline=None, derandomize=True)
+KEYS = NAMES.filter(lambda name: "." not in name and "\\" not in name and len(os.fsencode(name)) < 90)
+Members = list[tuple[str, bytes]]
+
+
+def write_tar(file: Path | str, members: Members, **options) -> None:
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    with tarfile.open(file, "w", **options) as shard:
+        for name, content in members:
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            shard.addfile(about, io.BytesIO(content))
+
+
+def samples(numbers, end: str = "png", form: str = "PNG", key: str = "{:06d}") -> Members:
+    """Images of three colours with their classes as `cls`."""
+    files = {end: lambda number: colour(number % 3, form), "cls": lambda number: str(number % 3).encode()}
+    return [(f"{key.format(number)}.{end}", make(number)) for number in numbers for end, make in files.items()]
+
+
+def streamed(path: Path | str, **config) -> dict[str, Seen]:
+    """Of a stream: name of each image -> what it shows, and its label."""
+    config = DataConfig(path=str(path), streaming=True, **config)
+    label = config.label_column or "label"
+    rows = [row for stream in load_splits(config, streaming=True).values() for row in stream]
+    pixels = [decode(row["image"]["bytes"], ImagesConfig())[:, 4, 4].numpy() for row in rows]
+    kinds = [int(abs(COLOURS - pixel).sum(1).argmin()) for pixel in pixels]
+    return {row["image"]["path"]: Seen(kind, row[label]) for row, kind in zip(rows, kinds, strict=True)}
+
+
+def indexed(path: Path | str, **config) -> dict[str, Seen]:
+    """The same of shards that are indexed; a name is without its shard's."""
+    found = in_train(path, **config)
+    known = {name.partition(".tar: ")[2]: image for name, image in found.items()}
+    assert len(known) == len(found)
+    return known
+
+
+BOTH = pytest.mark.parametrize("look", [indexed, streamed])
+
+
+def is_right(images: dict[str, Seen], count: int) -> bool:
+    """Whether there are so many, all with the class that they show."""
+    return len(images) == count and all(image.label == str(image.kind) for image in images.values())
+
+
+# samples --------------------------------------------------------------------------------------------------------------
+
+
+@FEW
+@given(st.lists(KEYS, min_size=2, max_size=5, unique=True), st.sampled_from(["jpg", "png", "webp", "JPEG"]))
+def test_well_formed_shards_are_those_of_webdataset(keys, end):
+    """The same samples in the same order, the same bytes, the same classes."""
+    form = {"jpg": "JPEG", "JPEG": "JPEG", "png": "PNG", "webp": "WEBP"}[end]
+    with tempfile.TemporaryDirectory() as folder:
+        members = []
+        for number, key in enumerate(keys):
+            members += [(f"{key}.{end}", colour(number, form)), (f"{key}.cls", b"%d" % number), (f"{key}.json", b"{}")]
+        write_tar(f"{folder}/train-0.tar", members)
+        expected = list(webdataset.WebDataset(f"{folder}/train-0.tar", shardshuffle=False))
+        for look in (indexed, streamed):
+            images = look(folder)
+            assert sorted(images) == sorted(f"{sample['__key__']}.{end}" for sample in expected)
+            for number, sample in enumerate(expected):
+                assert images[f"{sample['__key__']}.{end}"] == (number, sample["cls"].decode())
+        whole = load_splits(DataConfig(path=folder, streaming=True), streaming=True)["train"]
+        assert [row["image"]["bytes"] for row in whole] == [sample[end.lower()] for sample in expected]
+
+
+@BOTH
+def test_endings_of_images_may_differ(tmp_path, look):
+    """Within a shard, and across shards."""
+    write_tar(tmp_path / "train-000.tar", samples(range(7), "jpg", "JPEG") + samples(range(7, 9), "webp", "WEBP"))
+    write_tar(tmp_path / "train-001.tar", samples(range(9, 12), "PNG") + samples(range(12, 14), "JpEg", "JPEG"))
+    assert is_right(look(tmp_path), 14)
+
+
+@BOTH
+@pytest.mark.parametrize("key", ["img.v1.{:06d}", "a.b/{:06d}", "./{:06d}", "d/e/{:06d}", "{:06d}.v1.0", "x.{:06d}.y"])
+def test_names_with_dots(tmp_path, look, key):
+    write_tar(tmp_path / "train-000.tar", samples(range(6), key=key))
+    assert is_right(look(tmp_path), 6)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False), st.sampled_from(["{:06d}", "img.v1.{:06d}", "a/{:02d}"]))
+def test_the_order_of_members_does_not_matter(rng, key):
+    """On this machine. A label may be far from its image."""
+    members = samples(range(8), key=key)
+    rng.shuffle(members)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tar(f"{folder}/train.tar", members)
+        for look in (indexed, streamed):
+            images = look(folder)
+            assert is_right(images, 8)
+            assert all(image.kind == int(name.split(".")[-2][-2:]) % 3 for name, image in images.items())
+
+
+@BOTH
+def test_a_picture_of_several_is_that_without_a_dot(tmp_path, look):
+    """`000.jpg` of `000.jpg` and `000.seg.png`: WebDataset's way of naming."""
+    members = samples(range(6), "jpg", "JPEG")
+    members += [(f"{number:06d}.{end}", colour(5)) for number in range(6) for end in ("seg.png", "depth.left.png")]
+    write_tar(tmp_path / "train.tar", sorted(members))
+    assert is_right(look(tmp_path), 6)
+
+
+@BOTH
+def test_several_pictures_are_chosen_among_by_a_setting_or_refused(tmp_path, look):
+    members = samples(range(6), "jpg", "JPEG") + [(f"{number:06d}.png", colour(5)) for number in range(6)]
+    write_tar(tmp_path / "train.tar", sorted(members))
+    with pytest.raises(
+        UserError, match=r"sample 000000 has several pictures \(jpg, png\): a name is cut .*image_column"
+    ):
+        look(tmp_path)
+    images = in_train(tmp_path, image_column="jpg")
+    assert len(images) == 6 and all(image.label == str(image.kind) for image in images.values())
+
+
+def test_two_members_of_one_name_are_refused(tmp_path):
+    write_tar(tmp_path / "train.tar", samples([1, 2, 1]))
+    with pytest.raises(UserError, match=r"two members are called 000001\.png; names of samples must differ"):
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+
+
+def test_samples_without_a_picture_are_counted_and_named(tmp_path, capsys):
+    write_tar(tmp_path / "train.tar", [*samples(range(4)), ("a.txt", b"text"), ("b.cls", b"1"), ("c.heic", b"x")])
+    assert is_right(in_train(tmp_path), 4)
+    said = "left out: samples without a picture (3: train.tar: a, train.tar: b, train.tar: c)"
+    assert said in capsys.readouterr().err
+
+
+@BOTH
+def test_pictures_without_an_ending_are_known_by_their_bytes(tmp_path, look):
+    members = [(f"{number:06d}", colour(number % 3, "JPEG")) for number in range(4)]
+    write_tar(tmp_path / "train.tar", members)
+    assert Counter(image.kind for image in look(tmp_path).values()) == {0: 2, 1: 1, 2: 1}
+
+
+@BOTH
+def test_hidden_members_and_other_sorts_are_none(tmp_path, look):
+    write_tar(tmp_path / "train.tar", [("._000000.png", b"x"), *samples(range(4)), (".DS_Store", b"x")])
+    with tarfile.open(tmp_path / "train.tar", "a") as shard:
+        folder = tarfile.TarInfo("a.png")
+        folder.type = tarfile.DIRTYPE
+        shard.addfile(folder)
+    assert is_right(look(tmp_path), 4)
+
+
+@BOTH
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_any_form_of_a_tar(tmp_path, look, form):
+    """Names of over 100 bytes, or of none that is ASCII, have headers of their own."""
+    key = "é" * 20 + "/{:06d}" if form == tarfile.USTAR_FORMAT else "é" * 90 + "/" + "x" * 120 + "{:06d}"
+    write_tar(tmp_path / "train.tar", samples(range(3), key=key), format=form)
+    assert is_right(look(tmp_path), 3)
+
+
+# labels ---------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("end", ["cls", "label", "CLS"])
+def test_text_of_a_member_is_the_label(tmp_path, look, end):
+    """Only a blank is no label."""
+    texts = {"NA": "NA", "None": "None", " é \n": "é", "7\n": "7", "": None, " \n": None}
+    members = []
+    for number, text in enumerate(texts):
+        members += [(f"{number}.png", colour(number)), (f"{number}.{end}", text.encode())]
+    write_tar(tmp_path / "train.tar", members)
+    assert [*look(tmp_path).values()] == [(number, text) for number, text in enumerate(texts.values())]
+
+
+@BOTH
+@pytest.mark.parametrize("value", [["NA", "b", "c"], [45123, 998877, -1], [[0, 1], [], [2]], [True, None, 2.0]])
+def test_a_key_of_json_is_the_label(tmp_path, look, value):
+    members = []
+    for number, each in enumerate(value):
+        members += [(f"{number}.png", colour(number)), (f"{number}.json", json.dumps({"kind": each}).encode())]
+    write_tar(tmp_path / "train.tar", members)
+    if isinstance(value[0], list):
+        train, _ = load_image_datasets(DataConfig(path=str(tmp_path), label_column="kind", eval_split=None))
+        assert {name for name in train.names} == {"0", "1", "2"}
+        return
+    expected = [None if each is None else str(int(each) if isinstance(each, float) else each) for each in value]
+    assert [image.label for image in look(tmp_path, label_column="kind").values()] == expected
+
+
+def test_json_that_is_none_is_named(tmp_path):
+    write_tar(tmp_path / "train.tar", [("0.png", colour(0)), ("0.json", b"{")])
+    with pytest.raises(UserError, match=r"0\.json cannot be read"):
+        load_image_datasets(DataConfig(path=str(tmp_path), label_column="kind"))
+
+
+def test_shards_of_folders_have_their_classes(tmp_path):
+    """And nothing else: as `tar cf train.tar cat dog` writes them."""
+    members = [(f"./{name}/{n}.png", colour(kind)) for kind, name in enumerate(CATS_AND_DOGS) for n in range(3)]
+    write_tar(tmp_path / "train.tar", members)
+    assert Counter(in_train(tmp_path).values()) == {(0, "cat"): 3, (1, "dog"): 3}
+
+
+# shards ---------------------------------------------------------------------------------------------------------------
+
+
+def test_words_in_names_of_shards_are_splits(tmp_path):
+    for number, name in enumerate(["birds-train-000", "train_001", "val-000", "a/test/000", "my.validation"]):
+        write_tar(tmp_path / f"{name}.tar", samples(range(10 * number, 10 * number + 3)))
+    write_tar(tmp_path / "latest.tar", samples(range(90, 93)))  # none of these words: to train on
+    found = {split: len(images) for split, images in (seen(tmp_path) | seen(tmp_path, eval_split="test")).items()}
+    assert found == {"train": 9, "validation": 6, "test": 3}
+
+
+@pytest.mark.parametrize("place", ["name", "key"])
+@pytest.mark.parametrize("look", [indexed, streamed])
+def test_any_name_that_the_system_takes(tmp_path, look, place):
+    """Of a folder of shards, and of members: also such as are no UTF-8."""
+    names = [*BYTES, *(name for name in AWKWARD if len(os.fsencode(name)) < 200)]
+    if place == "name":
+        for name in names:
+            write_tar(tmp_path / name / f"{name}.tar", samples(range(3)))
+            assert is_right(look(tmp_path / name), 3), name
+    else:
+        names = [name for name in names if "a.." not in name]
+        members = []
+        for number, name in enumerate(names):
+            members += [(f"{name}.png", colour(number % 3)), (f"{name}.cls", str(number % 3).encode())]
+        write_tar(tmp_path / "train.tar", members)
+        assert is_right(look(tmp_path), len(names))
+
+
+@BOTH
+@pytest.mark.parametrize("left", [200, 550, 600, 1100, 1600, 5000])
+def test_a_shard_that_ends_too_early_is_named(tmp_path, look, left):
+    """In the header of a member, in its bytes, or in what fills its last block."""
+    write_tar(tmp_path / "train-0.tar", samples(range(6)))
+    whole = (tmp_path / "train-0.tar").read_bytes()
+    (tmp_path / "train-0.tar").write_bytes(whole[:left])
+    with pytest.raises(UserError, match=rf"{tmp_path}/train-0\.tar is damaged: .*; replace it"):
+        look(tmp_path)
+
+
+def test_any_damaged_shard_is_named(tmp_path):
+    for shard in range(3):
+        write_tar(tmp_path / f"train-{shard}.tar", samples(range(3 * shard, 3 * shard + 3)))
+    (tmp_path / "train-2.tar").write_bytes((tmp_path / "train-2.tar").read_bytes()[:1100])
+    with pytest.raises(UserError, match=r"train-2\.tar is damaged: unexpected end of data .*; replace it"):
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+
+
+def test_many_samples_cost_one_read_of_a_shard(tmp_path, monkeypatch):
+    """It is opened once to see how names are cut, and once to index it; no image is read."""
+    for shard in range(3):
+        write_tar(tmp_path / f"train-{shard}.tar", samples(range(100 * shard, 100 * shard + 100)))
+    opened, real = [], io.open
+    calls: Counter[str] = Counter()
+
+    def counted(file, *args, **options):
+        opened.append(str(file))
+        return real(file, *args, **options)
+
+    stat = os.stat
+    monkeypatch.setattr("mpp.data.tars.open", counted, raising=False)
+    monkeypatch.setattr(os, "stat", lambda *args, **options: (calls.update(["stat"]), stat(*args, **options))[1])
+    rows = load_splits(DataConfig(path=str(tmp_path)))["train"]
+    assert len(rows) == 300 and len([file for file in opened if file.endswith(".tar")]) == 4
+    assert calls["stat"] <= 300
+
+
+def test_images_of_a_stream_that_are_kept_may_have_any_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for number in range(2):
+        write_tar(tmp_path / "data" / f"train-{number}.tar", samples(range(4), key=f"{BYTES[number]}{{}}"))
+    _, known, held_out = load_streamed(DataConfig(path=str(tmp_path / "data"), streaming=True), 4, 4)
+    for part in (known, held_out):
+        assert [part.names[label] for label in part.labels] == ["0", "1", "2", "0"]
+        assert {part.name(index)[:-5] for index in range(4)} <= {*map(printable, BYTES)}
+
+
+def test_far_shards_are_those_of_this_machine(tmp_path):
+    """Their members stand next to each other; else one line says that they must."""
+    members = [*samples(range(6), "jpg", "JPEG"), ("x.v1.png", colour(0)), ("x.v1.cls", b"0")]
+    write_tar(tmp_path / "train.tar", members)
+    near, far = (streamed(path) for path in (tmp_path, f"file://{tmp_path}/train.tar"))
+    assert near == far and len(near) == 7
+    random.Random(0).shuffle(members)
+    write_tar(tmp_path / "train.tar", members)
+    with pytest.raises(
+        UserError, match=r"has no picture; members of a sample must stand next to each other in a shard"
+    ):
+        streamed(f"file://{tmp_path}/train.tar")
