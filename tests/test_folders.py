@@ -154,7 +154,9 @@ def test_the_same_name_below_several_folders_is_one_class_and_said(tmp_path, cap
         save(tmp_path / place / "0.png", kind)
     images = in_train(tmp_path, label_folder=way)
     assert [images[f"{place}/0.png"].label for place in PLANTS] == classes.split()
-    said = "apple/healthy, grape/healthy are one class, and so with 1 more; data.label_folder outer takes the outer ones"
+    said = (
+        "apple/healthy, grape/healthy are one class, and so with 1 more; data.label_folder outer takes the outer ones"
+    )
     assert (said in capsys.readouterr().err) == (way == "inner")
 
 

@@ -143,10 +143,35 @@ def test_several_pictures_are_chosen_among_by_a_setting_or_refused(tmp_path, loo
     assert len(images) == 6 and all(image.label == str(image.kind) for image in images.values())
 
 
-def test_two_members_of_one_name_are_refused(tmp_path):
-    write_tar(tmp_path / "train.tar", samples([1, 2, 1]))
-    with pytest.raises(UserError, match=r"two members are called 000001\.png; names of samples must differ"):
-        load_image_datasets(DataConfig(path=str(tmp_path)))
+def test_of_two_members_of_one_name_the_last_one_counts(tmp_path):
+    """As tar has it: `tar -r` writes a file that has changed once more."""
+    write_tar(tmp_path / "train.tar", [("a.png", colour(1)), *samples([2]), ("a.png", colour(0)), ("a.cls", b"0")])
+    images = in_train(tmp_path)
+    assert len(images) == 2 and all(image.label == str(image.kind) for image in images.values())
+
+
+def test_links_in_a_shard_are_the_files_that_they_lead_to(tmp_path):
+    """GNU tar writes files of several names as links."""
+    for kind, name in enumerate("ab"):
+        (tmp_path / "src" / name).mkdir(parents=True)
+        (tmp_path / "src" / name / "0.png").write_bytes(colour(kind))
+        (tmp_path / "src" / name / "1.png").hardlink_to(tmp_path / "src" / name / "0.png")
+        (tmp_path / "src" / name / "2.png").symlink_to("0.png")
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.add(tmp_path / "src", "src")
+    images = in_train(tmp_path / "x.tar")
+    assert sorted((image.kind, image.label) for image in images.values()) == [(0, "a")] * 3 + [(1, "b")] * 3
+
+
+def test_folders_in_a_shard_are_splits_and_classes(tmp_path):
+    kinds = {(split, name): kind for split in ("train", "val") for kind, name in enumerate("ab")}
+    write_tar(
+        tmp_path / "x.tar", [(f"{s}/{c}/{i}.png", colour(kind)) for (s, c), kind in kinds.items() for i in range(3)]
+    )
+    for path in (tmp_path / "x.tar", tmp_path):
+        train, held_out = load_image_datasets(DataConfig(path=str(path)))
+        assert (len(train), len(held_out), held_out.split, train.names) == (6, 6, "validation", ["a", "b"])
+        assert train.labels.tolist() == held_out.labels.tolist() == [0] * 3 + [1] * 3
 
 
 def test_samples_without_a_picture_are_counted_and_named(tmp_path, capsys):
@@ -311,6 +336,6 @@ def test_far_shards_are_those_of_this_machine(tmp_path):
     random.Random(0).shuffle(members)
     write_tar(tmp_path / "train.tar", members)
     with pytest.raises(
-        UserError, match=r"has no picture; members of a sample must stand next to each other in a shard"
+        UserError, match=r"stands apart from its sample: members of a sample must stand next to each other in a shard"
     ):
         streamed(f"file://{tmp_path}/train.tar")

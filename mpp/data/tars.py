@@ -34,7 +34,6 @@ SPLIT_AT_END = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})$")
 OF_MANY = re.compile(r"(\w+)-\d+-of-\d+\.")
 LABELS = ("cls", "label")
 """Endings of a sample's members that are its label, where nobody names another."""
-WITHOUT = 20  # samples in a row without a picture: their members are apart
 SMALL = 1 << 16  # bytes: a member that is no image and longer is no label
 TRIED = 200  # members of the first shard that show where names are cut
 
@@ -120,12 +119,19 @@ def grouped(found: Iterable[Member], cut: Cut, neighbours: bool) -> Iterator[Sam
 
     Args:
         neighbours: whether those of a sample have to stand next to each other, so that nothing is held in memory.
+    Raises:
+        UserError: they have to, and do not.
     """
     samples: dict[str, Sample] = {}
+    passed: set[str] = set()
     for member in found:
         key, end = cut(member.name)
+        if key in passed:
+            rule = "members of a sample must stand next to each other in a shard that is far away"
+            raise UserError(f"{member.name} stands apart from its sample: {rule} (tar --sort=name)")
         if neighbours and samples and key not in samples:
             yield from samples.values()
+            passed |= samples.keys()
             samples = {}
         sample = samples.setdefault(key, Sample(key))
         if is_image(member, end):
@@ -230,13 +236,8 @@ def samples_of(shard: str, config: ImagesConfig, cut: Cut) -> Iterator[tuple[Sam
     seeks = is_local(shard)
     with open_shard(shard) as file:
         size = os.fstat(file.fileno()).st_size if seeks else None
-        without = 0  # samples in a row that have no picture
         for sample in grouped(members(file, seeks), cut, neighbours=not seeks):
             picture = picture_of(sample, config)
-            without = 0 if picture is not None or seeks else without + 1
-            if without > WITHOUT:
-                rule = "members of a sample must stand next to each other in a shard that is far away"
-                raise UserError(f"samples of {shard}, such as {sample.key}, have no picture: {rule} (tar --sort=name)")
             if picture is not None and size is not None and picture.start + picture.size > size:
                 raise tarfile.ReadError(f"unexpected end of data in {picture.name}")
             yield sample, picture
