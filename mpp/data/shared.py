@@ -10,8 +10,8 @@ import os
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import datasets
@@ -43,41 +43,48 @@ def shared_rows(make: Callable[[], pa.Table], key: str) -> tuple[datasets.Datase
     start = os.getpid() if alone else tuple(map(os.environ.get, LAUNCH))
     digest = hashlib.sha256(repr((start, key, asked[key])).encode(errors="surrogateescape")).hexdigest()[:16]
     place = Path(tempfile.gettempdir()) / f"{PREFIX}-{os.getuid()}-{socket.gethostname()}-{digest}"
+    lock = FileLock(f"{place}.lock")
+    with place_named(place):
+        lock.acquire()
     try:
-        with FileLock(f"{place}.lock"):
-            file = written(place) or write(made(make), place)
-            rows = datasets.Dataset.from_file(str(file))
-            with pa.memory_map(str(file)) as source:
-                about = pa.ipc.open_stream(source).schema.metadata
-    except NotMade as error:
-        raise error.__cause__ from None
-    except OSError as error:
-        what = f"the table of images cannot be written to {place.parent} ({error})"
-        raise UserError(f"{what}; TMPDIR names another place") from error
-    if alone:
-        Path(f"{place}.lock").unlink(missing_ok=True)
+        file = written(place)
+        if file is None:
+            table = make()
+            with place_named(place):
+                file = write(table, place)
+        rows = datasets.Dataset.from_file(str(file))
+        with pa.memory_map(str(file)) as source:
+            about = pa.ipc.open_stream(source).schema.metadata
+    finally:
+        lock.release()
+        if alone:
+            Path(lock.lock_file).unlink(missing_ok=True)
     return rows, about
 
 
-class NotMade(Exception):
-    """The table could not be made: no fault of its place."""
-
-
-def made(make: Callable[[], pa.Table]) -> pa.Table:
-    """What `make` makes; its errors as causes of NotMade."""
+@contextmanager
+def place_named(place: Path) -> Iterator[None]:
+    """Say where a table cannot be written."""
     try:
-        return make()
-    except Exception as error:
-        raise NotMade from error
+        yield
+    except OSError as error:
+        what = f"the table of images cannot be written to {place.parent} ({error})"
+        raise UserError(f"{what}; TMPDIR names another place") from error
 
 
 def written(place: Path) -> Path | None:
     """The table of this start, where a process that is alive has written it; those of others that are dead go."""
-    for file in map(Path, glob.glob(f"{glob.escape(str(place).rpartition('-')[0])}-*.arrow")):
+    known = glob.escape(str(place).rpartition("-")[0])
+    for file in map(Path, [*glob.glob(f"{known}-*.arrow"), *glob.glob(f"{known}-*.partial")]):
         if not is_alive(file):
             file.unlink(missing_ok=True)
             lock_of(file).unlink(missing_ok=True)
     return next(map(Path, glob.glob(f"{glob.escape(str(place))}.*.arrow")), None)
+
+
+def lock_of(file: Path) -> Path:
+    """What is locked while a table is written, by its file."""
+    return Path(f"{str(file).rpartition('.')[0].rpartition('.')[0]}.lock")
 
 
 def writer() -> str:
@@ -95,7 +102,7 @@ def is_alive(file: Path) -> bool:
 
 def write(table: pa.Table, place: Path) -> Path:
     """Write a table, complete or not at all; it goes when this process ends."""
-    file, aside = Path(f"{place}.{writer()}.arrow"), Path(f"{place}.partial")
+    file, aside = (Path(f"{place}.{writer()}.{end}") for end in ("arrow", "partial"))
     try:
         with aside.open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table, max_chunksize=ROWS)
@@ -111,8 +118,3 @@ def remove(file: Path, pid: int) -> None:
     if os.getpid() == pid:
         file.unlink(missing_ok=True)
         lock_of(file).unlink(missing_ok=True)
-
-
-def lock_of(table: Path) -> Path:
-    """The lock that its writer held."""
-    return table.with_name(f"{table.name.rpartition('.')[0].rpartition('.')[0]}.lock")
