@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset, decode_cell
 from mpp.data.decoding import UnreadableImage, decode
+from mpp.data.hub import say_that_it_is_of_the_hub
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.views import (
     BatchLayout,
@@ -483,3 +484,54 @@ def test_offline_nothing_is_waited_for(monkeypatch):
     monkeypatch.setattr("mpp.data.reading.time.sleep", None)
     with pytest.raises(UserError, match=r"data.path is nobody/nothing, which cannot be loaded"):
         load_image_datasets(DataConfig(path="nobody/nothing"))
+
+
+def test_shards_have_the_split_of_their_name(tmp_path):
+    """One that is no word of ours, too, and not the training images."""
+    sizes = {"train": 5, "test": 4, "extra": 3, "train_extra": 2}
+    (tmp_path / "data").mkdir()
+    for name, size in sizes.items():
+        rows(size).to_parquet(tmp_path / "data" / f"{name}-00000-of-00001.parquet")
+    assert {name: len(part) for name, part in load_splits(DataConfig(path=str(tmp_path))).items()} == sizes
+
+
+def test_a_card_says_what_the_splits_are(tmp_path):
+    for name in ("alpha", "beta"):
+        rows(4).to_parquet(tmp_path / f"{name}.parquet")
+    files = "{split: train, path: alpha.parquet}, {split: test, path: beta.parquet}"
+    configs = f"configs:\n- {{config_name: default, data_files: [{files}]}}"
+    (tmp_path / "README.md").write_text(f"---\n{configs}\n---\n")
+    assert {name: len(part) for name, part in load_splits(DataConfig(path=str(tmp_path))).items()} == dict(
+        train=4, test=4
+    )
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(UserError, match=r"data\.name is b; it must be left out: .* has no README\.md with configs"):
+        load_splits(DataConfig(path=str(tmp_path), name="b"))
+
+
+@pytest.mark.parametrize("where", ["another split", "the same split"])
+def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path, where):
+    """The library takes the first file's for all."""
+    for number, names in enumerate((["owl", "cat"], ["cat", "owl"])):
+        labels = [names.index("owl"), names.index("cat")] * 2
+        part = rows(4).add_column("label", labels).cast_column("label", datasets.ClassLabel(names=names))
+        split = ("train", "test")[number] if where == "another split" else "train"
+        part.to_parquet(tmp_path / f"{split}-{number}.parquet")
+    if where == "the same split":
+        with pytest.raises(
+            UserError, match=r"train-1\.parquet declares other classes in label than .*train-0\.parquet"
+        ):
+            load_image_datasets(DataConfig(path=str(tmp_path)))
+    else:
+        for part in load_image_datasets(DataConfig(path=str(tmp_path))):
+            assert [part.names[number] for number in part.labels] == ["owl", "cat"] * 2
+
+
+def test_a_name_of_the_hub_is_said_at_once_and_what_is_none_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "photos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    say_that_it_is_of_the_hub(ImagesConfig(path="photo"))
+    assert "the hub is asked for it; did you mean photos?" in capsys.readouterr().out
+    for path in ("my photos", "photos/a b", "x" * 200):
+        with pytest.raises(UserError, match=r"does not exist: there is no such file or folder in"):
+            say_that_it_is_of_the_hub(ImagesConfig(path=path))

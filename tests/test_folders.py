@@ -358,3 +358,43 @@ def test_archives_of_splits_are_splits(tmp_path):
                 archive.writestr(f"{CATS_AND_DOGS[kind]}/0.png", colour(kind))
     images = seen(tmp_path)
     assert labels_of(images["train"]) == labels_of(images["validation"]) == {(0, "cat"): 1, (1, "dog"): 1}
+
+
+def test_a_level_that_is_the_same_for_nearly_all_is_no_class(tmp_path):
+    """A folder of boxes that lost a picture does not make classes of `images` and `boxes`."""
+    for kind, name in enumerate("abc"):
+        for number in range(10):
+            save(tmp_path / "train" / name / "images" / f"{number}.png", kind)
+    save(tmp_path / "train" / "a" / "boxes" / "0.png", 0)
+    assert all(image.label == "abc"[image.kind] for image in in_train(tmp_path, eval_split=None).values())
+
+
+def test_where_two_levels_may_be_the_classes_both_are_said(tmp_path, capsys):
+    for kind, name in enumerate(("benign", "malignant")):
+        for patient in range(4):
+            save(tmp_path / name / f"p{kind}{patient}" / "0.png", kind)
+    assert len({image.label for image in in_train(tmp_path).values()}) == 8
+    said = (
+        "classes are the innermost folders (8: p00, p01, p02 and 5 more); data.label_folder outer takes the outer ones"
+    )
+    assert f"{said} (2: benign, malignant)" in capsys.readouterr().err
+    images = in_train(tmp_path, label_folder="outer")
+    assert all(image.label == ("benign", "malignant")[image.kind] for image in images.values())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["train2017", "val2017"], "folders look like splits and are none: train2017, val2017;"),
+        (["cars_test", "cars_train"], "folders look like splits and are none: cars_test, cars_train;"),
+        (["cat/train", "dog/val"], "folders look like splits and are none: train, val;"),
+        (["JPEGImages", "SegmentationClass"], "folders look like masks and count as images: SegmentationClass;"),
+        (["images", "annotations"], "folders look like masks and count as images: annotations;"),
+        (["trainer", "protest", "valley"], ""),
+    ],
+)
+def test_folders_that_look_like_splits_or_masks_are_named(tmp_path, capsys, names, said):
+    save_classes(tmp_path, names)
+    in_train(tmp_path)
+    warned = capsys.readouterr().err
+    assert said in warned and ("look like" in warned) == bool(said)

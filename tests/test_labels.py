@@ -170,3 +170,9 @@ def test_labels_take_little_more_memory_than_their_numbers(several):
         tracemalloc.stop()
     assert (found.reshape(-1) == numbers).all()
     assert peak < 4 * found.nbytes  # as lists of Python: 13 and 14 times
+
+
+def test_negative_numbers_of_classes_that_nothing_declares_are_said(capsys):
+    column = rows(Value("int64"), [-1, 1, 1, -1, 1], "sign")
+    assert number_labels([read_labels(column, "sign", "here")]).parts[0].tolist() == [-1, 0, 0, -1, 0]
+    assert "2 labels in the column sign are negative numbers: no labels" in capsys.readouterr().out

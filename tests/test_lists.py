@@ -2,6 +2,7 @@
 
 import csv
 import json
+import tarfile
 import tempfile
 import unicodedata
 import zipfile
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from colours import CATS_AND_DOGS, colour, in_train, save, save_classes, seen
+from conftest import dataset_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_folders import ACUTE, DECOMPOSED, NAMES
@@ -393,3 +395,62 @@ def test_paths_in_parquet_are_from_the_file_on(tmp_path):
     pq.write_table(pa.table({"image": images, "label": CODES}, schema), tmp_path / "data" / "train.parquet")
     known = in_train(tmp_path / "data", image_column="image")
     assert {each.label: each.kind for each in known.values()} == {code: kind for kind, code in enumerate(CODES)}
+
+
+def test_lists_of_one_folder_are_joined_and_inner_ones_count_more(tmp_path):
+    """A list without labels takes nobody's label away."""
+    for number in range(6):
+        save(tmp_path / "train" / f"{number}.png", number % 3)
+    names = [f"{number}.png" for number in range(6)]
+    write_csv(tmp_path / "train" / "labels.csv", [{"file": n, "label": "abc"[i % 3]} for i, n in enumerate(names)])
+    write_csv(tmp_path / "train" / "metadata.csv", [{"file_name": n, "age": i} for i, n in enumerate(names)])
+    write_csv(tmp_path / "metadata.csv", [{"file_name": f"train/{n}", "label": "x"} for n in names])
+    images = in_train(tmp_path, eval_split=None)
+    assert all(image.label == "abc"[image.kind] for image in images.values()) and len(images) == 6
+
+
+def test_absolute_names_are_found_through_a_link_to_the_images(tmp_path):
+    for split in ("train", "val"):
+        save_classes(tmp_path / "real" / split, CATS_AND_DOGS)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    files = sorted((tmp_path / "real").rglob("*.png"))
+    write_csv(tmp_path / "all.csv", [{"file": str(file), "label": file.parent.name} for file in files])
+    splits = seen(tmp_path / "link", labels=str(tmp_path / "all.csv"))
+    assert {name: len(images) for name, images in splits.items()} == {"train": 4, "validation": 4}
+
+
+def test_a_bare_name_is_found_in_a_folder_below_where_it_is_the_only_one(tmp_path):
+    """As competitions have it: a table of ids, and folders of images."""
+    for number in range(6):
+        save(tmp_path / ("part_1" if number < 3 else "part_2") / f"id{number}.png", number % 3)
+    write_csv(tmp_path / "labels.csv", [{"id": f"id{number}", "breed": "abc"[number % 3]} for number in range(6)])
+    images = in_train(tmp_path, file_column="id", label_column="breed")
+    assert all(image.label == "abc"[image.kind] for image in images.values()) and len(images) == 6
+    save(tmp_path / "part_2" / "id0.png", 0)
+    with pytest.raises(UserError, match=r"names a file that is not in .*: id0;"):
+        load_image_datasets(DataConfig(path=str(tmp_path), file_column="id", label_column="breed"))
+
+
+def test_a_file_that_is_listed_in_two_splits_is_named(tmp_path, capsys):
+    for number in range(4):
+        save(tmp_path / f"{number}.png", number)
+    rows = [{"file": f"{number}.png", "split": split} for split in ("train", "test") for number in range(3)]
+    write_csv(tmp_path / "metadata.csv", [*rows, {"file": "3.png", "split": "test"}])
+    assert {name: len(images) for name, images in seen(tmp_path).items()} == {"train": 3, "test": 1}
+    assert "files that are listed in several splits count in the first of these (3: 0.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["a parquet file", "a tar", "a saved dataset"])
+def test_a_list_of_what_has_labels_of_its_own_is_refused(tmp_path, what):
+    rows = dataset_of([colour(0)] * 4)
+    path = tmp_path / {"a parquet file": "a.parquet", "a tar": "a.tar"}.get(what, "saved")
+    if what == "a parquet file":
+        rows.to_parquet(path)
+    elif what == "a tar":
+        with tarfile.open(path, "w") as tar:
+            save(tmp_path / "0.png")
+            tar.add(tmp_path / "0.png", "0.png")
+    else:
+        rows.save_to_disk(path)
+    with pytest.raises(UserError, match=r"data\.labels is gone\.csv; it must be left out: shards have labels of their"):
+        load_image_datasets(DataConfig(path=str(path), labels="gone.csv"))
