@@ -29,10 +29,11 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
-from mpp.data.dataset import contents, file_of, find_image_column, numbers_of, undecoded
+from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
 from mpp.data.decoding import UnreadableImage, read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
-from mpp.data.overview import describe
+from mpp.data.labels import number_labels, read_labels
+from mpp.data.overview import announce, describe
 from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import load_splits
 from mpp.errors import UserError
@@ -148,7 +149,9 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
         UserError: no such images.
     """
     shards, images = [], {}
-    for split, rows in load_splits(replace(config.data, revision=commit)).items():
+    splits = load_splits(replace(config.data, revision=commit))
+    say_what_is_there(config, splits)
+    for split, rows in splits.items():
         image_column = find_image_column(config.data, rows.features)
         label_column = config.data.label_column or ("label" if "label" in rows.features else None)
         require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
@@ -169,6 +172,21 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
             chosen = rows.select(order[number * config.rows : (number + 1) * config.rows])
             shards.append(Shard(split, file, chosen, config))
     return shards, images
+
+
+def say_what_is_there(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:
+    """Say how many images there are, how many of them have a label, and of which classes."""
+    source = describe(config.data)
+    known = {name: rows for name, rows in splits.items() if len(rows)}
+    with contextlib.suppress(UserError):  # labels of other kinds are kept as they are
+        labels = number_labels([read_labels(rows, config.data.label_column, source) for rows in known.values()])
+        columns = [find_image_column(config.data, rows.features) for rows in known.values()]
+        named = zip(known.items(), columns, labels.parts, strict=True)
+        parts = [
+            dataset_of(rows, column, numbers, name, labels.names, labels.classes)
+            for (name, rows), column, numbers in named
+        ]
+        announce(source, parts, {})
 
 
 def begun_with(config: PrepareConfig) -> dict[str, Any]:
