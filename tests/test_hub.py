@@ -1,22 +1,29 @@
 """Datasets of the hub, from one on this machine: one commit a run, faults that pass, faults that do not, signals."""
 
+import io
 import json
 import os
 import resource
 import shutil
 import signal
+import tarfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, TINY, encoded, picture, wait_until
+from colours import CATS_AND_DOGS, colour, seen
+from conftest import HANGS, ROOT, TINY, encoded, picture, wait_until
 from hub import ALWAYS, TOKEN, Fault, Hub
-from server import Command, environments_of
+from server import Command, context, environments_of
 
-from mpp.data.sources import BIRDS
+from mpp.config import DataConfig
+from mpp.data.sources import BIRDS, load_splits
 from mpp.runtime.preemption import EXIT_CODE, MARKER
 from mpp.training.checkpoint import newest_step
 
@@ -232,7 +239,7 @@ def test_a_signal_while_the_hub_is_away(hub, start, run, undisturbed, tmp_path, 
     tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *", 1)
 
 
-def test_a_folder_of_images_is_no_stream(hub, run):
+def test_a_folder_of_images_is_no_stream(hub, run, tmp_path):
     photos = hub.root / "somebody" / "photos"
     for number in range(16):
         file = photos / COMMITS[0] / ("train" if number % 2 else "test") / f"{number}.png"
@@ -243,7 +250,82 @@ def test_a_folder_of_images_is_no_stream(hub, run):
     code, said = run(STREAMED, "--data.eval_split=test", name="photos", **options)
     refused = code == 2 and "data.path holds image files, no shards: leave out data.streaming" in said
     assert refused or code == 0, said  # datasets 4.0 hands files over as they are: then it is one shard
-    assert run("--data.eval_split=test", name="photos" if refused else "indexed", **options)[0] == 0
+    code, said = run("--data.eval_split=test", name="photos" if refused else "indexed", **options)
+    assert code == 0, said
+    assert commit_of(tmp_path / ("photos" if refused else "indexed"))["train"] == COMMITS[0]
+
+
+ANIMALS = [*enumerate(CATS_AND_DOGS)]
+PICTURES = {f"{split}/{name}/{n}.png": kind for split in ("train", "test") for kind, name in ANIMALS for n in range(2)}
+"""Name of a file -> what it shows."""
+
+
+def publish(hub: Hub, name: str, files: dict[str, bytes], commit: str = COMMITS[0]) -> str:
+    """A dataset of these files; its name."""
+    for inside, content in files.items():
+        file = hub.root / "somebody" / name / commit / inside
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    (hub.root / "somebody" / name / "main").write_text(commit)
+    return f"somebody/{name}"
+
+
+def in_a_process(look: Callable, *arguments) -> Any:
+    """What a function says in a process of its own, whose hub is ours."""
+    answers = context.Queue()
+    process = context.Process(target=answer, args=(answers, look, *arguments))
+    process.start()
+    found = answers.get(timeout=HANGS)
+    process.join(HANGS)
+    assert not isinstance(found, Exception), found
+    return found
+
+
+def answer(answers, look: Callable, *arguments) -> None:
+    hurry()
+    try:
+        answers.put(look(*arguments))
+    except Exception as error:
+        answers.put(error)
+
+
+def streamed(path: str) -> list[tuple[str, bytes]]:
+    """Labels and images of a stream."""
+    rows = load_splits(DataConfig(path=path, streaming=True), streaming=True)["train"]
+    return [(row["label"], row["image"]["bytes"]) for row in rows]
+
+
+def test_loose_pictures_are_listed_as_on_this_machine(hub, home, tmp_path):
+    """Classes of folders, a list for one split, a picture at the top that takes nobody's label away."""
+    files = {name: colour(kind) for name, kind in PICTURES.items()}
+    files |= {"train/stray.png": colour(3), "README.md": b"My photographs"}
+    files["test/metadata.csv"] = b"file_name,label\n" + b"".join(
+        f"{name.removeprefix('test/')},{dict(ANIMALS)[kind]}\n".encode()
+        for name, kind in PICTURES.items()
+        if name.startswith("test")
+    )
+    found = in_a_process(seen, publish(hub, "loose", files))
+    here = seen(shutil.copytree(hub.root / "somebody" / "loose" / COMMITS[0], tmp_path / "here"))
+    assert found == here and Counter(found["train"].values()) == {(0, "cat"): 2, (1, "dog"): 2, (3, None): 1}
+    assert Counter(found["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
+
+
+def test_tar_shards_are_listed_as_on_this_machine(hub, home):
+    """Indexed and streamed. Endings of images differ, and names have dots."""
+    shards = {}
+    for number, (end, form) in enumerate((("jpg", "JPEG"), ("png", "PNG"))):
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as shard:
+            for n in range(6):
+                for member, data in ((end, colour(n % 2, form)), ("cls", dict(ANIMALS)[n % 2].encode())):
+                    about = tarfile.TarInfo(f"img.v1.{6 * number + n:03d}.{member}")
+                    about.size = len(data)
+                    shard.addfile(about, io.BytesIO(data))
+        shards[f"data/train-{number}.tar"] = content.getvalue()
+    path = publish(hub, "tars", shards)
+    images = [colour(n % 2, form) for form in ("JPEG", "PNG") for n in range(6)]
+    assert in_a_process(streamed, path) == [*zip(CATS_AND_DOGS * 6, images, strict=True)]
+    assert Counter(in_a_process(seen, path)["train"].values()) == {(0, "cat"): 6, (1, "dog"): 6}
 
 
 def test_a_download_that_fills_the_disk(start, run, tally):
