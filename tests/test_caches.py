@@ -5,7 +5,7 @@ import os
 
 import datasets
 import pytest
-from conftest import run_command
+from conftest import dataset_of, encoded, picture, run_command
 from huggingface_hub import constants
 
 from mpp.config import SourceConfig
@@ -65,12 +65,14 @@ def test_other_files_are_not_taken_for_a_cache(monkeypatch, tmp_path, file):
     assert unwritable_cache(error) is None and user_message(error) == str(error)
 
 
-def test_images_are_not_blamed_for_the_cache(monkeypatch, image_folder):
+def test_images_are_not_blamed_for_the_cache(monkeypatch, tmp_path):
+    """Tables are prepared there; folders need none."""
+    dataset_of([encoded(picture(number)) for number in range(4)]).to_parquet(tmp_path / "train.parquet")
     monkeypatch.setenv("HF_HOME", NOWHERE)
     monkeypatch.setattr(constants, "HF_HOME", NOWHERE)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", f"{NOWHERE}/datasets")
     with pytest.raises(UserError, match=f"^HF_HOME is {NOWHERE}, a cache that cannot be written: .*Not a directory"):
-        load_image_datasets(SourceConfig(path=str(image_folder)))
+        load_image_datasets(SourceConfig(path=str(tmp_path)))
 
 
 @pytest.mark.faults
