@@ -37,6 +37,7 @@ def pytest_configure(config):
     """Hide GPUs, before anything loads torch: only `pytest -m gpu` is about them. And the hub, and what is cached."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who started the tests by nohup ignores it, and so would commands
     for name in [name for name in os.environ if name.startswith(OF_OTHERS) or name.lower().endswith("_proxy")]:
         del os.environ[name]
     home, tools = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
