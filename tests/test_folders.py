@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import tempfile
 import zipfile
 from collections import Counter
@@ -17,6 +18,7 @@ from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.folders import SPLITS, Walk
 from mpp.data.listed import list_images
+from mpp.data.record import record
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.output import printable
@@ -207,6 +209,18 @@ def test_any_name_that_the_system_takes(tmp_path, monkeypatch, place):
     if place == "file":
         assert set(images) == {f"cat/{name}.png" for name in names} | {"dog/0.png"}
         assert {*prepared} == {*map(printable, images)}
+
+
+@pytest.mark.parametrize("name", [ACUTE, BYTES[0]])
+def test_images_that_are_moved_are_the_same(tmp_path, name):
+    """Of some, the names are no UTF-8."""
+    save_classes(tmp_path / "here", CATS_AND_DOGS)
+    save(tmp_path / "here" / "cat" / f"{name}.png")
+    known = []
+    for place in (tmp_path / "here", shutil.copytree(tmp_path / "here", tmp_path / "else" / "where")):
+        train, held_out = load_image_datasets(DataConfig(path=str(place)))
+        known.append([record(part, labels=True) for part in (train, held_out)])
+    assert known[0] == known[1]
 
 
 def test_classes_whose_names_are_no_text_stay_apart(tmp_path):

@@ -74,18 +74,14 @@ def path_column(paths: list[str | None]) -> pa.Array:
     """Paths of images as the library's images: {"bytes": none, "path"}."""
     try:
         texts = pa.array(paths, pa.string())
-    except (UnicodeEncodeError, pa.ArrowInvalid):  # names that are no UTF-8
+    except (UnicodeEncodeError, pa.ArrowInvalid):  # a name that is no UTF-8: all are written so, with one beginning
         texts = pa.array([None if path is None else as_text(path) for path in paths], pa.string())
     return pa.StructArray.from_arrays([pa.nulls(len(texts), pa.binary()), texts], ["bytes", "path"])
 
 
 def as_text(path: str) -> str:
-    """A path as text that arrow can hold."""
-    try:
-        path.encode()
-        return path
-    except UnicodeEncodeError:
-        return ANY_BYTES + quote(os.fsencode(path))
+    """A path of any bytes as text that arrow can hold."""
+    return ANY_BYTES + quote(os.fsencode(path))
 
 
 def as_path(text: str) -> str:
