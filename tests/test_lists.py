@@ -23,8 +23,8 @@ from mpp.data.lists import label_column, read_list
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
-QUICK = settings(max_examples=40, deadline=None, derandomize=True)
-WHOLE = settings(max_examples=8, deadline=None, derandomize=True)
+QUICK = settings(max_examples=30, deadline=None, derandomize=True)
+WHOLE = settings(max_examples=3, deadline=None, derandomize=True)
 CODES = ["KE", "ZA", "NA", "TZ"]
 TEXTS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=6)
 LABELS = (
