@@ -75,8 +75,10 @@ def place_named(place: Path) -> Iterator[None]:
 def written(place: Path) -> Path | None:
     """The table of this start, where a process that is alive has written it; those of others that are dead go."""
     known = glob.escape(str(place).rpartition("-")[0])
-    for file in map(Path, [*glob.glob(f"{known}-*.arrow"), *glob.glob(f"{known}-*.partial")]):
-        if not is_alive(file):
+    files = [*map(Path, [*glob.glob(f"{known}-*.arrow"), *glob.glob(f"{known}-*.partial")])]
+    dead = {each for each in set(map(writer_of, files)) if not is_alive(each)}
+    for file in files:
+        if writer_of(file) in dead:
             file.unlink(missing_ok=True)
             lock_of(file).unlink(missing_ok=True)
     return next(map(Path, glob.glob(f"{glob.escape(str(place))}.*.arrow")), None)
@@ -92,9 +94,14 @@ def writer() -> str:
     return f"{os.getpid()}_{psutil.Process().create_time():.2f}".replace(".", "_")
 
 
-def is_alive(file: Path) -> bool:
+def writer_of(file: Path) -> str:
+    """The process that wrote a table."""
+    return file.name.split(".")[-2]
+
+
+def is_alive(writer: str) -> bool:
     """Whether the process that wrote a table is alive."""
-    number, *began = file.name.split(".")[-2].split("_")
+    number, *began = writer.split("_")
     with suppress(psutil.Error, ValueError):
         return f"{psutil.Process(int(number)).create_time():.2f}".split(".") == began
     return False
