@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
+import huggingface_hub
 import pyarrow.parquet as pq
 import pytest
 from colours import CATS_AND_DOGS, colour, seen
@@ -289,6 +291,13 @@ def answer(answers, look: Callable, *arguments) -> None:
         answers.put(error)
 
 
+def seen_offline(path: str) -> dict:
+    """What is seen where only the cache is asked."""
+    for module in (huggingface_hub.constants, datasets.config):
+        module.HF_HUB_OFFLINE = True
+    return seen(path)
+
+
 def streamed(path: str) -> list[tuple[str, bytes]]:
     """Labels and images of a stream."""
     rows = load_splits(DataConfig(path=path, streaming=True), streaming=True)["train"]
@@ -306,6 +315,8 @@ def test_loose_pictures_are_listed_as_on_this_machine(hub, home, tmp_path):
     )
     found = in_a_process(seen, publish(hub, "loose", files))
     here = seen(shutil.copytree(hub.root / "somebody" / "loose" / COMMITS[0], tmp_path / "here"))
+    hub.faults["."] = Fault(0)
+    assert in_a_process(seen_offline, "somebody/loose") == here  # as a node without internet has it
     assert found == here and Counter(found["train"].values()) == {(0, "cat"): 2, (1, "dog"): 2, (3, None): 1}
     assert Counter(found["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
 

@@ -13,6 +13,7 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
 from mpp.data import tars
+from mpp.data.folders import Walk
 from mpp.data.formats import SHARDS
 from mpp.data.hub import check_commit, of_the_hub
 from mpp.data.listing import shared
@@ -25,6 +26,9 @@ from mpp.errors import UserError
 def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of a dataset of the hub: by the library, but for loose pictures and tar shards."""
     known = dict(name=config.name, revision=config.revision)
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    if offline and (folder := downloaded_pictures(config)) and not streaming:
+        return pictures_in(folder, config)
     builder = datasets.load_dataset_builder(config.path, **known)
     if isinstance(builder, WebDataset):
         return load_far_shards(
@@ -36,13 +40,27 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
             raise UserError(f"data.path holds image files, no shards: {without}")
         folder = Path(huggingface_hub.snapshot_download(config.path, repo_type="dataset", revision=config.revision))
         if not says_splits(folder):
-            return shared(
-                describe(config), lambda: listing_of(folder, config, False), listing_key(config, False)
-            ).splits
+            return pictures_in(folder, config)
     require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
     splits = datasets.load_dataset(config.path, streaming=streaming, **known)
     check_commit(splits, config)
     return splits
+
+
+def pictures_in(folder: Path, config: ImagesConfig) -> dict[str, Any]:
+    """The splits of loose pictures that were downloaded."""
+    return shared(describe(config), lambda: listing_of(folder, config, False), listing_key(config, False)).splits
+
+
+def downloaded_pictures(config: ImagesConfig) -> Path | None:
+    """Where the hub's cache has the loose pictures of a dataset; None: it has none."""
+    try:
+        known = dict(repo_type="dataset", revision=config.revision, local_files_only=True)
+        folder = Path(huggingface_hub.snapshot_download(config.path, **known))
+    except OSError:  # huggingface_hub's LocalEntryNotFoundError is one
+        return None
+    tree = Walk(str(folder)).tree
+    return folder if tree.folders and not tree.shards and not says_splits(folder) else None
 
 
 def load_far_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
