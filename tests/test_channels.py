@@ -407,6 +407,7 @@ def test_color_floors_of_many_channels():
         torch.testing.assert_close(pixels.view(2, 64, channels), cells.flatten(2).transpose(1, 2))
 
 
+@pytest.mark.faults
 def test_memory_is_counted_for_these_channels():
     pixels = ObjectiveConfig(name="pixels")
     few, many = (peak_memory(Config(data=DataConfig(channels=count), objective=pixels), 4) for count in (1, 8))

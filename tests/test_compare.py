@@ -399,6 +399,7 @@ def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small
     assert trained.divergence.is_file()
 
 
+@pytest.mark.faults
 def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypatch):
     config = yaml.safe_load(small.read_text())
     fewshot = config["evaluations"][0]
@@ -681,6 +682,7 @@ def test_bad_comparisons_are_named(small, tmp_path, change, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.faults
 def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     """Other images are judged anew; an encoder that was trained on others is not passed off as theirs."""
     config = yaml.safe_load(small.read_text())

@@ -133,6 +133,7 @@ def run(folder, *arguments: str):
     return folder
 
 
+@pytest.mark.faults
 def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     folder = run(tmp_path / "run", "--run.eval_every=2", "--probe.every=2")
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
@@ -169,6 +170,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, monkeypatch):
         assert read_metrics(killed, key) == read_metrics(whole, key)
 
 
+@pytest.mark.faults
 def test_two_processes_are_one_run_gradients_included(tmp_path):
     """Both see four images a forward pass, two passes an update. Plain descent: the gradient is in the weights."""
     arguments = ["--optim.name=sgd", "--optim.momentum=0", "--optim.clip=null", "--optim.lr=0.1", "--run.steps=3"]

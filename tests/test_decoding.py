@@ -387,6 +387,7 @@ def test_all_sources_hold_the_same_images(tmp_path, source):
         assert torch.equal(held.decode(3, ImagesConfig(channels=4)), dataset.decode(3, ImagesConfig(channels=4)))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("source", ["folder of npy", "tar of npz", "Array3D", "lists"])
 def test_they_are_streamed_and_resumed(pretrain, tmp_path, source):
     folder = tmp_path / "images"

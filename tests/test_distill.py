@@ -111,6 +111,7 @@ def test_the_softmaxes_of_both_heads_are_averaged():
     torch.testing.assert_close(averaged(outputs).exp(), outputs.softmax(-1).mean(1))
 
 
+@pytest.mark.faults
 def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teacher, monkeypatch):
     tasks = []
     built = supervised.Distilled.__init__
@@ -221,6 +222,7 @@ def test_a_supervised_runs_teacher_is_what_the_run_evaluated(tmp_path, arguments
     assert loss == pytest.approx(read_metrics(folder, "heldout/loss")[4], rel=1e-5)
 
 
+@pytest.mark.faults
 def test_fine_tuned_and_distilled_runs_teach_too(tmp_path, teacher):
     train(tmp_path / "first", f"--distill.teacher={teacher}")
     finetune.main([*BASE, f"--encoder={tmp_path / 'first'}", "--lrs=0.1", f"--run.dir={tmp_path / 'fine'}"])
@@ -294,6 +296,7 @@ def test_what_is_no_plain_vit_is_no_student(name):
         build_student(ModelConfig(name=name, **numbers))
 
 
+@pytest.mark.faults
 def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher):
     a_teacher = "it must be the folder of a finished supervised or fine-tuned run, or a folder of timm's with"
     refused = {

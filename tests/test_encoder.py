@@ -40,6 +40,7 @@ def test_timm_alone_gives_the_same_features(exported):
     assert not ours.training
 
 
+@pytest.mark.faults
 def test_transformers_gives_the_same_tokens(exported):
     transformers = pytest.importorskip("transformers")
     encoder, folder = exported
@@ -302,6 +303,7 @@ def test_an_encoder_is_whole_or_absent_while_another_takes_its_place(exported, t
     assert [path.name for path in tmp_path.iterdir()] == ["encoder"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -39,6 +39,7 @@ def saved(folder, encoder, channels=3):
     return folder
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("format", ENDS)
 def test_a_file_says_what_the_encoder_says(format, finished_run, tmp_path):
     run, report = exported(finished_run, tmp_path, format)
@@ -131,6 +132,7 @@ def test_what_cannot_be_exported_is_refused_in_words(refused, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.faults
 def test_a_file_of_other_numbers_is_refused_and_not_left(finished_run, tmp_path, monkeypatch):
     monkeypatch.setitem(export.FORMATS, "torch_export", (".pt2", export.write_torch_export, lambda _: broken))
     with pytest.raises(ValueError, match=r"differ from PyTorch's by .*; it must be another one: at most 0\.0001 is ok"):

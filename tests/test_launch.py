@@ -67,6 +67,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_memory_that_an_update_frees_serves_the_next_one():
     """Page faults of the third and later rounds of the same allocations, in a fresh process."""
@@ -122,6 +123,7 @@ def test_precision_that_there_is_not(monkeypatch):
         choose_precision(RunConfig())
 
 
+@pytest.mark.faults
 def test_one_process_where_two_were_promised_is_an_error(pretrain, tmp_path, monkeypatch):
     (environment,) = launched(tmp_path / "launched", ("--cpu", "--num_processes", "2"))
     for name, value in environment.items():

@@ -13,6 +13,7 @@ RUN = RunConfig(dir="unused", steps=10, precision="fp32")
 CONFIG = Config(run=RUN, model=MODEL, optim=OptimConfig(name="adam"))
 
 
+@pytest.mark.faults
 def test_weights_and_moments_are_four_bytes_each():
     head = 512 * 64 + 512 + 64  # and [mask]
     count = sum(parameter.numel() for parameter in build_encoder(MODEL).parameters()) + head
@@ -26,6 +27,7 @@ def test_weights_and_moments_are_four_bytes_each():
         )
 
 
+@pytest.mark.faults
 def test_a_teacher_takes_its_weights_and_nothing_else_that_stays():
     objective = ObjectiveConfig(name="features")
     head = 64 * 64 + 64 + 64
@@ -51,6 +53,7 @@ def test_activations_grow_with_the_images_and_fall_with_what_is_computed_again()
     assert memory.peak_memory(half, 64)["activations"] < found[64]
 
 
+@pytest.mark.faults
 def test_gradients_are_there_from_the_second_forward_pass_on():
     one, two, three = (memory.peak_memory(CONFIG, 64, passes) for passes in (1, 2, 3))
     assert one["gradients"] < 0.1 * one["weights"] and two["gradients"] == pytest.approx(one["weights"], rel=0.1)

@@ -30,6 +30,7 @@ def said(*words, **environment):
     )
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
@@ -57,6 +58,7 @@ os._exit(7)
 """
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_output_that_nobody_reads_any_more_ends_nothing(kind):
     reader, output = pty.openpty() if kind == "terminal" else os.pipe()
@@ -71,6 +73,7 @@ def test_output_that_nobody_reads_any_more_ends_nothing(kind):
     assert process.wait() == 7
 
 
+@pytest.mark.faults
 def test_a_full_disk_is_not_taken_for_a_terminal_that_is_gone():
     with open("/dev/full", "w", encoding="utf-8") as full:
         words = [sys.executable, "-c", SAYS]

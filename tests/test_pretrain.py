@@ -189,8 +189,10 @@ HARD = (
 @pytest.mark.parametrize(
     ("step", "optimizer", "overlay"),
     [
-        *((1, "muon", None), (3, "adam", "rivals/maskfeat")),  # before the first checkpoint; between two
-        *((4, "adam", "rivals/simmim"), (5, "muon", "rivals/mae")),  # at one; at the end
+        (1, "muon", None),  # before the first checkpoint
+        pytest.param(3, "adam", "rivals/maskfeat", marks=pytest.mark.faults),  # between two
+        pytest.param(4, "adam", "rivals/simmim", marks=pytest.mark.faults),  # at one
+        pytest.param(5, "muon", "rivals/mae", marks=pytest.mark.faults),  # at the end
     ],
     ids=lambda value: str(value),
 )
@@ -218,6 +220,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, tmp_path, monkeypatc
     assert [event.step for event in shown.Scalars(untrained)] == list(read_metrics(whole, untrained))
 
 
+@pytest.mark.faults
 def test_a_hybrids_patches_are_those_of_its_grid(pretrain, capsys):
     """Its patch embedding calls a place of a feature map a patch; in pixels one is 32 wide."""
     folder = pretrain("--model.name=vit_tiny_r_s16_p8_224", "--run.steps=1", "--model.img_size=64", without="--model")
@@ -259,6 +262,7 @@ def test_accumulation_equals_the_big_batch(pretrain, finished_run, tmp_path, siz
         assert read_metrics(parts, key) == pytest.approx(read_metrics(whole, key), rel=1e-5)
 
 
+@pytest.mark.faults
 def test_images_decoded_once_train_to_the_same_bits(pretrain, tmp_path, image_folder, monkeypatch):
     built = []
     build = task.training_loader

@@ -211,6 +211,7 @@ def test_patches_are_pooled_where_the_class_token_comes_late(kind):
         torch.testing.assert_close(late, encoder.forward_features(images)[:, 1:].mean(1))
 
 
+@pytest.mark.faults
 def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     folder = shutil.copytree(vit[1], tmp_path / "run" / "encoder").parent
     both = ["--representation=class", "--depth=1"]
@@ -363,6 +364,7 @@ def test_knn_compares_block_with_block(monkeypatch):
     assert max(allocations.entries) == 64 * 200
 
 
+@pytest.mark.faults
 def test_a_linear_probe_copies_the_training_features_once(monkeypatch):
     """Once for the dev split and all penalties, once for the test; logits of all images there never are."""
     monkeypatch.setattr(linear, "LOGITS", 30_000, raising=False)

@@ -55,6 +55,7 @@ def apart(folder: Path) -> None:
     os.chdir(tempfile.mkdtemp(dir=folder))
 
 
+@pytest.mark.faults
 def test_a_run_folder_that_is_not_shared_is_noticed_at_the_start(tmp_path):
     two = Command("pretrain", *TINY, "--run.dir=run", processes=2, prepare=partial(apart, tmp_path))
     assert two.wait() == [2, 2] and two.said.count("run.dir is run, which not all processes see; all nodes must") == 2
@@ -93,6 +94,7 @@ def test_three_processes_share_the_default_batch(tmp_path):
         assert len(one) >= 1 and found == pytest.approx(one, abs=1e-4)
 
 
+@pytest.mark.faults
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):
     mixed = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--data.batch_size=4")
     arguments = [*(a for a in TINY if not a.startswith("--probe")), *mixed]
@@ -103,6 +105,7 @@ def test_supervised_training_is_one_run_on_two_processes(tmp_path):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-4)
 
 
+@pytest.mark.faults
 def test_a_process_without_a_held_out_image_is_fine(tmp_path):
     arguments = [*TINY, "--run.steps=1", "--data.eval_images=1", "--probe.every=1", f"--run.dir={tmp_path / 'run'}"]
     run = Command("pretrain", *arguments, processes=2)
@@ -110,6 +113,7 @@ def test_a_process_without_a_held_out_image_is_fine(tmp_path):
     assert read_metrics(tmp_path / "run", "heldout/loss")[1] > 0
 
 
+@pytest.mark.faults
 def test_a_killed_run_ends_with_the_same_bits(tmp_path):
     """Loader processes, accumulation, dropout, and two ends of an epoch (of 5 updates) on the way."""
     arguments = [*TINY, "--run.steps=12", "--run.checkpoint_every=3", "--data.train_images=40", "--data.workers=2"]
@@ -148,6 +152,7 @@ def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
     assert torch.equal(*means) and means[0].abs().sum() > 0
 
 
+@pytest.mark.faults
 def test_the_config_of_one_gpu_is_one_process(pretrain, tmp_path, monkeypatch, capsys):
     (environment,) = launched(tmp_path / "launched", ("--config_file", "configs/accelerate/gpu_1.yaml"))
     for name, value in environment.items():
@@ -202,6 +207,7 @@ def note_received(folder: Path) -> None:
     Received(folder / f"{os.getpid()}.bytes").__enter__()
 
 
+@pytest.mark.faults
 def test_two_processes_extract_the_same_and_the_main_one_alone_receives(tmp_path):
     arguments = ["--encoder=test_vit", "--random=true", "--img_size=32", "--precision=fp32"]
     arguments += ["--data.train_images=100", "--data.workers=0"]

@@ -129,6 +129,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys
     assert "<title>" + str(hostile).replace("<", "&lt;").replace(">", "&gt;") in (hostile / "report.html").read_text()
 
 
+@pytest.mark.faults
 def test_the_same_again_draws_nothing_anew(hostile, tmp_path, monkeypatch):
     monkeypatch.setattr("evaluation.visualize.PICTURES", {})
     report([f"--encoder={hostile}", f"--out={tmp_path / 'again.html'}", *FAST])
@@ -180,6 +181,7 @@ def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):
         assert said in words, said
 
 
+@pytest.mark.faults
 def test_other_trainings_have_pages(tmp_path):
     from conftest import TINY
 
@@ -243,6 +245,7 @@ def test_the_report_is_written_at_the_end(pretrain):
     assert "Verdict" in read(folder / "report.html")[1]
 
 
+@pytest.mark.faults
 def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp_path, capsys):
     for split, count in (("train", 20), ("test", 6)):
         (tmp_path / "images" / split).mkdir(parents=True)

@@ -108,6 +108,7 @@ def test_a_samples_looks_do_not_depend_on_who_reads_it(parquet):
         assert all(looks[image] == rest for _, image, *rest in seen)
 
 
+@pytest.mark.faults
 def test_a_worker_goes_on_where_it_was(parquet):
     reader = stream(parquet)
     whole, _ = read(reader, 0, 130)
@@ -117,6 +118,7 @@ def test_a_worker_goes_on_where_it_was(parquet):
         assert before + after == whole[: count + 30]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
     views, layout = stream(parquet, workers=workers).views, BatchLayout(2, 1, 1, 0)
@@ -225,6 +227,7 @@ def test_what_a_stream_is_known_by_are_its_shards(parquet, tmp_path):
     assert len(before) == SHARDS + 1 and list_files(DataConfig(path=str(folder))) == before
 
 
+@pytest.mark.faults
 def test_pictures_and_files_of_a_streamed_run_load_what_it_kept(pretrain, parquet, tmp_path, monkeypatch, capsys):
     folder = pretrain(f"--data.path={parquet}", "--data.streaming=true", dir=tmp_path / "run")
     for module in ("visualize", "suite.run_images"):
@@ -327,6 +330,7 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
     assert 8 in read_metrics(tmp_path / "two", "knn/depth_01")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -345,6 +349,7 @@ def test_what_a_stream_cannot_do_is_said(pretrain, parquet, settings, words):
         pretrain(f"--data.path={parquet}", "--data.streaming=true", *settings)
 
 
+@pytest.mark.faults
 def test_a_stream_is_resumed_as_it_was(pretrain, parquet, tmp_path, capsys):
     copy = tmp_path / "data"
     shutil.copytree(parquet, copy)

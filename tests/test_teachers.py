@@ -305,6 +305,7 @@ EMA = (
 )
 
 
+@pytest.mark.faults
 def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
     """The average is in the checkpoint; broken off and resumed, all tensors are the same. Either is exported."""
     steps = ("--run.checkpoint_every=2",)
@@ -370,6 +371,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
         pretrain(*words)
 
 
+@pytest.mark.faults
 def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
     teacher = f"--objective.teacher={finished_run}"
     for words, message in {
@@ -396,6 +398,7 @@ def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
         pretrain(teacher, dir=tmp_path / "refused")
 
 
+@pytest.mark.faults
 def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, finished_run, capsys):
     """A teacher that gives every patch the same; random weights are no collapse."""
 
@@ -441,6 +444,7 @@ def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pr
         torch.testing.assert_close(shares[name], tensor, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("overlay", ["data2vec", "ijepa"])
 def test_overlays_run_and_export_to_plain_timm(tmp_path, pretrain, overlay):
     folder = pretrain("--config", f"rivals/{overlay}", dir=tmp_path / overlay)

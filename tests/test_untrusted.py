@@ -56,6 +56,7 @@ def test_yaml_runs_nothing(tmp_path, trap, tag):
     assert not is_pretraining(tmp_path)
 
 
+@pytest.mark.faults
 def test_a_config_in_a_run_folder_runs_nothing(pretrain, trained, trap):
     folder = trained
     (folder / "config.yaml").write_text(f"run: !!python/object/apply:os.mkdir [{json.dumps(str(trap))}]")

@@ -428,6 +428,7 @@ def test_an_autoencoder_refuses_what_needs_all_tokens(setting, pretrain):
         pretrain("--config=rivals/mae", f"--model.{setting}")
 
 
+@pytest.mark.faults
 def test_an_autoencoder_takes_tables_of_rows_and_columns(pretrain):
     pretrain("--config=rivals/mae", "--model.position=learned_2d")
 

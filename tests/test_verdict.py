@@ -301,6 +301,7 @@ def test_a_run_says_how_it_is_and_warns_once_in_all_of_its_lives(pretrain, capsy
     assert "verdict/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.faults
 def test_images_without_labels_are_judged_by_agreement(pretrain, tmp_path):
     (tmp_path / "plain").mkdir()
     for number in range(12):
@@ -311,6 +312,7 @@ def test_images_without_labels_are_judged_by_agreement(pretrain, tmp_path):
     assert "neighbours of two crops agree" in verdict_of(folder)["line"]
 
 
+@pytest.mark.faults
 def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
     values, seen = iter((0.2, 0.5, 0.9, 0.6, 0.7)), []
 
@@ -335,6 +337,7 @@ def test_a_slow_loader_is_seen(pretrain, monkeypatch):
     assert "waiting for data" in verdict_of(folder)["off"]
 
 
+@pytest.mark.faults
 def test_copies_across_the_cut_are_seen(pretrain, tmp_path):
     for split in ("train", "test"):
         (tmp_path / "copies" / split).mkdir(parents=True)
@@ -344,6 +347,7 @@ def test_copies_across_the_cut_are_seen(pretrain, tmp_path):
     assert verdict_of(folder)["facts"]["duplicates"] == 1 and "duplicates across the cut" in verdict_of(folder)["off"]
 
 
+@pytest.mark.faults
 def test_a_verdict_that_fails_does_not_end_a_run(pretrain, monkeypatch, capsys):
     monkeypatch.setattr("mpp.training.watch.verdict", lambda *_: 1 / 0)
     folder = pretrain()
@@ -351,6 +355,7 @@ def test_a_verdict_that_fails_does_not_end_a_run(pretrain, monkeypatch, capsys):
     assert (folder / "encoder").is_dir() and verdict_of(folder) == {}
 
 
+@pytest.mark.faults
 def test_images_that_cannot_be_looked_at_do_not_end_a_run(pretrain, monkeypatch):
     def fails(*args):
         raise ReadFailed("not now")

@@ -176,7 +176,9 @@ class Walk:
         elif end in UNREADABLE_PICTURES:
             self.leave_out(f"{end} files, which mpp does not read; convert them to JPEG, PNG or TIFF", parts, name)
         else:
-            self.leave_out(f"{end} files" if end else "files without an ending", parts, name, images=False)
+            hint = "; data.labels names a list of images" if end in (".csv", ".tsv", ".jsonl") else ""
+            reason = f"{end} files{hint}" if end else "files without an ending"
+            self.leave_out(reason, parts, name, images=False)
 
     def leads_elsewhere(self, link: str, parts: Parts) -> bool:
         """Whether a link to a folder leads out of what is walked; not into it, nor to a folder around it."""

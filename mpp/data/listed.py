@@ -244,11 +244,14 @@ class ListedImages:
                     cells.add(column, number, split_in(value) if column == SPLIT else value)
         for column, names in each.others.items():
             for number, name in zip(numbers, names, strict=True):
-                other = None if name is None else self.number(str(name), folder, each.path)
-                if number is None or other is None:
+                if number is None or name is None:
+                    continue
+                wanted = column == self.mask_column  # another column may be called so and name nothing that is here
+                other = self.number(str(name), folder, each.path) if wanted else self.files.find(str(name), folder)
+                if other is None:
                     continue
                 self.others.add(other)
-                if column == self.mask_column:
+                if wanted:
                     cells.add(column, number, self.files.paths[other])
 
     @property
