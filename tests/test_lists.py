@@ -454,3 +454,16 @@ def test_a_list_of_what_has_labels_of_its_own_is_refused(tmp_path, what):
         rows.save_to_disk(path)
     with pytest.raises(UserError, match=r"data\.labels is gone\.csv; it must be left out: shards have labels of their"):
         load_image_datasets(DataConfig(path=str(path), labels="gone.csv"))
+
+
+def test_a_list_that_is_named_is_not_left_out_but_others_are(tmp_path, capsys):
+    for number in range(4):
+        save(tmp_path / f"{number}.png", number)
+    for name in ("train.csv", "other.csv"):
+        write_csv(tmp_path / name, [{"file": f"{number}.png", "label": number} for number in range(4)])
+    assert len(in_train(tmp_path, labels=str(tmp_path / "train.csv"))) == 4
+    said = "left out: .csv files; data.labels names a list of images (1: other.csv)\n"
+    assert said in capsys.readouterr().out
+    (tmp_path / "other.csv").unlink()
+    in_train(tmp_path, labels=str(tmp_path / "train.csv"))
+    assert "left out" not in capsys.readouterr().out

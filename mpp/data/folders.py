@@ -53,11 +53,17 @@ class LeftOut:
         if len(first) < NAMED or name < first[-1]:
             first[:] = sorted([*first, name])[:NAMED]
 
+    def forget(self, reason: str, name: str) -> None:
+        """One of the files is used after all."""
+        if self.counts[reason] > 0:
+            self.counts[reason] -= 1
+            self.names[reason] = [each for each in self.names[reason] if each != name]
+
     def lines(self, images: bool) -> list[str]:
         """A description of each reason that is, or is not, about images: "left out: .txt files (2: a.txt, b.txt)"."""
         lines = []
         for reason, count in self.counts.items():
-            if (reason in self.images) == images:
+            if count > 0 and (reason in self.images) == images:
                 more = ", ..." if count > len(self.names[reason]) else ""
                 lines.append(f"left out: {reason} ({count}: {', '.join(self.names[reason])}{more})")
         return lines
@@ -176,9 +182,7 @@ class Walk:
         elif end in UNREADABLE_PICTURES:
             self.leave_out(f"{end} files, which mpp does not read; convert them to JPEG, PNG or TIFF", parts, name)
         else:
-            hint = "; data.labels names a list of images" if end in (".csv", ".tsv", ".jsonl") else ""
-            reason = f"{end} files{hint}" if end else "files without an ending"
-            self.leave_out(reason, parts, name, images=False)
+            self.leave_out(files_of_kind(end), parts, name, images=False)
 
     def leads_elsewhere(self, link: str, parts: Parts) -> bool:
         """Whether a link to a folder leads out of what is walked; not into it, nor to a folder around it."""
@@ -221,6 +225,12 @@ class Walk:
                 continue
             own = (inside / stem).is_dir() or (alone and stem.lower() not in SPLITS)
             Walk(str(inside), parts if own else (*parts, stem), self.tree, archives=False)
+
+
+def files_of_kind(end: str) -> str:
+    """Files with this ending, which are not used, in words."""
+    hint = "; data.labels names a list of images" if end in (".csv", ".tsv", ".jsonl") else ""
+    return f"{end} files{hint}" if end else "files without an ending"
 
 
 def is_below(path: str, folder: str) -> bool:

@@ -16,7 +16,16 @@ import numpy as np
 import pyarrow as pa
 
 from mpp.config import ImagesConfig
-from mpp.data.folders import SPLITS, Folder, LeftOut, Tree, begins_as_picture, layout_of
+from mpp.data.folders import (
+    SPLITS,
+    Folder,
+    LeftOut,
+    Tree,
+    begins_as_picture,
+    files_of_kind,
+    is_below,
+    layout_of,
+)
 from mpp.data.formats import ARRAYS, PICTURES, ending
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing, split_order, text_column
 from mpp.data.lists import ImageList, label_column, read_list
@@ -70,6 +79,8 @@ def lists_of(tree: Tree, config: ImagesConfig, mask_column: str | None) -> list[
         for _, other in tree.lists:
             if not (os.path.exists(path) and os.path.samefile(other, path)):
                 tree.left_out.add("lists, since data.labels names another", os.path.basename(other))
+        if is_below(whole := os.path.abspath(path), tree.root):
+            tree.left_out.forget(files_of_kind(ending(path)), os.path.relpath(whole, tree.root))
         found = read_list(path, config, mask_column)
         return [("", found)] if found else []
     lists = []
