@@ -469,6 +469,7 @@ class Decompositions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.faults
 def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(monkeypatch):
     config = parse(Config, [*TINY, "--data.eval_images=20"])
     task = Pretraining(config, Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))

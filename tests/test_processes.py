@@ -67,6 +67,7 @@ def own_images(folder: Path) -> None:
     mpp.pretrain.load_image_datasets = lambda data: load(replace(data, path=f"{folder}/{os.environ['RANK']}/images"))
 
 
+@pytest.mark.faults
 def test_nodes_that_see_other_images_are_refused(tmp_path):
     for rank, count in ((0, 20), (1, 19)):
         (tmp_path / str(rank) / "images").mkdir(parents=True)
@@ -174,6 +175,7 @@ def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(pretrain(*options)), abs=1e-4)
 
 
+@pytest.mark.faults
 def test_an_uneven_last_batch_of_the_evaluation(tmp_path):
     """29 held-out images on two processes, four at a time: the same figures as one at a time gives."""
     options = [*(word for word in TINY if not word.startswith("--data.eval")), "--run.steps=1", "--data.batch_size=4"]
@@ -259,6 +261,7 @@ def join_alone(port: int, said: Path) -> None:
     launch.command(lambda: launch.start(RunConfig()))
 
 
+@pytest.mark.faults
 def test_a_process_whose_peers_do_not_join_gives_up(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
