@@ -339,3 +339,16 @@ def test_far_shards_are_those_of_this_machine(tmp_path):
         UserError, match=r"stands apart from its sample: members of a sample must stand next to each other in a shard"
     ):
         streamed(f"file://{tmp_path}/train.tar")
+
+
+def test_several_pictures_of_one_label_are_refused_or_chosen(tmp_path):
+    """Cut at the last dot each picture would be a sample, and their label would be lost."""
+    members = []
+    for number in range(6):
+        members += [(f"{number}.left.png", colour(number % 2)), (f"{number}.right.png", colour(2))]
+        members.append((f"{number}.cls", str(number % 2).encode()))
+    write_tar(tmp_path / "x.tar", members)
+    with pytest.raises(UserError, match=r"sample 0 has several pictures \(left\.png, right\.png\): a name is cut at"):
+        load_image_datasets(DataConfig(path=str(tmp_path)))
+    images = in_train(tmp_path, image_column="left.png")
+    assert len(images) == 6 and all(image.label == str(image.kind) for image in images.values())

@@ -26,7 +26,7 @@ SPLITS = {
 }
 """Name of a folder, or word in a list's column `split` -> split."""
 SPLIT_LIKE = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})(?:[^a-z]|$)")
-MASK_LIKE = re.compile(r"mask|segmentation|annotation|trimap|ground_?truth")
+MASK_LIKE = re.compile(r"masks|segmentation|annotation|trimap|ground_?truth")
 HEAD = 64  # bytes of a file without an ending, by which a picture is known
 FEW = 0.2  # share of the images: folders at a depth that has fewer are not the level of the classes
 MOST = 0.95  # share of the images: where one name has more, the level is the same for all but a few
@@ -114,7 +114,7 @@ class Walk:
 
     def __init__(self, root: str, parts: Parts = (), tree: Tree | None = None, archives: bool = True):
         self.tree = Tree(root) if tree is None else tree
-        self.top, self.archives = parts, archives
+        self.archives = archives
         self.followed = [os.path.realpath(root)]
         self.pictures: list[Folder] = []
         self.arrays: list[Folder] = []

@@ -102,7 +102,7 @@ def read_labels(
     Args:
         column, source, key: see `find_label_column`.
     Returns:
-        None where there is no such column, or something else is called `label`, and nobody asked for it.
+        None: there is no such column, or the column `label`, which no setting names, holds no classes.
     Raises:
         UserError: the named column holds no classes.
     """

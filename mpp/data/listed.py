@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from mpp.errors import UserError
 from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable
 
+IN_NO_SPLIT = "images in no split's folder"
+
 
 def list_images(tree: Tree, config: ImagesConfig, mask_column: str | None = None) -> Listing:
     """The images of a folder, by its lists where there are some.
@@ -47,7 +50,7 @@ def list_images(tree: Tree, config: ImagesConfig, mask_column: str | None = None
         raise UserError(
             f"data.file_column is {config.file_column}; {tree.root} has no list of images with such a column"
         )
-    return by_folders(tree.folders, tree.left_out, config).take(tree.left_out)
+    return by_folders(tree.folders, tree.left_out, config).with_left_out(tree.left_out)
 
 
 def by_folders(folders: Sequence[Folder], left_out: LeftOut, config: ImagesConfig) -> Listing:
@@ -56,7 +59,7 @@ def by_folders(folders: Sequence[Folder], left_out: LeftOut, config: ImagesConfi
     for folder, split in zip(folders, layout.splits, strict=True):
         if split is None:
             first = "/".join((*folder.parts, folder.files[0]))
-            left_out.add("images in no split's folder", first, len(folder.files))
+            left_out.add(IN_NO_SPLIT, first, len(folder.files))
     kept = [number for number, split in enumerate(layout.splits) if split is not None]
     kept.sort(key=lambda number: split_order(layout.splits[number]))
     paths: list[str] = []
@@ -233,7 +236,7 @@ class ListedImages:
         listing = self.table(values, label if named else LABEL)
         listing.notes += self.notes
         listing.warnings += self.warnings
-        return listing.take(self.tree.left_out)
+        return listing.with_left_out(self.tree.left_out)
 
     def read(self, folder: str, each: ImageList, cells: Cells, label: str) -> None:
         """Take the rows of a list."""
@@ -341,44 +344,47 @@ class ListedImages:
         return folders, kept
 
     def table(self, values: dict[str, dict[int, Any]], label: str) -> Listing:
-        """The listing: what folders say, where lists say nothing else."""
+        """The listing: what lists say, and where they say nothing what folders say.
+
+        Args:
+            values: column -> what lists say of each image, by its number.
+            label: the column of the labels.
+        """
         folders, kept = self.kept_folders()
-        layout = layout_of(folders, self.config.label_folder)
-        counts = [len(folder.files) for folder in folders]
-        of_folder = np.repeat(np.arange(len(folders)), counts).tolist()
-        splits = [layout.splits[number] for number in of_folder]
-        labels = [layout.classes[number] for number in of_folder]
         outside = sorted(self.listed - {*kept}, key=self.files.paths.__getitem__)
-        if outside:
-            names = {number: None for number in outside}
-            self.notes.append(
-                f"listed files outside of {self.tree.root}, to train on unless a list says their split "
-                f"({self.named(names)})"
-            )
-        kept, splits, labels = kept + outside, splits + ["train"] * len(outside), labels + [None] * len(outside)
-        own_splits, own_labels = values.pop(SPLIT, {}), values.get(label, {})
-        splits = [own_splits.get(number) or split for number, split in zip(kept, splits, strict=True)]
-        labels = [
-            own_labels.get(number) if number in self.with_label_cell else of_folder
-            for number, of_folder in zip(kept, labels, strict=True)
-        ]
-        used = [row for row, split in enumerate(splits) if split is not None]
-        for row in {*range(len(kept))} - {*used} if len(used) < len(kept) else ():
-            name = os.path.relpath(self.files.paths[kept[row]], self.tree.root)
-            self.tree.left_out.add("images in no split's folder", name)
-        numbers = [kept[row] for row in used]
+        self.note_outside(outside)
+        layout = layout_of(folders, self.config.label_folder)
+        splits: dict[int, str | None] = dict.fromkeys(outside, "train")
+        labels: dict[int, Any] = {}
+        of_folders = iter(kept)
+        for folder, split, name in zip(folders, layout.splits, layout.classes, strict=True):
+            for number in islice(of_folders, len(folder.files)):
+                splits[number], labels[number] = split, name
+        splits |= values.get(SPLIT, {})
+        labels |= {number: values[label].get(number) for number in self.with_label_cell}
+        numbers = []
+        for number in [*kept, *outside]:
+            if splits[number] is not None:
+                numbers.append(number)
+            else:
+                name = os.path.relpath(self.files.paths[number], self.tree.root)
+                self.tree.left_out.add(IN_NO_SPLIT, name)
         columns: dict[str, list[Any] | pa.Array] = {IMAGE: [self.files.paths[number] for number in numbers]}
-        columns[SPLIT] = [splits[row] for row in used]
-        columns |= {
-            column: [of_images.get(number) for number in numbers]
-            for column, of_images in values.items()
-            if column not in (IMAGE, label)
-        }
-        labels = label_column(labels[row] for row in used)
-        if any(labels):
-            columns[label] = labels
+        for column, of_images in values.items():
+            columns.setdefault(column, [of_images.get(number) for number in numbers])
+        columns[SPLIT] = [splits[number] for number in numbers]
+        columns[label] = label_column(labels.get(number) for number in numbers)
+        if not any(columns[label]):
+            del columns[label]
         paths = {IMAGE, self.mask_column} & columns.keys()
         return Listing(columns, self.label_columns & columns.keys(), paths, warnings=layout.warnings)
+
+    def note_outside(self, outside: list[int]) -> None:
+        """Say that lists name images outside of the tree, whose folders say nothing."""
+        if outside:
+            which = self.named(dict.fromkeys(outside))
+            what = f"listed files outside of {self.tree.root}, to train on unless a list says their split"
+            self.notes.append(f"{what} ({which})")
 
 
 def split_in(value: Any) -> str | None:

@@ -38,7 +38,7 @@ class Listing:
     def __len__(self) -> int:
         return len(self.columns[SPLIT])
 
-    def take(self, left_out: LeftOut) -> "Listing":
+    def with_left_out(self, left_out: LeftOut) -> "Listing":
         """The same, which says what was left out."""
         self.notes += map(printable, left_out.lines(images=False))
         self.warnings += map(printable, left_out.lines(images=True))

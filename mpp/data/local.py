@@ -144,9 +144,9 @@ def listing_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> List
     for parts, file in tree.shards:
         shards.setdefault(tars.split_of(file, parts), []).append(file)
     if not (tree.kinds & TABLES or streaming):
-        return tars.list_shards(shards, config).take(tree.left_out)
+        return tars.list_shards(shards, config).with_left_out(tree.left_out)
     in_order = {split: shards[split] for split in sorted(shards, key=split_order)}
-    return Listing(shards=in_order).take(tree.left_out)
+    return Listing(shards=in_order).with_left_out(tree.left_out)
 
 
 def says_splits(folder: Path) -> bool:

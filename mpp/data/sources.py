@@ -62,7 +62,7 @@ def load_image_datasets(
 
 
 def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: str) -> None:
-    """Say which columns there are, where none is called `label` and nobody names one."""
+    """Name the columns that may hold labels, where none is called `label` and no setting names one."""
     others = [name for name in rows.column_names if name != image_column]
     if config.label_column is None and "label" not in others and others:
         note(f"{describe(config)} has no column `label`; data.label_column may name one of {', '.join(others)}")

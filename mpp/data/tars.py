@@ -33,7 +33,7 @@ MEMBER = re.compile(r"tar://(?P<shard>.+?)::(?P<start>\d+)\+(?P<size>\d+)::(?P<n
 SPLIT_AT_END = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})$")
 OF_MANY = re.compile(r"(\w+)-\d+-of-\d+\.")
 LABELS = ("cls", "label")
-"""Endings of a sample's members that are its label, where nobody names another."""
+"""Endings of the member that is a sample's label, unless `data.label_column` names another."""
 SMALL = 1 << 16  # bytes: a member that is no image and longer is no label
 TRIED = 200  # members of the first shard that show where names are cut
 
@@ -159,30 +159,42 @@ def picture_of(sample: Sample, config: ImagesConfig) -> Member | None:
     return ends[plain[0]] if plain else next(iter(ends.values()), None)
 
 
+class Faults(NamedTuple):
+    """What speaks against a cut."""
+
+    several: int = 0
+    """Samples that have several pictures."""
+    dotted: int = 0
+    """Pictures whose endings have a dot in them, and so the endings of their labels."""
+    without: int = 0
+    """Samples that have no picture: labels that are cut off from theirs."""
+
+
 def cut_of(shard: str, config: ImagesConfig) -> Cut:
     """Where the names of a dataset's members are cut: at the first dot, as WebDataset does it; at the last one where
-    the first leaves several pictures a sample, or dots in endings, and the last does not.
+    the first leaves several pictures a sample, or dots in endings, and the last leaves no more samples without any.
 
     Raises:
         UserError: the shard is damaged.
     """
     with damage_named(shard), open_shard(shard) as file:
         tried = [member for member, _ in zip(members(file, is_local(shard), heads=True), range(TRIED), strict=False)]
-    return min((Cut(), Cut(last=True)), key=lambda cut: faults_of(cut, tried, config))
+    first, last = (faults_of(Cut(last), tried, config) for last in (False, True))
+    return Cut(last=last.without <= first.without and last < first)
 
 
-def faults_of(cut: Cut, tried: list[Member], config: ImagesConfig) -> tuple[bool, int, int]:
-    """What speaks against a cut, the worst first: whether samples have several pictures; how many have none; the
-    pictures whose endings have a dot in them, and so the endings of their labels."""
-    without, dotted = 0, 0
-    try:
-        for sample in grouped(tried, cut, neighbours=False):
+def faults_of(cut: Cut, tried: list[Member], config: ImagesConfig) -> Faults:
+    """What speaks against a cut, among some members."""
+    several, dotted, without = 0, 0, 0
+    for sample in grouped(tried, cut, neighbours=False):
+        try:
             picture = picture_of(sample, config)
-            without += picture is None
-            dotted += picture is not None and "." in cut(picture.name)[1]
-    except UserError:
-        return True, 0, 0
-    return False, without, dotted
+        except UserError:
+            several += 1
+            continue
+        without += picture is None
+        dotted += picture is not None and "." in cut(picture.name)[1]
+    return Faults(several, dotted, without)
 
 
 @contextmanager
@@ -279,7 +291,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     elif config.label_column is None and not any(labels[LABEL]):
         labels[LABEL] = [name for _, name in layout]
     used = {name: values for name, values in labels.items() if any(value is not None for value in values)}
-    return Listing(columns | used, {*used}, {image}).take(left_out)
+    return Listing(columns | used, {*used}, {image}).with_left_out(left_out)
 
 
 def layout_inside(
