@@ -56,17 +56,22 @@ def test_what_was_asked_to_stop_has_the_marker_before_it_stops_and_not_if_it_fai
     assert (tmp_path / MARKER).exists() == stays
 
 
-def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
+@pytest.fixture
+def ignored(request):
+    """A signal that whoever started this process has made it ignore."""
+    before = signal.signal(request.param, signal.SIG_IGN)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGINT], indirect=True)
+def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path, ignored):
     """A shell starts `command &` with SIGINT ignored, and Python leaves it so: a run does not."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-            stop.finish_step = True
-            os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: stop.asked == "SIGINT")
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.finish_step = True
+        os.kill(os.getpid(), ignored)
+        wait_until(lambda: stop.asked == "SIGINT")
+    assert signal.getsignal(ignored) is signal.SIG_IGN
 
 
 def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path, monkeypatch):
@@ -84,18 +89,15 @@ def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path,
     assert exits == [] and (tmp_path / MARKER).exists() and signal.getsignal(signal.SIGHUP) is before
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-            stop.finish_step = True
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            wait_until(lambda: stop.asked)
-            assert stop.asked == "SIGTERM"
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+@pytest.mark.parametrize("ignored", [signal.SIGHUP], indirect=True)
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path, ignored):
+    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.finish_step = True
+        os.kill(os.getpid(), ignored)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: stop.asked)
+        assert stop.asked == "SIGTERM"
+    assert signal.getsignal(ignored) is signal.SIG_IGN
 
 
 def test_a_signal_ends_a_wait_for_images(tmp_path):
