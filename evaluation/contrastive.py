@@ -27,7 +27,7 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
 from mpp.frozen_features import extract
 from mpp.metrics import Sums
-from mpp.models.encoder import learned_labels
+from mpp.models.descriptions import learned_labels
 from mpp.probe import Probe
 from mpp.reconstructions import prediction_panel
 from mpp.runtime.launch import command

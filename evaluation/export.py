@@ -40,7 +40,9 @@ from mpp.data.views import Batch, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
 from mpp.frozen_features import pool
-from mpp.models.encoder import export_encoder, load_encoder, set_attention
+from mpp.models.encoder import set_attention
+from mpp.models.exporting import export_encoder
+from mpp.models.opening import load_encoder
 from mpp.runtime.disk import aside_of
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.weights import encoder_folder, fingerprint

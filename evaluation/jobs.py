@@ -23,7 +23,7 @@ from mpp.config import HOW_READ, Config
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
-from mpp.models.encoder import how_read
+from mpp.models.descriptions import how_read
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import hold

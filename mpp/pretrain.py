@@ -28,7 +28,8 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
 from mpp.metrics import Sums, measure, measure_features, summarize
-from mpp.models.encoder import cell_grid, how_read, learned_labels
+from mpp.models.descriptions import how_read, learned_labels
+from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
 from mpp.probe import Probe

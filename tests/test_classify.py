@@ -22,7 +22,9 @@ from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunC
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.frozen_features import features_at, stages
-from mpp.models.encoder import build_encoder, checkpoint_activations, export_encoder, learned_labels
+from mpp.models.descriptions import learned_labels
+from mpp.models.encoder import build_encoder, checkpoint_activations
+from mpp.models.exporting import export_encoder
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
 

@@ -14,7 +14,10 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 import mpp
 from evaluation.suite.encoders import FrozenEncoder
 from mpp.config import ModelConfig, resized_side
-from mpp.models.encoder import build_encoder, create, export_encoder, learned_labels
+from mpp.models.descriptions import learned_labels
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
+from mpp.models.opening import create
 
 
 def export(encoder, folder):

@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import RandAugment, functional
 from mpp.config import DataConfig, ImagesConfig, resized_side
 from mpp.data.decoding import UnreadableImage, decode, to_ppm
 from mpp.data.images import LONGEST, augment, centre_crop, crop_box, random_crop
-from mpp.models.encoder import timm_crop_pct
+from mpp.models.descriptions import timm_crop_pct
 from mpp.runtime.randomness import Stream, random_words
 
 LIMIT = ImagesConfig(max_pixels=10**6)

@@ -19,7 +19,7 @@ import mpp
 from mpp.config import Config
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
-from mpp.models.encoder import export_encoder
+from mpp.models.exporting import export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.runtime.parsing import parse, parse_saved
 from mpp.training import task

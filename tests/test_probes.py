@@ -34,7 +34,8 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
 from mpp.errors import UserError
 from mpp.frozen_features import features_at
-from mpp.models.encoder import build_encoder, export_encoder
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
 from mpp.pretrain import Pretraining
 from mpp.probe import Probe, effective_ranks, knn_predict, nearest
 from mpp.runtime.parsing import parse

@@ -19,7 +19,8 @@ from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.record import differences, record
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
-from mpp.models.encoder import build_encoder, export_encoder
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
 
 CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")

@@ -19,8 +19,9 @@ from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, Obj
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError
 from mpp.metrics import add, measure_features, spread_of, summarize
-from mpp.models.encoder import Normalize, create, load_encoder
+from mpp.models.encoder import Normalize
 from mpp.models.networks import build_model
+from mpp.models.opening import create, load_encoder
 from mpp.models.teachers import Teacher, as_targets, decay_at, follow
 from mpp.objectives import build_objective
 from mpp.runtime.parsing import to_yaml

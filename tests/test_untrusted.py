@@ -14,7 +14,8 @@ from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
 from mpp.config import Config, ImagesConfig, ModelConfig
 from mpp.data.decoding import UnreadableImage, decode
-from mpp.models.encoder import build_encoder, export_encoder
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
 from mpp.pretrain import is_pretraining
 from mpp.runtime.hashing import sha256_of
 from mpp.runtime.parsing import parse

@@ -15,7 +15,8 @@ from evaluation.suite.position_maps import position_similarity
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, draw
 from mpp.models.attention import RELATIVE, PositionedAttention, attention_at
-from mpp.models.encoder import build_encoder, cell_grid, export_encoder, set_attention
+from mpp.models.encoder import build_encoder, cell_grid, set_attention
+from mpp.models.exporting import export_encoder
 from mpp.models.positions import AbsolutePositions, interpolate_offsets
 from mpp.models.predictor import MaskedPatchPredictor
 

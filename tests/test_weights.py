@@ -18,7 +18,9 @@ from evaluation.suite.encoders import load_frozen
 from evaluation.suite.teachers import classifier_at
 from mpp.config import ModelConfig
 from mpp.errors import UserError
-from mpp.models.encoder import build_encoder, create, export_encoder
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
+from mpp.models.opening import create
 from mpp.runtime.weights import PICKLES, wrapper_of
 
 SMALL = dict(img_size=32, patch_size=8, width=16, depth=2, heads=2)

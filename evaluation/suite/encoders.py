@@ -16,7 +16,9 @@ from evaluation.config import WhichEncoderConfig
 from mpp.config import ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import UserError
 from mpp.frozen_features import features_at, stages
-from mpp.models.encoder import Normalize, create, is_named, set_attention
+from mpp.models.descriptions import is_named
+from mpp.models.encoder import Normalize, set_attention
+from mpp.models.opening import create
 from mpp.objectives import palette_for, sum_of
 from mpp.runtime.hardware import uses_gpu
 

@@ -30,7 +30,7 @@ from mpp.data.record import record, short_digest
 from mpp.data.shards import load_streamed
 from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UserError
-from mpp.models.encoder import how_read, is_named
+from mpp.models.descriptions import how_read, is_named
 from mpp.runtime.parsing import as_words, files_first, read
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import changed_images, commit_begun_with, images_of, moved_along, saved_settings

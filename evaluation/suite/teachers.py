@@ -15,7 +15,8 @@ from evaluation.suite.networks import HeadedEncoder, build_head
 from evaluation.suite.run_images import learned_labels, run_folder
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.models.encoder import create, set_attention
+from mpp.models.encoder import set_attention
+from mpp.models.opening import create
 from mpp.models.teachers import resized
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint

@@ -22,7 +22,8 @@ from mpp.config import ObjectiveConfig, check_grid, require, sides
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.attention import take
-from mpp.models.encoder import Normalize, cell_grid, create, has_fused_attention, set_attention
+from mpp.models.encoder import Normalize, cell_grid, has_fused_attention, set_attention
+from mpp.models.opening import create
 from mpp.models.positions import Grid
 from mpp.models.variants import OverlappingPatchEmbed
 

@@ -21,7 +21,7 @@ from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, ca
 from mpp.data.workers import FORKS
 from mpp.errors import UserError
 from mpp.metrics import Sums, add, total
-from mpp.models.encoder import export_encoder
+from mpp.models.exporting import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
 from mpp.training.tracking import Tracker

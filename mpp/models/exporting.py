@@ -1,0 +1,75 @@
+"""Write an encoder as a folder in timm's own layout (`model.safetensors`, `config.json`).
+
+timm loads it by `timm.create_model("local-dir:FOLDER", pretrained=True)`: after `import mpp` where the encoder is of
+mpp/models/variants.py, else without mpp.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from timm.models import save_for_hf
+from torch import nn
+
+from mpp.config import require, sides
+from mpp.models.descriptions import timm_crop_pct
+from mpp.models.encoder import FIXED
+from mpp.models.positions import Grid
+from mpp.runtime.disk import aside_of, put
+
+
+def export_encoder(
+    encoder: nn.Module,
+    folder: Path,
+    img_size: int | Grid,
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float,
+    card: str = "",
+    how_read: dict[str, Any] | None = None,
+    label_names: Sequence[str] | None = None,
+    learned_labels: bool = False,
+) -> None:
+    """Write a timm model in timm's layout.
+
+    Args:
+        encoder: made by `timm.create_model`, which records the arguments that rebuild it.
+        folder: complete or absent: written aside, synced to disk and renamed.
+        img_size: of the images it was trained on: a side, or height and width.
+        mean, std: of the input's channels, for pixels scaled to [0, 1].
+        crop_pct: share of the shorter side that the held-out view keeps; timm gets `timm_crop_pct` of it.
+        card: text of its README.md; empty: none is written.
+        how_read: settings by which the pixels of files were read, where they are not as usual.
+        label_names: of the classes that it learned, by number: timm's `pretrained_cfg["label_names"]`. None: those that
+            a model with a head came with.
+        learned_labels: whether it learned from labels, or from an encoder that did: `learned_labels` reads it.
+    Raises:
+        UserError: a head for another number of classes.
+    """
+    aside = aside_of(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    data_config = dict(mean=tuple(mean), std=tuple(std), interpolation="bilinear")
+    data_config |= dict(input_size=(len(mean), *sides(img_size)), crop_pct=timm_crop_pct(img_size, crop_pct))
+    ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not of timm's weights of this name
+    ours["eval_crop"] = crop_pct  # `load_encoder` needs it for other sizes
+    if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
+        ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
+    if how_read:
+        ours["data"] = how_read  # evaluation reads it
+    if learned_labels:
+        ours["learned_labels"] = True
+    if label_names:
+        count, allowed = len(label_names), f"{encoder.num_classes}, the outputs of the model's head"
+        require(encoder.num_classes in (0, count), "the number of label_names", count, allowed)
+        ours["label_names"] = list(label_names)  # which timm moves into pretrained_cfg
+    save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
+    saved = json.loads((aside / "config.json").read_text(encoding="utf-8"))
+    saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers would give it twice
+    if label_names or not encoder.num_classes:
+        saved["pretrained_cfg"].pop("label_names", None)  # of what the encoder began from
+    (aside / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
+    if card:
+        (aside / "README.md").write_text(card, encoding="utf-8")
+    put(aside, folder)
