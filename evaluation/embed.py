@@ -29,13 +29,13 @@ from evaluation.suite.run_images import parse_with_images
 from evaluation.suite.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
-from mpp.data.decoding import UnreadableImage
 from mpp.data.images import Size, centre_crop
 from mpp.data.overview import describe
 from mpp.data.record import record
 from mpp.data.sources import load_splits
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
+from mpp.errors import UnreadableImage
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.lock import hold
 from mpp.runtime.messages import tell

@@ -29,5 +29,9 @@ class Undecodable(UserError):
         self.first = first
 
 
+class UnreadableImage(Exception):
+    """The bytes are no image that can be shown."""
+
+
 class Diverged(UserError, FloatingPointError):
     """A loss or gradient is not finite."""

@@ -30,13 +30,13 @@ from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
-from mpp.data.decoding import UnreadableImage, read, to_ppm, white_is_zero
+from mpp.data.decoding import read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.overview import announce, describe
 from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import load_splits
-from mpp.errors import UserError
+from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import sync, write_whole
 from mpp.runtime.hardware import cores

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset, decode_cell
-from mpp.data.decoding import UnreadableImage, decode
+from mpp.data.decoding import decode
 from mpp.data.hub import say_that_it_is_of_the_hub
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.views import (
@@ -31,7 +31,7 @@ from mpp.data.views import (
     training_loader,
 )
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.errors import UserError
+from mpp.errors import UnreadableImage, UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime.randomness import FIXED
 

@@ -17,10 +17,11 @@ from imagecodecs import png_encode
 from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
-from mpp.data.decoding import UnreadableImage, decode, is_picture, kind_of
+from mpp.data.decoding import decode
+from mpp.data.kinds import is_picture, kind_of
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import cache_decoded
-from mpp.errors import UserError
+from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import main as prepare
 
 RGB = picture(0)  # 40 x 48

@@ -32,7 +32,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mpp.config import Config, ImagesConfig
 from mpp.data import workers
-from mpp.data.decoding import UnreadableImage, decode
+from mpp.data.decoding import decode
+from mpp.errors import UnreadableImage
 from mpp.runtime import preemption
 from mpp.runtime.launch import set_timeout
 from mpp.runtime.parsing import parse, to_yaml

@@ -17,6 +17,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from mpp.config import ImagesConfig
 from mpp.data import decoding
+from mpp.data.channels import LUMA
 from mpp.data.decoding import decode, stored_orientation
 from mpp.frozen_features import to_pixels
 
@@ -99,7 +100,7 @@ def test_every_decoder_of_jpeg_turns_alike(way, orientation, monkeypatch):
     data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
     found, expected = decode(data, ImagesConfig(**settings)).numpy(), transposed(data)
     if found.shape[0] == 1:
-        expected = np.tensordot(decoding.LUMA, expected, 1)[None]
+        expected = np.tensordot(LUMA, expected, 1)[None]
     assert found.shape == expected.shape and abs(found - expected).max() <= 3
 
 

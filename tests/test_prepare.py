@@ -21,10 +21,10 @@ from torchvision.transforms.v2 import functional
 
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
-from mpp.data.decoding import UnreadableImage, decode
+from mpp.data.decoding import decode
 from mpp.data.shards import load_streamed
 from mpp.data.sources import BIRDS, load_image_datasets
-from mpp.errors import UserError
+from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import NOTES, main, prepare_image
 from mpp.runtime.lock import hold
 

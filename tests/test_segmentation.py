@@ -31,9 +31,8 @@ from evaluation.suite.patches import (
 )
 from evaluation.suite.probing import judge
 from mpp.data.dataset import ImageDataset, undecoded
-from mpp.data.decoding import UnreadableImage
 from mpp.data.sources import load_splits
-from mpp.errors import ReadFailed, UserError
+from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.runtime.randomness import FIXED
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")

@@ -13,7 +13,8 @@ from evaluation import visualize
 from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
 from mpp.config import Config, ImagesConfig, ModelConfig
-from mpp.data.decoding import UnreadableImage, decode
+from mpp.data.decoding import decode
+from mpp.errors import UnreadableImage
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import is_pretraining

@@ -24,12 +24,11 @@ from timm import is_model
 from evaluation.config import EncoderConfig, WhichEncoderConfig
 from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
 from mpp.data.dataset import ImageDataset, encoded_bytes, is_encoded
-from mpp.data.decoding import UnreadableImage
 from mpp.data.hub import is_local, is_url, may_be_of_the_hub, of_the_hub
 from mpp.data.record import record, short_digest
 from mpp.data.shards import load_streamed
 from mpp.data.sources import as_arguments, load_image_datasets
-from mpp.errors import ReadFailed, UserError
+from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import how_read, is_named
 from mpp.runtime.parsing import as_words, files_first, read
 from mpp.runtime.weights import BEST, run_of

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data import decoding, tars
+from mpp.data.channels import check_numbers
 from mpp.data.formats import ARRAYS
 from mpp.data.listing import as_path
 from mpp.data.overview import describe
 from mpp.data.reading import retried
-from mpp.errors import UserError, one_line
+from mpp.errors import UnreadableImage, UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
 
 BINARY = ("binary", "large_binary")  # image files
@@ -162,8 +163,8 @@ def contents(cell: Any, retries: int, numbers: str | None = None) -> bytes | NDA
     try:
         found = np.asarray(cell)
     except ValueError:
-        raise decoding.UnreadableImage("lists of several lengths, which are no image") from None
-    decoding.check_numbers(found.dtype)  # of a null among the numbers
+        raise UnreadableImage("lists of several lengths, which are no image") from None
+    check_numbers(found.dtype)  # of a null among the numbers
     return found.astype(numbers, copy=False)
 
 
@@ -175,7 +176,7 @@ def encoded_bytes(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
         ReadFailed: there is, and it cannot be read now.
     """
     if not cell or (cell["bytes"] is None and not cell["path"]):
-        raise decoding.UnreadableImage("no bytes: neither an image nor the name of a file")
+        raise UnreadableImage("no bytes: neither an image nor the name of a file")
     if cell["bytes"] is not None:
         return cell["bytes"]
     path = as_path(cell["path"])

@@ -5,7 +5,6 @@ bands: TIFF by tifffile, `.npy` and `.npz` by numpy, 16-bit PNG, and everything 
 `data.channels` asks for bands. Their values become [0, 255] by `data.range`.
 """
 
-import codecs
 import contextlib
 import io
 import logging
@@ -22,7 +21,9 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.errors import one_line
+from mpp.data.channels import as_asked, bands_first, black_is_zero, check_numbers, on_white, scaled
+from mpp.data.kinds import NPY, PNG, TIFF, ZIP, unidentified
+from mpp.errors import UnreadableImage, one_line
 from mpp.runtime.arrays import HEADERS
 
 try:
@@ -31,49 +32,8 @@ except ImportError:  # torchvision 0.29 announces their removal: PIL then decode
     decode_jpeg = None
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
-TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins; + is BigTIFF
-NPY, ZIP, PNG, JPEG = b"\x93NUMPY", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 DEEP_PNG = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x04\x06]", re.DOTALL)  # 16 bits, several bands
 PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # the header of a PPM file as PIL and mpp.prepare write it
-PICTURES = {  # how the files begin that PIL or tifffile reads
-    "a JPEG file": rb"\xff\xd8\xff",
-    "a PNG file": rb"\x89PNG\r\n\x1a\n",
-    "a WebP file": rb"RIFF....WEBP",
-    "a GIF file": rb"GIF8[79]a",
-    "a BMP file": rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0",  # the size of its second header: text may begin so
-    "a TIFF file": rb"II[*+]\0|MM\0[*+]",
-    "a PPM file": rb"P[1-6f]\s+[#\d-]",
-}
-CONVERTIBLE = {
-    "a JPEG 2000 file": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
-    "a JPEG XL file": rb"\0\0\0\x0cJXL |\xff\x0a",
-    "an AVIF file": rb"....ftypavi[fs]",
-    "a HEIC file": rb"....ftyp(hei|hev|mif1|msf1)",
-    "a Canon raw file": rb"....ftypcrx ",
-    "an MP4 or QuickTime video": rb"....(ftyp|moov)",
-    "a Matroska or WebM video": rb"\x1a\x45\xdf\xa3",
-    "an AVI video": rb"RIFF....AVI ",
-    "an MPEG video": rb"\0\0\x01[\xb3\xba]",
-    "a DICOM file": rb".{128}DICM",
-    "a PDF file": rb"%PDF-",
-    "a Photoshop file": rb"8BPS",
-    "an OpenEXR file": rb"\x76\x2f\x31\x01",
-    "an HDF5 file": rb"\x89HDF\r\n\x1a\n",
-    "a FITS file": rb"SIMPLE  =",
-    "a gzip file": rb"\x1f\x8b",
-    "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
-}
-STAND_INS = {  # of images that were not fetched or not written
-    "an empty file": rb"\Z",
-    "a file of zeros": rb"\0{16,}\Z",
-    "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
-    "an XML file": rb"\s*<\?xml(?!.*<svg[\s>])",
-    "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
-}
-HEAD = 1024  # bytes of a file that say its kind
-PICTURE = re.compile(b"|".join(PICTURES.values()), re.DOTALL)
-KINDS = {kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_INS | CONVERTIBLE).items()}
-KINDS |= {kind: re.compile(start, re.DOTALL) for kind, start in PICTURES.items()}
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header too
 BANDS_AS_ONE = 4  # for data.max_pixels
 PREMULTIPLIED, OPACITY = 1, 2  # extra samples of a TIFF
@@ -83,40 +43,6 @@ PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # w
 TIFF_JPEG = (6, 7, 33007, 34892)  # compressions of TIFF
 LOSSY = "it is compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG or TIFF"
 NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # modes of PIL with one whole number a pixel
-LUMA = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
-
-
-class UnreadableImage(Exception):
-    """The bytes are no image that can be shown."""
-
-
-def is_picture(head: bytes) -> bool:
-    """Whether a file is a picture that `decode` reads, by its first bytes, of which 18 are enough.
-
-    `.npy` and `.npz` are none: such files hold arrays of any kind.
-    """
-    return PICTURE.match(head) is not None
-
-
-def kind_of(head: bytes) -> str | None:
-    """What sort of file begins so, such as "a JPEG 2000 file"; None where it is not known.
-
-    Args:
-        head: the first HEAD bytes, or all where there are fewer.
-    """
-    return next((kind for kind, start in KINDS.items() if start.match(head[:HEAD].removeprefix(codecs.BOM_UTF8))), None)
-
-
-def unidentified(data: bytes) -> str:
-    """Why a file is no picture, where no decoder knows it."""
-    kind = kind_of(data)
-    if kind is None:
-        return "no image file of a known sort"
-    if kind in STAND_INS:
-        return f"{kind} instead of an image"
-    if kind in CONVERTIBLE:
-        return f"{kind}, which mpp does not read; convert it to PNG or TIFF"
-    return f"{kind} whose header cannot be read"
 
 
 @contextlib.contextmanager
@@ -253,12 +179,6 @@ def read_array(file: io.BytesIO | io.BufferedReader, size: int, config: ImagesCo
     return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def check_numbers(dtype: np.dtype) -> None:
-    """Refuse what is no number, such as objects, which could run code."""
-    if dtype.kind not in "uifb":
-        raise UnreadableImage(f"{dtype} values, which are no integers or floating-point numbers")
-
-
 def read_tiff(data: bytes, config: ImagesConfig) -> tuple[NDArray, int]:
     """A TIFF of 8 bits as a picture, where one is asked for; else its bands (n, H, W). And its bits where 0 is white.
 
@@ -326,12 +246,6 @@ def white_is_zero(image: bytes) -> bool:
         return file.pages[0].photometric == WHITE_IS_ZERO
 
 
-def black_is_zero(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
-    """Integers (C, H, W) from white to black, from black to white; limits: see `data.range`."""
-    low, high = (np.array(ends, np.float64)[:, None, None] for ends in zip(*limits, strict=True))
-    return np.clip(low + high - pixels, 0, np.iinfo(pixels.dtype).max).astype(pixels.dtype)
-
-
 def upright(pixels: NDArray, orientation: int) -> NDArray:
     """Pixels (n, H, W) as EXIF's orientation says, 1 to 8; as they are where it is something else."""
     if orientation not in TURNED:
@@ -364,18 +278,6 @@ def stored_orientation(image: bytes | NDArray) -> int:
             return orientation_of(opened)
     except Exception:  # `read` names it
         return 1
-
-
-def on_white(pixels: NDArray, white_is_most: bool = True, premultiplied: bool = False) -> NDArray:
-    """Integers (n + 1, H, W), the last of which is opacity (that may be in the others already), laid on white."""
-    if pixels.dtype.kind == "f":
-        raise UnreadableImage("opacity of floating-point pixels has no agreed range; data.bands chooses the others")
-    if not pixels[-1].any():  # as some programs write what has no opacity: all would be white
-        return pixels[:-1]
-    most = np.iinfo(pixels.dtype).max
-    opacity = pixels[-1] / most
-    laid = pixels[:-1] * (1 if premultiplied else opacity) + white_is_most * most * (1 - opacity)
-    return np.rint(np.minimum(laid, most)).astype(pixels.dtype)
 
 
 def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray:
@@ -446,87 +348,3 @@ def from_integers(pixels: NDArray) -> NDArray[np.uint16]:
     if pixels.min() < 0 or pixels.max() > 65535:
         raise UnreadableImage("integer pixels outside 16 bits have no agreed range")
     return pixels.astype(np.uint16)
-
-
-def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
-    """(H, W), (H, W, bands) or (bands, H, W) to (bands, H, W).
-
-    Bands are the first or the last side: the one that has as many as are asked for, or that is left by a square, or the
-    shorter one; the last where both do.
-    """
-    if pixels.ndim == 2:
-        return pixels[None]
-    if pixels.ndim != 3:
-        raise UnreadableImage(f"an array of shape {pixels.shape}, which is no image (H, W, bands) or (bands, H, W)")
-    first, middle, last = pixels.shape
-    asked = None if config.bands else config.channels
-    guess = first == middle or (middle != last and last <= first)
-    at_end = last == asked or (first != asked and guess)
-    return pixels.transpose(2, 0, 1) if at_end else pixels
-
-
-def as_asked(pixels: NDArray, config: ImagesConfig) -> NDArray:
-    """The bands (n, H, W) that the settings ask for, (C, H, W), with a value everywhere."""
-    check_numbers(pixels.dtype)
-    if pixels.dtype == bool:
-        pixels = pixels.astype(np.uint8) * 255
-    if config.bands:
-        if max(config.bands) > len(pixels):
-            raise UnreadableImage(f"{in_words(len(pixels))}; data.bands asks for {max(config.bands)}")
-        pixels = pixels[[band - 1 for band in config.bands]]
-    return as_channels(with_values(pixels, config.nodata), config.channels)
-
-
-def in_words(count: int) -> str:
-    """So many bands."""
-    return f"{count} band{'s' * (count != 1)}"
-
-
-def as_channels(pixels: NDArray, channels: int) -> NDArray:
-    """(n, H, W) to (C, H, W): all, or grey and RGB of each other."""
-    count = len(pixels)
-    if count == channels:
-        return pixels
-    if (count, channels) == (1, 3):
-        return pixels.repeat(3, 0)
-    if (count, channels) == (3, 1):
-        grey = np.tensordot(LUMA, pixels, 1)[None]
-        return (grey if pixels.dtype.kind == "f" else grey.round()).astype(pixels.dtype)
-    raise UnreadableImage(f"{in_words(count)}; data.channels is {channels}, and data.bands can choose so many")
-
-
-def with_values(pixels: NDArray, nodata: float | str | None) -> NDArray:
-    """The same with the mean of its channel in the place of what has no value."""
-    if nodata is None and pixels.dtype.kind != "f":
-        return pixels
-    missing = ~np.isfinite(pixels)
-    if nodata is None:
-        if missing.any():
-            band = 1 + int(np.flatnonzero(missing.any((1, 2)))[0])
-            raise UnreadableImage(f"values that are not finite in channel {band}; data.nodata nan gives them the mean")
-        return pixels
-    if nodata != "nan":
-        missing |= pixels == nodata
-    if not missing.any():
-        return pixels
-    pixels = pixels.copy()
-    for number, (channel, without) in enumerate(zip(pixels, missing, strict=True), start=1):
-        if without.all():
-            raise UnreadableImage(f"no value in channel {number}")
-        mean = channel[~without].mean(dtype=np.float64)
-        channel[without] = mean if channel.dtype.kind == "f" else np.rint(mean)
-    return pixels
-
-
-def scaled(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tensor:
-    """Values (C, H, W) of any type to [0, 255]: see `data.range`."""
-    if pixels.dtype == np.uint8 and all(tuple(pair) == (0, 255) for pair in limits):
-        return torch.from_numpy(pixels if min(pixels.strides) >= 0 else pixels.copy())
-    if not limits:
-        if pixels.dtype.kind == "f" or pixels.dtype.itemsize > 2:
-            raise UnreadableImage(f"{pixels.dtype} values have no agreed range; data.range says which")
-        limits = [(np.iinfo(pixels.dtype).min, np.iinfo(pixels.dtype).max)]
-    exact = np.float32 if pixels.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
-    low, high = (np.array(ends, exact)[:, None, None] for ends in zip(*limits, strict=True))
-    values = (pixels.astype(exact) - low) * 255 / (high - low)
-    return torch.from_numpy(np.clip(values, 0, 255).astype(np.float32, copy=False))

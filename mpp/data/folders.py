@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpp.data.archives import is_archive, stem_of, unpacked
-from mpp.data.decoding import is_picture
 from mpp.data.formats import ARRAYS, OF_THE_SYSTEM, PICTURES, SHARDS, UNREADABLE_PICTURES, ending, is_list
+from mpp.data.kinds import is_picture
 from mpp.runtime.messages import shortened
 from mpp.runtime.progress import progress_bar
 

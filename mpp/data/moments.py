@@ -7,10 +7,9 @@ from torch import Tensor
 
 from mpp.config import DataConfig
 from mpp.data.dataset import decode_cell
-from mpp.data.decoding import UnreadableImage
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
-from mpp.errors import UserError
+from mpp.errors import UnreadableImage, UserError
 
 SAMPLE = 1024  # images
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from mpp.data.dataset import ImageDataset, encoded_bytes, is_encoded
-from mpp.data.decoding import UnreadableImage
+from mpp.errors import UnreadableImage
 
 SAMPLED = 64  # image files of a split whose bytes enter the record
 NAMES = 100_000  # names that are held at a time

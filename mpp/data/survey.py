@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpp.config import DataConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding import UnreadableImage
+from mpp.errors import UnreadableImage
 
 SIDE = 16  # of the small greys
 ALIKE = 0.99  # correlation of two small greys, from which on two images count as nearly the same

@@ -18,9 +18,9 @@ import datasets
 import fsspec
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding import is_picture
 from mpp.data.folders import HEAD, SPLIT_LIKE, SPLITS, Folder, LeftOut, layout_of
 from mpp.data.formats import ARRAYS, PICTURES, ending
+from mpp.data.kinds import is_picture
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.data.lists import as_label
 from mpp.errors import UserError, one_line

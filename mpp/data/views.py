@@ -20,9 +20,8 @@ from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption, Grid
 from mpp.data import images
 from mpp.data.dataset import Decoded, ImageDataset
-from mpp.data.decoding import UnreadableImage
 from mpp.data.workers import NOTHING, WatchedLoader, note_reading
-from mpp.errors import Undecodable, UserError
+from mpp.errors import Undecodable, UnreadableImage, UserError
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
 
 REPLACEMENTS = 64  # so many undecodable images in a row do not happen where fewer than half are

@@ -1,0 +1,75 @@
+"""What kind of file begins with these bytes: a picture, a file that must be converted first, or no image."""
+
+import codecs
+import re
+
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins; + is BigTIFF
+NPY, ZIP, PNG, JPEG = b"\x93NUMPY", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+PICTURES = {  # how the files begin that PIL or tifffile reads
+    "a JPEG file": rb"\xff\xd8\xff",
+    "a PNG file": rb"\x89PNG\r\n\x1a\n",
+    "a WebP file": rb"RIFF....WEBP",
+    "a GIF file": rb"GIF8[79]a",
+    "a BMP file": rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0",  # the size of its second header: text may begin so
+    "a TIFF file": rb"II[*+]\0|MM\0[*+]",
+    "a PPM file": rb"P[1-6f]\s+[#\d-]",
+}
+CONVERTIBLE = {
+    "a JPEG 2000 file": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
+    "a JPEG XL file": rb"\0\0\0\x0cJXL |\xff\x0a",
+    "an AVIF file": rb"....ftypavi[fs]",
+    "a HEIC file": rb"....ftyp(hei|hev|mif1|msf1)",
+    "a Canon raw file": rb"....ftypcrx ",
+    "an MP4 or QuickTime video": rb"....(ftyp|moov)",
+    "a Matroska or WebM video": rb"\x1a\x45\xdf\xa3",
+    "an AVI video": rb"RIFF....AVI ",
+    "an MPEG video": rb"\0\0\x01[\xb3\xba]",
+    "a DICOM file": rb".{128}DICM",
+    "a PDF file": rb"%PDF-",
+    "a Photoshop file": rb"8BPS",
+    "an OpenEXR file": rb"\x76\x2f\x31\x01",
+    "an HDF5 file": rb"\x89HDF\r\n\x1a\n",
+    "a FITS file": rb"SIMPLE  =",
+    "a gzip file": rb"\x1f\x8b",
+    "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
+}
+STAND_INS = {  # of images that were not fetched or not written
+    "an empty file": rb"\Z",
+    "a file of zeros": rb"\0{16,}\Z",
+    "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
+    "an XML file": rb"\s*<\?xml(?!.*<svg[\s>])",
+    "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
+}
+HEAD = 1024  # bytes of a file that say its kind
+PICTURE = re.compile(b"|".join(PICTURES.values()), re.DOTALL)
+KINDS = {kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_INS | CONVERTIBLE).items()}
+KINDS |= {kind: re.compile(start, re.DOTALL) for kind, start in PICTURES.items()}
+
+
+def is_picture(head: bytes) -> bool:
+    """Whether a file is a picture that `decode` reads, by its first bytes, of which 18 are enough.
+
+    `.npy` and `.npz` are none: such files hold arrays of any kind.
+    """
+    return PICTURE.match(head) is not None
+
+
+def kind_of(head: bytes) -> str | None:
+    """What sort of file begins so, such as "a JPEG 2000 file"; None where it is not known.
+
+    Args:
+        head: the first HEAD bytes, or all where there are fewer.
+    """
+    return next((kind for kind, start in KINDS.items() if start.match(head[:HEAD].removeprefix(codecs.BOM_UTF8))), None)
+
+
+def unidentified(data: bytes) -> str:
+    """Why a file is no picture, where no decoder knows it."""
+    kind = kind_of(data)
+    if kind is None:
+        return "no image file of a known sort"
+    if kind in STAND_INS:
+        return f"{kind} instead of an image"
+    if kind in CONVERTIBLE:
+        return f"{kind}, which mpp does not read; convert it to PNG or TIFF"
+    return f"{kind} whose header cannot be read"
