@@ -15,10 +15,11 @@ from timm import is_model
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, segmentation, supervised
 from evaluation.config import MaskedDataConfig
 from evaluation.suite.findings import Row
+from evaluation.suite.learned import stands_on
 from evaluation.suite.plan import Case, Options, Plan
 from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
-from evaluation.suite.run_images import images_at, images_of_run, run_folder, stands_on
+from evaluation.suite.run_images import images_at, images_of_run, run_folder
 from mpp.config import HOW_READ, Config
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from evaluation.config import SegmentationConfig
 from evaluation.suite.encoders import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
 from evaluation.suite.figures import DPI, plot_segmentation
+from evaluation.suite.learned import check_unseen
 from evaluation.suite.patches import (
     IGNORED,
     ExtractedPatches,
@@ -42,7 +43,7 @@ from evaluation.suite.patches import (
 )
 from evaluation.suite.probing import judge
 from evaluation.suite.reports import events_of, report_path, table, write_report
-from evaluation.suite.run_images import check_unseen, parse_with_images, variant
+from evaluation.suite.run_images import parse_with_images, variant
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError

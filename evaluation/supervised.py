@@ -18,9 +18,9 @@ from evaluation.config import SupervisedConfig
 from evaluation.suite.classify import Classification
 from evaluation.suite.distill import DistilledEncoder, averaged, build_student, distillation_loss
 from evaluation.suite.labelled import load_labelled
+from evaluation.suite.learned import refuse_seen
 from evaluation.suite.networks import HeadedEncoder, build_backbone, build_head
 from evaluation.suite.reports import table, write_json
-from evaluation.suite.run_images import refuse_seen
 from evaluation.suite.teachers import load_teacher
 from mpp.data.views import BatchLayout, collate
 from mpp.runtime.launch import command

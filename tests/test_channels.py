@@ -21,7 +21,7 @@ from evaluation import contrastive, fewshot, finetune, knn, supervised, visualiz
 from evaluation.config import EVERY
 from evaluation.memory import peak_memory
 from evaluation.suite.encoders import load_frozen
-from evaluation.suite.run_images import learned_labels
+from evaluation.suite.learned import learned_labels
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.corruption import Corruption, draw
 from mpp.data.images import augment

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from server import Command
 from torch import nn
 
-from evaluation.suite.run_images import lineage
+from evaluation.suite.learned import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from evaluation.config import DistillConfig
 from evaluation.suite.distill import DistilledEncoder, averaged
 from evaluation.suite.encoders import FrozenEncoder, check_channels, load_frozen
+from evaluation.suite.learned import learned_labels
 from evaluation.suite.networks import HeadedEncoder, build_head
-from evaluation.suite.run_images import learned_labels, run_folder
+from evaluation.suite.run_images import run_folder
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.models.encoder import set_attention
