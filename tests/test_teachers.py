@@ -376,9 +376,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
 def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
     teacher = f"--objective.teacher={finished_run}"
     for words, message in {
-        (
-            "--objective.teacher=nowhere",
-        ): "objective.teacher is nowhere: no folder of that name, and no model of timm's",
+        ("--objective.teacher=nowhere",): "objective.teacher is nowhere: no folder of that name, and no timm model",
         (teacher, "--data.channels=1"): "objective.teacher's input channels is 3; it must be 1",
         (teacher, "--objective.teacher_depths=9"): "objective.teacher_depths is 9; it must be at most 2",
         (teacher, "--objective.export=teacher"): "objective.export is teacher; it must be student or left out",

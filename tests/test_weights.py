@@ -76,7 +76,7 @@ FAULTS = {
     "incomplete, or no .safetensors file (3 bytes)": lambda whole: whole[:3],
     "incomplete, or no .safetensors file (500 bytes)": lambda whole: whole[:500],
     "incomplete, or no .safetensors file": lambda whole: whole[:-1],
-    "a pointer of git-lfs": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "a Git LFS pointer": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
     "an error page": lambda whole: b"<!DOCTYPE html><html>" + bytes(100),
 }
 
@@ -187,7 +187,7 @@ def test_weights_that_are_missing_or_left_over_are_counted_and_named(folder, way
         more = {f"{wrapper}{name}": each for name, each in weights.items()}
         save_file(more | {f"{wrapper}decoder.weight": torch.zeros(1), f"{wrapper}decoder.bias": torch.zeros(1)}, file)
         said = refused(way, folder)
-        assert "it has 2 weights (decoder." in said and "that the model has not" in said and "lacks" not in said
+        assert "it has 2 weights (decoder." in said and "that the model does not have" in said and "lacks" not in said
 
 
 @pytest.mark.parametrize("name", ["norm.bias", "norm.weight", "blocks.0.attn.qkv.weight", "cls_token"])

@@ -18,55 +18,51 @@ from mpp.runtime.weights import HUB, encoder_folder, weights_file
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
-    """What an encoder folder's config.json says; empty: nothing that can be read."""
+    """The config.json of an encoder folder; empty: there is none, or none that can be read."""
     with suppress(OSError, ValueError):
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
 
 
-def trained_on(folder: Path, what: str) -> Any:
-    """What an exported encoder says of its images: height and width as `input_size`, `mean`, `std`. None: nothing."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pretrained_cfg"][what]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found and tuple(found[1:] if what == "input_size" else found)
+def trained_on(folder: Path, entry: str) -> Any:
+    """The `mean`, `std` or `input_size` (height and width) of an exported encoder's images. None: unknown."""
+    about = saved_config(folder).get("pretrained_cfg")
+    found = about.get(entry) if isinstance(about, dict) else None
+    return found and tuple(found[1:] if entry == "input_size" else found)
 
 
 def stride_of(folder: Path) -> int | None:
-    """Pixels from one patch to the next of an exported encoder of `mpp_vit`; None: nothing says so."""
-    try:
-        arguments = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_args"]
-        return arguments.get("stride") or arguments.get("patch_size")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    """Pixels from one patch to the next of an exported encoder of `mpp_vit`; None: unknown."""
+    arguments = saved_config(folder).get("model_args")
+    return arguments.get("stride") or arguments.get("patch_size") if isinstance(arguments, dict) else None
 
 
 def is_named(encoder: str) -> bool:
-    """Whether an encoder is no folder, here or on the hub, but a name: that of a model of timm's."""
+    """Whether an encoder is given by the name of a timm model, not by a path or a name on the hub."""
     return not (encoder.startswith(HUB) or Path(encoder).exists())
 
 
 def how_read(encoder: str) -> dict[str, Any]:
-    """How the files were read that an encoder without its run was trained on, as far as its own folder says it.
+    """Settings by which the training images were read, of an encoder without its run; empty: as usual, or unknown.
 
     Raises:
         UserError: no encoder there.
     """
     if is_named(encoder) or Path(encoder).is_file():
         return {}
-    saved = saved_config(encoder_folder(Path(encoder))).get("data") or {}  # what is wrong with it, its loading says
+    saved = saved_config(encoder_folder(Path(encoder))).get("data") or {}  # loading it refuses a broken file
     return {name: saved[name] for name in HOW_READ if name in saved}
 
 
 def learned_labels(encoder: str) -> bool:
     """Whether an encoder is known to have learned from labels or texts, or from an encoder that did.
 
-    A name of timm's has classes then; a folder has them, or says so. Nothing is known of a weights file alone.
+    The published weights of a timm model have classes then. A folder's config.json has classes, or says so; it counts
+    for a weights file next to it, too.
 
     Args:
-        encoder: a run folder, an encoder folder, hf-hub:NAME, a weights file, or a name of timm's.
+        encoder: a run folder, an encoder folder, hf-hub:NAME, a weights file, or the name of a timm model.
     """
     if is_named(encoder):
         known = timm.get_pretrained_cfg(encoder) if timm.is_model(encoder) else None
@@ -93,12 +89,12 @@ def timm_crop_pct(img_size: int | Grid, share: float) -> float:
 
 
 def describe_changes(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
-    """Say in a model's `pretrained_cfg`, which `timm.data.resolve_model_data_config` reads, what it takes now.
+    """Update a model's `pretrained_cfg`, by which `timm.data.resolve_model_data_config` describes its images.
 
-    timm leaves there what the weights were made for.
+    timm leaves there the description of the weights, whatever the model was built for.
 
     Args:
-        changes: arguments of timm's with which the model was built.
+        changes: arguments of `timm.create_model` that the model was built with.
         eval_crop: share of the shorter side that mpp's held-out view keeps; None: crop_pct stays.
     """
     about = model.pretrained_cfg

@@ -43,7 +43,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
     arguments |= {"in_chans": channels} if channels != 3 else {}
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
-        raise UserError(f"model.name is {name}; it must be a Vision Transformer of timm's, such as {near or PLAIN}")
+        raise UserError(f"model.name is {name}; it must be a timm Vision Transformer, such as {near or PLAIN}")
     refusals = (AssertionError, TypeError, *(BAD_VALUES if config.arguments else ()))
     try:
         encoder = timm.create_model(name, num_classes=0, **arguments)
@@ -54,7 +54,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
         reason = one_line(error)
         raise UserError(f"{key} is {value}, which timm cannot build to these numbers: {reason}") from error
     if not isinstance(encoder, VisionTransformer):
-        raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a VisionTransformer of timm's")
+        raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a timm VisionTransformer")
     if encoder.attn_pool is not None:
         raise UserError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
     check_cells(encoder)
@@ -76,7 +76,7 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Name and arguments by which timm builds the encoder: a plain one, or our `mpp_vit` where timm has none.
 
     Raises:
-        UserError: `model.arguments` that no Vision Transformer of timm's takes.
+        UserError: `model.arguments` that timm's VisionTransformer does not take.
     """
     numbers = config.numbers()
     arguments = dict(
@@ -167,12 +167,12 @@ def set_attention(encoder: nn.Module, fused: bool) -> None:
 
 
 def has_fused_attention(encoder: nn.Module) -> bool:
-    """What `set_attention` said."""
+    """Whether attention is computed by torch's fused kernel: see `set_attention`."""
     return any(getattr(module, "fused_attn", False) for module in encoder.modules())
 
 
 def checkpoint_activations(encoder: nn.Module, key: str) -> None:
-    """Keep few activations of a model of timm's, and compute the rest again in the backward pass.
+    """Keep few activations of a timm model, and compute the rest again in the backward pass.
 
     Args:
         key: the setting that asks for it.
@@ -188,5 +188,5 @@ def checkpoint_activations(encoder: nn.Module, key: str) -> None:
 
 
 def has_class(encoder: nn.Module) -> bool:
-    """Whether an encoder of timm's has a [class] token; not all of timm's modules say so."""
+    """Whether a timm model has a [class] token; not all of timm's modules have `has_class_token`."""
     return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)

@@ -42,9 +42,9 @@ def export_encoder(
         crop_pct: share of the shorter side that the held-out view keeps; timm gets `timm_crop_pct` of it.
         card: text of its README.md; empty: none is written.
         how_read: settings by which the pixels of files were read, where they are not as usual.
-        label_names: of the classes that it learned, by number: timm's `pretrained_cfg["label_names"]`. None: those that
-            a model with a head came with.
-        learned_labels: whether it learned from labels, or from an encoder that did: `learned_labels` reads it.
+        label_names: of the classes that it learned, in the order of their numbers, for timm's
+            `pretrained_cfg["label_names"]`. None: those that a model with a head came with.
+        learned_labels: whether it learned from labels, or from an encoder that did.
     Raises:
         UserError: a head for another number of classes.
     """
@@ -52,7 +52,7 @@ def export_encoder(
     shutil.rmtree(aside, ignore_errors=True)
     data_config = dict(mean=tuple(mean), std=tuple(std), interpolation="bilinear")
     data_config |= dict(input_size=(len(mean), *sides(img_size)), crop_pct=timm_crop_pct(img_size, crop_pct))
-    ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not of timm's weights of this name
+    ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not those of published weights
     ours["eval_crop"] = crop_pct  # `load_encoder` needs it for other sizes
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
         ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
@@ -68,7 +68,7 @@ def export_encoder(
     saved = json.loads((aside / "config.json").read_text(encoding="utf-8"))
     saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers would give it twice
     if label_names or not encoder.num_classes:
-        saved["pretrained_cfg"].pop("label_names", None)  # of what the encoder began from
+        saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
     (aside / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
     if card:
         (aside / "README.md").write_text(card, encoding="utf-8")

@@ -27,8 +27,8 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
     Args:
         path: a run folder, an encoder folder, or hf-hub:NAME.
         pretrained: False: the architecture with random weights.
-        changes: arguments of timm's that differ, such as `img_size=96` (position embeddings are resampled in 2-D) or
-            `num_classes=10` (a new head).
+        changes: arguments of `timm.create_model` that differ, such as `img_size=96` (position embeddings are resampled
+            in 2-D) or `num_classes=10` (a new head).
     Returns:
         The timm model in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first, of images that are
         normalised: `timm.data.resolve_model_data_config(model)` says size, mean, std and crop, after `changes`.
@@ -37,28 +37,35 @@ def load_encoder(path: str | Path, pretrained: bool = True, **changes: Any) -> n
     Raises:
         UserError: no encoder there, or weights that cannot be read or are not this model's.
     """
-    return load_folder(encoder_folder(Path(path)), "encoder", pretrained, changes)
+    folder = encoder_folder(Path(path))
+    encoder = load_folder(folder, "encoder", pretrained, changes)
+    describe_changes(encoder, changes, saved_config(folder).get("eval_crop"))
+    return encoder
 
 
 def load_folder(folder: Path, setting: str, pretrained: bool, changes: dict[str, Any]) -> nn.Module:
-    """`load_encoder` of an encoder folder, which `setting` names."""
-    file = folder / "model.safetensors"
+    """The encoder of a folder in eval mode; its `pretrained_cfg` is that of the folder.
+
+    Args:
+        setting: the setting that names the folder.
+        pretrained, changes: see `load_encoder`.
+    """
+    file, whose = folder / "model.safetensors", "that its config.json is about"
     about = saved_config(folder)
     build = partial(timm.create_model, f"local-dir:{folder}", **changes)
     if not pretrained:
         encoder = build(pretrained=False)
     elif "img_size" in changes and is_model_in_modules(about.get("architecture", ""), HYBRIDS):
         encoder = build(pretrained=False)
-        load_hybrid(encoder, file, setting, trained_on(folder, "input_size"))
+        load_hybrid(encoder, file, setting, whose, trained_on(folder, "input_size"))
     else:
         overlay = changes.get("pretrained_cfg_overlay") or {}
-        encoder = build_with_weights(build, file, setting, "that its config.json is about", overlay)
+        encoder = build_with_weights(build, file, setting, whose, overlay)
     fixed = about.get("position") == FIXED
     if fixed and not pretrained:
         fix_positions(encoder)
     elif fixed:
         hold_positions(encoder, encoder.pos_embed.data)
-    describe_changes(encoder, changes, about.get("eval_crop"))
     return encoder.eval()
 
 
@@ -71,15 +78,15 @@ def create(
     key: str = "encoder",
     **changes: Any,
 ) -> nn.Module:
-    """The model of a run folder, an encoder folder, a name of the hub's (hf-hub:NAME), or timm's of that name.
+    """The model of a run folder or an encoder folder, of the hub (hf-hub:NAME), or the timm model of that name.
 
     Args:
         img_size: that a ViT is built for, resampled; None: its own.
         pretrained: with weights: a folder's own, those in `checkpoint`, or those that timm has published.
-        checkpoint: .safetensors file with the weights of a timm name.
+        checkpoint: .safetensors file with the weights of a timm model.
         num_classes: 0: without a head; None: with its own.
         key: the setting that names it.
-        changes: other arguments of timm's that differ.
+        changes: other arguments of `timm.create_model` that differ.
     Raises:
         UserError: nothing of that name, or nothing that can be loaded.
     """
@@ -88,12 +95,12 @@ def create(
     if checkpoint and not named:
         raise UserError(f"{file} goes with the name of a timm model; a folder has its own weights")
     if named and not timm.is_model(encoder):
-        raise UserError(f"{key} is {encoder}: no folder of that name, and no model of timm's")
+        raise UserError(f"{key} is {encoder}: no folder of that name, and no timm model")
     if checkpoint:
         refuse_pickle(Path(checkpoint), file)
         weight_names(Path(checkpoint), file)
     folder = None if named else encoder_folder(Path(encoder), key)
-    eval_crop = None if named else saved_config(folder).get("eval_crop")
+    eval_crop = saved_config(folder).get("eval_crop") if folder else None
     sizes = [{}] if img_size is None else [{"img_size": img_size}, {}]  # timm's convolutional networks know no img_size
     for size in sizes:
         options = dict(num_classes=num_classes, **changes, **size)

@@ -1,4 +1,4 @@
-"""Where the weights of an encoder are, what they are known by, and what is wrong with a file of them."""
+"""The weights of an encoder: their place, their fingerprint, and what is wrong with a file of weights."""
 
 from collections.abc import Collection, Sequence
 from itertools import takewhile
@@ -46,9 +46,9 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     """The encoder folder at `path`: one itself, or in a run folder, or hf-hub:NAME, which is downloaded.
 
     Args:
-        setting: that names it.
+        setting: the setting that names it.
     Raises:
-        UserError: no encoder there, with what there is in its place.
+        UserError: no encoder there; the message says what is there instead.
     """
     if str(path).startswith(HUB):
         files = ["config.json", "model.safetensors"]
@@ -62,14 +62,14 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     if path.is_file() and path.suffix == ENDING:
         raise UserError(
             f"no encoder at {path}: it has weights only; give the folder that has timm's config.json too, or the name "
-            "of timm's model, with this file as its checkpoint"
+            "of its timm model, with this file as its checkpoint"
         )
     pickles = [file for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if is_pickle(file)]
     if pickles and not (path / "model.safetensors").is_file():
         raise UserError(f"{setting} is {path}, which cannot be read: {conversion(pickles[0])}")
     raise UserError(
         f"no encoder at {path}: neither an encoder folder (config.json, model.safetensors) nor the run folder of a "
-        f"finished run (published weights of timm's are {HUB}timm/NAME)"
+        f"finished run (published timm weights are {HUB}timm/NAME)"
     )
 
 
@@ -86,7 +86,7 @@ def is_pickle(file: Path) -> bool:
 def refuse_pickle(file: Path, setting: str) -> None:
     """Raise UserError where this is no .safetensors file, by its name."""
     if file.suffix != ENDING:
-        reason = conversion(file) if is_pickle(file) else "other sorts can run code"
+        reason = conversion(file) if is_pickle(file) else "other formats can run code"
         raise UserError(f"{setting} is {file}; it must be a .safetensors file: {reason}")
 
 
@@ -99,7 +99,7 @@ def weight_names(file: Path, setting: str) -> list[str]:
     """The names of the weights in a .safetensors file.
 
     Args:
-        setting: that names the file.
+        setting: the setting that names the file.
     Raises:
         UserError: it cannot be read, with the reason.
     """
@@ -114,7 +114,7 @@ def unread(file: Path, error: Exception) -> str:
     """Why a file of weights cannot be read.
 
     Args:
-        error: of the library.
+        error: the library's.
     """
     if not file.is_file():
         return "there is no such file"
@@ -126,7 +126,7 @@ def unread(file: Path, error: Exception) -> str:
     if not start:
         return "it is empty; copy or download it again"
     if start == POINTER_START:
-        return "it is a pointer of git-lfs in place of the weights, which `git lfs pull` in its folder downloads"
+        return "it is a Git LFS pointer instead of the weights, which `git lfs pull` in its folder downloads"
     if start.startswith(PICKLE_STARTS):
         return conversion(file)
     size = file.stat().st_size
@@ -134,7 +134,7 @@ def unread(file: Path, error: Exception) -> str:
 
 
 def wrapper_of(names: Sequence[str], own: Collection[str]) -> str:
-    """The beginning shared by all names without which most of them are the model's own; empty: there is none.
+    """The prefix of all names without which most of them are the model's own; empty: there is none.
 
     Weights that were saved from within a larger module have one, such as `module.` or `student.backbone.`.
 
@@ -149,14 +149,14 @@ def wrapper_of(names: Sequence[str], own: Collection[str]) -> str:
 
 
 def misfit(missing: Collection[str], left_over: Collection[str]) -> str:
-    """What a file of weights lacks and what it has too much; empty: it fits.
+    """How the weights in a file differ from a model's, by name; empty: they fit.
 
     Args:
-        missing: names of the model's weights that the file has not.
-        left_over: names of weights in the file that the model has not.
+        missing: the model's weights that the file lacks.
+        left_over: the file's weights that the model lacks.
     """
     lacks = f"lacks {some_of(missing)}" if missing else ""
-    has = f"has {some_of(left_over)} that the model has not" if left_over else ""
+    has = f"has {some_of(left_over)} that the model does not have" if left_over else ""
     both = " and ".join(filter(None, (lacks, has)))
     return both and f"it {both}"
 
