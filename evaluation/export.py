@@ -267,7 +267,7 @@ class Check(NamedTuple):
                 len(chosen),
                 self.accelerator,
             )
-            warn_left_out(tuple(of_split.broken))
+            warn_left_out(of_split.broken)
             found += of_split.arrays
         results = fewshot.evaluate(Features(*found).check(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
         return float(np.mean([result["accuracy"] for result in results]))

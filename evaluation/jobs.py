@@ -177,7 +177,7 @@ class Job:
         if self.requested is not None:
             read = self.requested.data.how_read()
         elif run is not None:
-            read = {name: value for name, value in images_of_run(run) if name in HOW_READ}
+            read = {name: value for name, value in images_of_run(run).items() if name in HOW_READ}
         else:
             with suppress(UserError):  # there is none, which its evaluation says
                 read = how_read(encoder)

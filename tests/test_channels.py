@@ -21,7 +21,7 @@ from evaluation import contrastive, fewshot, finetune, knn, supervised, visualiz
 from evaluation.config import EVERY
 from evaluation.memory import peak_memory
 from evaluation.suite.encoders import load_frozen
-from evaluation.suite.learned import learned_labels
+from evaluation.suite.learned import learned_from
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.corruption import Corruption, draw
 from mpp.data.images import augment
@@ -301,7 +301,7 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     run = tmp_path / "labels"
     pairs = ["--data.channels=2", "--data.bands=[4,2]", "--data.range=[[0,16000],[0,9000]]", "--data.eval_split=test"]
     supervised.main([*words, *pairs, f"--run.dir={run}"])
-    learned = learned_labels(str(run)).source
+    learned = learned_from(str(run)).source
     assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
     said = as_arguments(learned)
     assert "--data.bands '[4, 2]'" in said and "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said

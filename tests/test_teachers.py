@@ -330,10 +330,10 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
 
 
 def lineage_said(folder, capsys):
-    """What the walk over those that an encoder stands on says, a second time nothing."""
+    """The note on a missing encoder that this one builds on, which is printed once."""
     for _ in range(2):
         list(lineage(str(folder)))
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    (line,) = capsys.readouterr().out.strip().splitlines()[-1:]
     return line.removeprefix("note: ").split(":")[0]
 
 

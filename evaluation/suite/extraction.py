@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.frozen_features import extract
 from mpp.runtime.arrays import in_blocks, let_go, map_array, select
+from mpp.runtime.messages import warn
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
 
@@ -66,9 +67,9 @@ class Features(NamedTuple):
         return self._replace(**labels)
 
     def numbered(self) -> tuple["Features", int]:
-        """The same with classes that are numbered from 0 without gaps, in their order, and how many they are.
+        """The same with classes numbered from 0 without gaps, in their order; and the number of classes.
 
-        Numbers in a file may be identifiers, far apart.
+        Labels in a file may be identifiers, far apart.
         """
         labels = self.train_labels, self.test_labels
         classes = np.unique(np.concatenate([each[each >= 0] for each in labels]))
@@ -130,22 +131,21 @@ def load_features(path: Path) -> Features:
 
 
 class Readable:
-    """Batches, of which it notes the images that cannot be decoded: features of others are in their place.
+    """Batches, and a list of the images that cannot be decoded, instead of which the batches hold others.
 
     Args:
-        batches: this process's: the images rank, rank + processes, ... in their order.
+        batches: of this process: the images rank, rank + processes, ... in their order.
         split: for messages.
-        strict: whether such images are refused: UserError then, after the other images are read, so that all of them
-            are named at once.
+        strict: whether such images raise UserError, after all batches are read, so that it names all of them.
     """
 
     def __init__(self, batches: Iterable[Batch], split: str, strict: bool = False, rank: int = 0, processes: int = 1):
         self.batches, self.split, self.strict = batches, split, strict
         self.order = iter(range(rank, sys.maxsize, processes))
         self.missing: list[int] = []
-        """Which images of the split."""
+        """Their indices in the split."""
         self.broken: list[str] = []
-        """Their names, and why."""
+        """Their names, and the reasons."""
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.batches:
@@ -165,11 +165,11 @@ def listing(broken: Sequence[str]) -> str:
 
 
 class Whole(NamedTuple):
-    """What is known of all images of a split: rows of some arrays, of the images that can be decoded."""
+    """Features and labels of a whole split, with a row for each image that can be decoded."""
 
-    arrays: list[NDArray]  # of each depth, then the labels; none but on the main process
-    kept: NDArray[np.int64]  # which images of the split
-    broken: list[str]  # the others, and why
+    arrays: list[NDArray]  # features of each depth, then the labels; empty except on the main process
+    kept: NDArray[np.int64]  # indices of these images in the split
+    broken: list[str]  # names of the others, and the reasons
 
 
 def extract_readable(
@@ -178,7 +178,7 @@ def extract_readable(
     """Features of the images of a split that can be decoded, by all processes: see `extract`.
 
     Raises:
-        UserError: none can.
+        UserError: no image can be decoded.
     """
     by_depth, labels = extract(batches, encode, count, accelerator)
     missing, broken = gather_object(batches.missing), sorted(set(gather_object(batches.broken)))
@@ -191,13 +191,12 @@ def extract_readable(
     return Whole(arrays, kept, broken)
 
 
-@cache
-def warn_left_out(broken: tuple[str, ...]) -> None:
-    """Name the images that a probe leaves out, once: several probes may look at the same."""
+def warn_left_out(broken: Sequence[str]) -> None:
+    """Name the images that a probe leaves out, once for all probes of the same images."""
     if broken:
         what = "image that cannot be decoded is" if len(broken) == 1 else "images that cannot be decoded are"
         how = "--strict true refuses such images"
-        print(f"warning: {len(broken)} {what} left out ({how}): {listing(broken)}", file=sys.stderr)
+        warn(f"{len(broken)} {what} left out ({how}): {listing(broken)}")
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:
@@ -210,11 +209,11 @@ def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConf
 class Extracted(NamedTuple):
     """Features of the labelled images."""
 
-    by_depth: dict[int, Features]  # nothing but on the main process
-    left_out: dict[str, int]  # training and test images that cannot be decoded
+    by_depth: dict[int, Features]  # empty except on the main process
+    left_out: dict[str, int]  # number of training and of test images that cannot be decoded
 
     def about(self) -> dict[str, Any]:
-        """What a report says of it: nothing where no image was left out."""
+        """Entries of a report; empty where no image was left out."""
         return {"left_out": self.left_out} if any(self.left_out.values()) else {}
 
 

@@ -1,12 +1,9 @@
 """The images whose labels an encoder has learned: evaluation on such test images is refused."""
 
 import hashlib
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +20,14 @@ from mpp.data.record import record
 from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
+from mpp.runtime.messages import note, on_first_process
 from mpp.training.run_folder import images_of, saved_settings
 
 WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
-COMPARED = 1000  # test images that are looked for among the training images of another place
-MOST_SEARCHED = 200_000  # training images that are looked through: their sizes take some seconds
+COMPARED = 1000  # test images that are searched for among the training images of another place
+MOST_SEARCHED = 200_000  # training images that are searched: to read the sizes of so many files takes some seconds
 READ_AT_ONCE = 256  # images whose bytes are held in memory
-DUPLICATES = 0.01  # share of the test images, up to which those that are found in another place may be duplicates
+DUPLICATES = 0.01  # share of the test images that may also be in another place, as duplicates
 
 
 class Learned(NamedTuple):
@@ -38,11 +36,11 @@ class Learned(NamedTuple):
     source: SourceConfig
     """Where they come from."""
     run: Path
-    """The run, whose data.json says which they are."""
+    """The run, whose data.json is their record."""
 
 
-def learned_labels(encoder: str) -> Learned | None:
-    """The images whose labels an encoder was trained with; None: with no labels, or nothing says so."""
+def learned_from(encoder: str) -> Learned | None:
+    """The images whose labels an encoder was trained with; None: it had no labels, or that is unknown."""
     run = run_folder(encoder)
     if run is None or not WITH_LABELS & saved_settings(run).keys() or "contrast" in saved_settings(run):
         return None
@@ -50,7 +48,7 @@ def learned_labels(encoder: str) -> Learned | None:
 
 
 def lineage(encoder: str) -> Iterator[str]:
-    """The encoder, what its run began from or was taught by, and so on: those that may have passed on labels."""
+    """The encoder, its run's initial weights and teachers, theirs, and so on: all that may have passed on labels."""
     names, begun = [encoder], set()
     while names:
         name = names.pop(0)
@@ -62,17 +60,11 @@ def lineage(encoder: str) -> Iterator[str]:
         for setting, each in stands_on(run).items():
             names.append(each)
             if is_named(each) and not is_model(each):
-                note_missing(f"{setting} of {run} is {each}")
-
-
-@lru_cache
-def note_missing(which: str) -> None:
-    """Say, once, that what passed on labels cannot be asked."""
-    print(f"note: {which}, which is not here: nobody can say whose labels it learned", file=sys.stderr)
+                note(f"{setting} of {run} is {each}, which is not here: whether it learned from labels is unknown")
 
 
 def stands_on(run: Path) -> dict[str, str]:
-    """What a run began from or was taught by: the setting that says so -> an encoder, or its file of weights."""
+    """The initial weights and teachers of a run: setting -> an encoder, or its file of weights."""
     saved = saved_settings(run)
     model, distill, objective = (saved.get(part) or {} for part in ("model", "distill", "objective"))
     named = {"model.init_from": model.get("init_from"), "distill.teacher": distill.get("teacher")}
@@ -84,27 +76,27 @@ def stands_on(run: Path) -> dict[str, str]:
 
 
 class Seen(NamedTuple):
-    """How many images an encoder was trained on with their labels."""
+    """The number of images that an encoder was trained on with their labels."""
 
     known: int
     looked_at: int
-    """Of how many."""
+    """The number of images that were searched for."""
     source: SourceConfig
-    """Where the encoder's images come from, by settings that find them now."""
+    """The settings by which the encoder's images are found now."""
 
 
 def seen(dataset: ImageDataset, here: SourceConfig, learned: Learned) -> Seen:
-    """How many of these images an encoder was trained on with their labels.
+    """The number of these images that an encoder was trained on with their labels.
 
     In the same place, and in a copy that has the same record (names, and the bytes of some files), an image is known by
-    its position in its split. Elsewhere it is known by its bytes: so many images of `dataset` (see `COMPARED`) are
-    looked for among the training images, of which those with as many bytes are read. What is not found there: images
-    that were encoded anew, arrays, those of a training split of more than `MOST_SEARCHED` images, or of one that is
-    neither here nor, in its entirety, the same as this one.
+    its position in its split. Elsewhere it is known by its bytes: up to `COMPARED` images of `dataset` are searched for
+    among the training images, of which only files of the same sizes are read. Not found there: images that were encoded
+    anew, arrays, and those of a training split of more than `MOST_SEARCHED` images, or of one that is not on this
+    machine.
 
     Args:
-        here: where the images come from.
-        learned: what the encoder learned from.
+        here: the source of `dataset`.
+        learned: the labelled images of the encoder.
     """
     began = (images_of(learned.run) or {}).get("train", {})
     nothing = Seen(0, len(dataset), learned.source)
@@ -124,7 +116,7 @@ def seen(dataset: ImageDataset, here: SourceConfig, learned: Learned) -> Seen:
 
 
 def training_images(source: SourceConfig) -> ImageDataset | None:
-    """The labelled images that a run learned from; None: there are none here."""
+    """The labelled images that a run learned from; None: none can be loaded."""
     try:
         train = load_image_datasets(source)[0].labelled()
     except UserError:  # gone, or changed
@@ -133,12 +125,12 @@ def training_images(source: SourceConfig) -> ImageDataset | None:
 
 
 def is_cheap(path: str | None, began: dict[str, Any]) -> bool:
-    """Whether training images are here, and few enough to be looked through."""
+    """Whether training images are on this machine, and few enough to be searched."""
     return (path is None or is_local(path)) and began.get("images", 0) <= MOST_SEARCHED
 
 
 def same_bytes(dataset: ImageDataset, train: ImageDataset) -> tuple[int, int]:
-    """How many images have the bytes of one of `train`, and how many were looked at."""
+    """The number of images that have the bytes of one of `train`, and the number of images searched for."""
     if not all(is_encoded(each.rows.features[each.image_column]) for each in (dataset, train)):
         return 0, len(dataset)
     some = dataset.choose(COMPARED, 0)
@@ -150,7 +142,7 @@ def same_bytes(dataset: ImageDataset, train: ImageDataset) -> tuple[int, int]:
 
 
 def byte_counts(dataset: ImageDataset) -> NDArray[np.int64]:
-    """How many bytes each image file has, (n,); -1: nobody knows."""
+    """The size of each image file in bytes, (n,); -1: unknown."""
     rows = dataset.origin.rows.data.column(dataset.image_column)
     sizes = pc.binary_length(pc.struct_field(rows, "bytes")).cast("int64").fill_null(-1).to_numpy()
     sizes = sizes[positions(dataset)]
@@ -161,7 +153,7 @@ def byte_counts(dataset: ImageDataset) -> NDArray[np.int64]:
 
 
 def digests(dataset: ImageDataset) -> Iterator[bytes]:
-    """SHA-256 of each image's bytes; nothing of those that cannot be read."""
+    """SHA-256 of each image's bytes, without those that cannot be read."""
     for block in dataset.rows.with_format("arrow").iter(READ_AT_ONCE):  # row by row takes ten times as long
         for cell in block.column(dataset.image_column).to_pylist():
             with suppress(UnreadableImage, ReadFailed):
@@ -176,12 +168,15 @@ def same_place(one: SourceConfig, other: SourceConfig) -> bool:
 
 
 def refuse_seen(setting: str, encoder: str, data: SourceConfig, test: ImageDataset) -> None:
-    """Raise UserError where what `setting` names, or it began from, was trained with labels of these test images.
+    """Raise UserError where an encoder, or one that it builds on, was trained with labels of these test images.
 
-    Up to a hundredth of images with the bytes of training images is no reason: sets have such duplicates.
+    Up to `DUPLICATES` of the test images may have the bytes of training images: many datasets have such duplicates.
+
+    Args:
+        setting: the setting that names the encoder.
     """
     for each in lineage(encoder):
-        learned = learned_labels(each)
+        learned = learned_from(each)
         found = seen(test, data, learned) if learned else None
         if found is None or found.known == 0:
             continue
@@ -189,7 +184,7 @@ def refuse_seen(setting: str, encoder: str, data: SourceConfig, test: ImageDatas
         began = "" if each == encoder else f"builds on {each}, which "
         by_position = same_place(data, found.source)
         if not by_position and found.known <= DUPLICATES * found.looked_at:
-            if os.environ.get("RANK", "0") == "0":
+            if on_first_process():
                 print(f"note: {encoder} {began}was trained with the labels of {count} test images: duplicates")
             continue
         raise UserError(
@@ -206,8 +201,8 @@ def check_unseen(encoder: str, data: SourceConfig, train: ImageDataset, test: Im
         UserError: there are such test images.
     """
     refuse_seen("encoder", encoder, data, test)
-    learned = filter(None, map(learned_labels, lineage(encoder)))
-    if any(seen(train, data, each).known for each in learned) and os.environ.get("RANK", "0") == "0":
+    learned = filter(None, map(learned_from, lineage(encoder)))
+    if any(seen(train, data, each).known for each in learned) and on_first_process():
         print(
             f"note: {encoder} was trained with labels of these training images: what is chosen on a part of them, "
             "such as a depth, a rate or a penalty, is chosen for images that it knows"

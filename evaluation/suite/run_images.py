@@ -1,10 +1,9 @@
 """An encoder's own images: a run folder says which images it was trained on, and evaluation takes them.
 
-Numbers on other images than the run's are the mistake that this is against.
+This prevents results on other images than the run's.
 """
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from mpp.data.shards import load_streamed
 from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
+from mpp.runtime.messages import on_first_process
 from mpp.runtime.parsing import as_words, files_first, read
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import changed_images, commit_begun_with, images_of, moved_along, saved_settings
@@ -59,29 +59,28 @@ def parse_with_images(
             refuse_other_images(run)
         moved = named and moved_to(run, config.data.path)
         named = named and not moved
-    of_encoder = images_of_run(run) if run else [*how_read(config.encoder).items()] if named else []
-    images = [(name, value) for name, value in of_encoder if not named or name in HOW_READ]
+    of_encoder = images_of_run(run) if run else how_read(config.encoder) if named else {}
+    images = {name: value for name, value in of_encoder.items() if not named or name in HOW_READ}
     if moved:
-        known = dict(images)
-        images = [*(known | {"labels": moved_along(known.get("labels"), known["path"], config.data.path)}).items()]
+        images["labels"] = moved_along(images.get("labels"), images["path"], config.data.path)
     if not images or of_features:
         refuse_idle(config)
         return config
     if run and hasattr(config.data, "flip"):
         saved, usual = saved_settings(run)["data"], type(config.data)
         free = [name for name in HOW_SHOWN if getattr(config.data, name) == getattr(usual, name)]
-        images += [(name, saved[name]) for name in free if name in saved]
-    inherited = [f"--data.{name}={as_words(value)}" for name, value in images]
+        images |= {name: saved[name] for name in free if name in saved}
+    inherited = [f"--data.{name}={as_words(value)}" for name, value in images.items()]
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))
     taken = as_arguments(config.data)
-    if run and taken and not named and os.environ.get("RANK", "0") == "0":
+    if run and taken and not named and on_first_process():
         print(f"the images of {run}:{taken}")
     return config
 
 
 def run_folder(encoder: str) -> Path | None:
-    """The run folder that an encoder is of, named by it, by its encoder/ or by weights; None: it is of none."""
+    """The run folder of an encoder that is given by it, by its encoder/ or by weights; None: the encoder has no run."""
     folder = Path(encoder)
     folder = folder.parent if folder.suffix == ".safetensors" else folder
     folder = folder.parents[1] if folder.parent.name == "checkpoints" else folder
@@ -89,22 +88,22 @@ def run_folder(encoder: str) -> Path | None:
     return folder if "data" in saved_settings(folder) else None
 
 
-def images_of_run(run: Path) -> list[tuple[str, Any]]:
-    """The settings that say which images a run is of, by name."""
+def images_of_run(run: Path) -> dict[str, Any]:
+    """The settings of a run's images, by name."""
     saved = saved_settings(run)["data"]
     images = {name: saved[name] for name in OF_THE_IMAGES if name in saved}
     if of_the_hub(SourceConfig(**images)):  # a folder here may have the dataset's name by now
-        return [*(images | {"revision": commit_begun_with(run) or saved.get("revision")}).items()]
-    return [*(images | {"revision": None}).items()]
+        return images | {"revision": commit_begun_with(run) or saved.get("revision")}
+    return images | {"revision": None}
 
 
 def refuse_other_images(run: Path) -> None:
     """Raise UserError where a run's images are gone, or are no longer those that it began with.
 
-    Of the hub's the commit says which they are. Where several processes evaluate, the first one looks.
+    For a dataset of the hub, its commit is enough. Where several processes evaluate, the first one compares.
     """
-    began, path = images_of(run), dict(images_of_run(run)).get("path")
-    if began is None or os.environ.get("RANK", "0") != "0":
+    began, path = images_of(run), images_of_run(run).get("path")
+    if began is None or not on_first_process():
         return
     of_a_commit = commit_begun_with(run) is not None and may_be_of_the_hub(path)
     where = path if path is None or not may_be_of_the_hub(path) else Path.cwd() / path
@@ -123,16 +122,16 @@ def refuse_other_images(run: Path) -> None:
 
 
 def check_own_images(config: WhichEncoderConfig) -> None:
-    """The same, where the images of a command are those of its encoder's run, at their place."""
+    """`refuse_other_images`, where a command reads the images of its encoder's run from the run's path."""
     run = run_folder(config.encoder)
-    if run and place(config.data.path) == place(dict(images_of_run(run)).get("path")):
+    if run and place(config.data.path) == place(images_of_run(run).get("path")):
         refuse_other_images(run)
 
 
 @lru_cache
 def moved_to(run: Path, path: str | None) -> bool:
-    """Whether `path` has the images of a run that are no longer where they were; if others, that is said."""
-    own = dict(images_of_run(run)).get("path")
+    """Whether `path` has the images of a run that are no longer where they were; a note says how others differ."""
+    own = images_of_run(run).get("path")
     if own is None or not Path(own).is_absolute() or is_local(own) or not is_local(path) or images_of(run) is None:
         return False
     settings = settings_of_run(run)
@@ -140,7 +139,7 @@ def moved_to(run: Path, path: str | None) -> bool:
         changed = changed_images(run, replace(settings, path=path, labels=moved_along(settings.labels, own, path)))
     except UserError as error:  # no such split or column
         changed = [str(error)]
-    if changed and os.environ.get("RANK", "0") == "0":
+    if changed and on_first_process():
         gone = f"the images of {run} were at {own}, which is gone"
         print(f"note: {gone}; those at {path} are others: {'; '.join(changed)}", file=sys.stderr)
     return not changed
@@ -148,14 +147,14 @@ def moved_to(run: Path, path: str | None) -> bool:
 
 def settings_of_run(run: Path) -> SourceConfig:
     """Where a run's images come from."""
-    return SourceConfig(**dict(images_of_run(run)))
+    return SourceConfig(**images_of_run(run))
 
 
 def is_own(run: Path | None, path: str | None) -> bool:
     """Whether `path` is where a run's images are, or were before they were moved there."""
     if run is None:
         return False
-    own = dict(images_of_run(run)).get("path")
+    own = images_of_run(run).get("path")
     return place(path) == place(own) or moved_to(run, path)
 
 
@@ -198,7 +197,7 @@ def place(path: str | None) -> str | None:
 
 
 def positions(dataset: ImageDataset) -> np.ndarray:
-    """Where the images are in their split."""
+    """The indices of the images in their split, (n,)."""
     return np.arange(len(dataset)) if dataset.origin.indices is None else dataset.origin.indices
 
 

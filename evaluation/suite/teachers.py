@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evaluation.config import DistillConfig
 from evaluation.suite.distill import DistilledEncoder, averaged
 from evaluation.suite.encoders import FrozenEncoder, check_channels, load_frozen
-from evaluation.suite.learned import learned_labels
+from evaluation.suite.learned import learned_from
 from evaluation.suite.networks import HeadedEncoder, build_head
 from evaluation.suite.run_images import run_folder
 from mpp.config import OptimConfig, require
@@ -94,7 +94,7 @@ def classifier_of_timm(folder: str, channels: int, setting: str) -> Classifier:
 
 def classifier_of_run(run: Path, channels: int, setting: str) -> Classifier:
     """What a run with labels came to. encoder/ has no head: it is in the newest checkpoint."""
-    require(learned_labels(str(run)) is not None, setting, run, A_TEACHER)
+    require(learned_from(str(run)) is not None, setting, run, A_TEACHER)
     checkpoints = complete_checkpoints(run)[-1:]
     whole = bool(checkpoints) and not damaged_files(checkpoints[0])
     require(whole, setting, run, "a run whose newest checkpoint is there and whole: the head is in it")

@@ -43,7 +43,7 @@ def as_asked(pixels: NDArray, config: ImagesConfig) -> NDArray:
 
 
 def in_words(count: int) -> str:
-    """So many bands."""
+    """A number of bands in words: "1 band", "3 bands"."""
     return f"{count} band{'s' * (count != 1)}"
 
 
@@ -107,7 +107,7 @@ def on_white(pixels: NDArray, white_is_most: bool = True, premultiplied: bool = 
     """Integers (n + 1, H, W), the last of which is opacity (that may be in the others already), laid on white."""
     if pixels.dtype.kind == "f":
         raise UnreadableImage("opacity of floating-point pixels has no agreed range; data.bands chooses the others")
-    if not pixels[-1].any():  # as some programs write what has no opacity: all would be white
+    if not pixels[-1].any():  # some programs write zeros where there is no opacity: all would be white
         return pixels[:-1]
     most = np.iinfo(pixels.dtype).max
     opacity = pixels[-1] / most

@@ -38,8 +38,8 @@ Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, from the header t
 BANDS_AS_ONE = 4  # for data.max_pixels
 PREMULTIPLIED, OPACITY = 1, 2  # extra samples of a TIFF
 WHITE_IS_ZERO, ORIENTATION = 0, 274  # of TIFF: a photometric interpretation, and a tag, which EXIF has too
-TURNED = range(2, 9)  # orientations of what is not stored upright
-PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # what a PNG may have it in
+TURNED = range(2, 9)  # orientations of images that are not stored upright
+PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # chunks of a PNG that may hold one
 TIFF_JPEG = (6, 7, 33007, 34892)  # compressions of TIFF
 LOSSY = "it is compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG or TIFF"
 NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # modes of PIL with one whole number a pixel
@@ -47,7 +47,7 @@ NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # modes of PIL with on
 
 @contextlib.contextmanager
 def ignoring_warnings_as_errors() -> Iterator[None]:
-    """Where warnings are errors (`python -W error`), ignore them: an image that a decoder warns of is not broken."""
+    """Where warnings are errors (`python -W error`), ignore them: a decoder's warning does not make an image broken."""
     if not any(entry[0] == "error" for entry in warnings.filters):
         yield
         return
@@ -97,7 +97,7 @@ def read(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
 
 @ignoring_warnings_as_errors()
 def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
-    """The whole numbers of a mask (H, W), of a palette those of its colours; turned only where its own file says so.
+    """The whole numbers of a mask (H, W), or the indices of its palette; turned only by its own file's orientation.
 
     Raises:
         UnreadableImage: it has colours, fractions or several bands, was compressed with losses, or cannot be decoded.
@@ -119,14 +119,14 @@ def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
 
 @contextlib.contextmanager
 def unreadable_named(image: bytes | NDArray) -> Iterator[None]:
-    """Whatever goes wrong with an image is an UnreadableImage that says what."""
+    """Raise whatever goes wrong with an image as UnreadableImage, with the reason."""
     try:
         yield
     except UnreadableImage:
         raise
     except UnidentifiedImageError:
         raise UnreadableImage(unidentified(image)) from None
-    except Exception as error:  # decoders raise whatever they like on broken files: no sort of it may end a run
+    except Exception as error:  # decoders raise any exception on broken files, and none may end a run
         raise UnreadableImage(f"{type(error).__name__}: {one_line(error)}") from error
 
 
@@ -267,7 +267,7 @@ def orientation_of(image: Image.Image) -> int:
 def stored_orientation(image: bytes | NDArray) -> int:
     """The orientation by which `read` and `read_mask` turn an image: see TURNED."""
     if isinstance(image, np.ndarray) or (image.startswith(PNG) and not any(name in image for name in PNG_ORIENTATION)):
-        return 1  # to find what is not there, PIL would decode a PNG
+        return 1  # PIL would decode the whole PNG to find none
     try:
         if image.startswith(TIFF):
             import tifffile
@@ -314,7 +314,7 @@ def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
 
 
 def samples_of(image: Image.Image, config: ImagesConfig) -> NDArray:
-    """The same as it is stored."""
+    """The samples of a PIL image as `from_pil` returns them, but in the orientation in which they are stored."""
     transparent = "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
     if image.mode.startswith("I"):
         return from_integers(np.asarray(image))[None]

@@ -3,15 +3,15 @@
 import codecs
 import re
 
-TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how such a file begins; + is BigTIFF
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # + is BigTIFF
 NPY, ZIP, PNG, JPEG = b"\x93NUMPY", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-PICTURES = {  # how the files begin that PIL or tifffile reads
-    "a JPEG file": rb"\xff\xd8\xff",
-    "a PNG file": rb"\x89PNG\r\n\x1a\n",
+PICTURES = {  # first bytes of the files that PIL or tifffile reads
+    "a JPEG file": re.escape(JPEG),
+    "a PNG file": re.escape(PNG),
     "a WebP file": rb"RIFF....WEBP",
     "a GIF file": rb"GIF8[79]a",
     "a BMP file": rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0",  # the size of its second header: text may begin so
-    "a TIFF file": rb"II[*+]\0|MM\0[*+]",
+    "a TIFF file": b"|".join(map(re.escape, TIFF)),
     "a PPM file": rb"P[1-6f]\s+[#\d-]",
 }
 CONVERTIBLE = {
@@ -33,14 +33,14 @@ CONVERTIBLE = {
     "a gzip file": rb"\x1f\x8b",
     "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
 }
-STAND_INS = {  # of images that were not fetched or not written
+STAND_INS = {  # instead of images that were not fetched or not written
     "an empty file": rb"\Z",
     "a file of zeros": rb"\0{16,}\Z",
     "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
     "an XML file": rb"\s*<\?xml(?!.*<svg[\s>])",
     "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
 }
-HEAD = 1024  # bytes of a file that say its kind
+HEAD = 1024  # first bytes of a file that tell its kind
 PICTURE = re.compile(b"|".join(PICTURES.values()), re.DOTALL)
 KINDS = {kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_INS | CONVERTIBLE).items()}
 KINDS |= {kind: re.compile(start, re.DOTALL) for kind, start in PICTURES.items()}
@@ -55,16 +55,16 @@ def is_picture(head: bytes) -> bool:
 
 
 def kind_of(head: bytes) -> str | None:
-    """What sort of file begins so, such as "a JPEG 2000 file"; None where it is not known.
+    """The kind of a file, such as "a JPEG 2000 file"; None: unknown.
 
     Args:
-        head: the first HEAD bytes, or all where there are fewer.
+        head: its first HEAD bytes, or all of a shorter file.
     """
     return next((kind for kind, start in KINDS.items() if start.match(head[:HEAD].removeprefix(codecs.BOM_UTF8))), None)
 
 
 def unidentified(data: bytes) -> str:
-    """Why a file is no picture, where no decoder knows it."""
+    """The reason why no decoder reads a file."""
     kind = kind_of(data)
     if kind is None:
         return "no image file of a known sort"

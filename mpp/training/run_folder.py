@@ -145,7 +145,7 @@ def write_record(folder: Path, images: dict[str, Any]) -> None:
 
 
 def moved_along(file: str | None, before: str, now: str) -> str | None:
-    """Where a file is after a folder has moved: in there, if it was."""
+    """The path of a file after a folder has moved from `before` to `now`; other files keep theirs."""
     if file is None or not Path(file).is_relative_to(before):
         return file
     return str(Path(now) / Path(file).relative_to(before))
@@ -168,9 +168,9 @@ def has_moved_images(folder: Path, data: SourceConfig) -> bool:
 
 
 def changed_images(folder: Path, data: SourceConfig) -> list[str]:
-    """How images differ from those that a run began with, in words; nothing: as far as data.json says, in nothing.
+    """How images differ from those that a run began with, in words; empty: the same, as far as data.json says.
 
-    Of a stream the names and sizes of the files are compared; of others, names and the bytes of some.
+    For a stream the names and sizes of the files are compared, otherwise names, and the bytes of some files.
 
     Args:
         data: the settings of the run's images, perhaps with another `path`.
