@@ -27,8 +27,8 @@ from mpp.data.shards import Shards
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch, BatchLayout
 from mpp.data.workers import deaths_explained
+from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
-from mpp.reconstructions import as_rgb, as_seen
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.parsing import parse
 from mpp.training.checks import RECENT, UNREADABLE, Facts, findings

@@ -25,11 +25,11 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
-from mpp.frozen_features import extract
-from mpp.metrics import Sums
+from mpp.features.frozen import extract
+from mpp.features.metrics import Sums
+from mpp.features.probe import Probe
+from mpp.features.reconstructions import prediction_panel
 from mpp.models.descriptions import learned_labels
-from mpp.probe import Probe
-from mpp.reconstructions import prediction_panel
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation

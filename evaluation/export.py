@@ -39,7 +39,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
-from mpp.frozen_features import pool
+from mpp.features.frozen import pool
 from mpp.models.encoder import set_attention
 from mpp.models.exporting import export_encoder
 from mpp.models.opening import load_encoder

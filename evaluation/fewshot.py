@@ -18,7 +18,7 @@ from evaluation.config import FewshotConfig
 from evaluation.suite.extraction import Features
 from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
-from mpp.metrics import is_right
+from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.launch import command
 from mpp.runtime.messages import note

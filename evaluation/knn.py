@@ -12,8 +12,8 @@ from evaluation.config import KnnConfig
 from evaluation.suite.extraction import Features
 from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
-from mpp.metrics import is_right
-from mpp.probe import knn_predict
+from mpp.features.metrics import is_right
+from mpp.features.probe import knn_predict
 from mpp.runtime.hardware import device
 from mpp.runtime.launch import command
 

@@ -21,7 +21,7 @@ from evaluation.suite.extraction import Features
 from evaluation.suite.networks import zero_head
 from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
-from mpp.metrics import is_right
+from mpp.features.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import device
 from mpp.runtime.launch import command

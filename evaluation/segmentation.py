@@ -47,8 +47,8 @@ from evaluation.suite.run_images import parse_with_images, variant
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.probe import nearest
-from mpp.reconstructions import as_rgb
+from mpp.features.probe import nearest
+from mpp.features.reconstructions import as_rgb
 from mpp.runtime.hardware import device
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.randomness import FIXED

@@ -41,10 +41,10 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
+from mpp.features.probe import RANKED, effective_ranks
+from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.models.encoder import has_class
 from mpp.pretrain import is_pretraining, reopen
-from mpp.probe import RANKED, effective_ranks
-from mpp.reconstructions import as_rgb, prediction_columns
 from mpp.runtime.launch import command, start_alone
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import FIXED

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["Config", "extract_features", "load_encoder", "pretrain"]
-PLACES = {"Config": "mpp.config", "extract_features": "mpp.frozen_features", "load_encoder": "mpp.models.opening"}
+PLACES = {"Config": "mpp.config", "extract_features": "mpp.features.frozen", "load_encoder": "mpp.models.opening"}
 
 
 def __dir__() -> list[str]:

@@ -27,13 +27,13 @@ from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
-from mpp.metrics import Sums, measure, measure_features, summarize
+from mpp.features.metrics import Sums, measure, measure_features, summarize
+from mpp.features.probe import Probe
+from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
-from mpp.probe import Probe
-from mpp.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.runtime.launch import command
 from mpp.runtime.parsing import as_command_line, parse, parse_saved, plain
 from mpp.runtime.randomness import FIXED

@@ -14,7 +14,7 @@ from test_fewshot import features
 from evaluation import fewshot, knn, linear
 from evaluation.suite.extraction import NAMES, Features, load_features, save_features
 from mpp.data.views import Batch
-from mpp.frozen_features import extract
+from mpp.features.frozen import extract
 from mpp.runtime.arrays import Rows, in_blocks, select
 
 
@@ -48,7 +48,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
 def test_features_of_all_depths_are_collected_in_files_where_they_are_large(monkeypatch, peak):
     """Eight depths of 4,000 images are 8 MB."""
-    monkeypatch.setattr("mpp.frozen_features.IN_MEMORY", 10**6)
+    monkeypatch.setattr("mpp.features.frozen.IN_MEMORY", 10**6)
     whole = [np.random.default_rng(depth).normal(size=(4000, 64)).astype(np.float32) for depth in range(8)]
     held = peak()
 

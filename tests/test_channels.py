@@ -28,11 +28,11 @@ from mpp.data.images import augment
 from mpp.data.moments import channel_moments
 from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import UserError
-from mpp.metrics import measure, summarize
+from mpp.features.metrics import measure, summarize
+from mpp.features.reconstructions import as_rgb, prediction_columns, prediction_panel
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.objectives import build_objective, patches_at
-from mpp.reconstructions import as_rgb, prediction_columns, prediction_panel
 from mpp.runtime.parsing import read_saved
 
 OBJECTIVES = {

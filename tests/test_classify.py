@@ -21,7 +21,7 @@ from evaluation.suite.networks import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
-from mpp.frozen_features import features_at, stages
+from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder, checkpoint_activations
 from mpp.models.exporting import export_encoder

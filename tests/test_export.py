@@ -15,7 +15,7 @@ import mpp
 from evaluation import export
 from evaluation.config import ExportConfig
 from evaluation.suite.encoders import load_frozen
-from mpp.frozen_features import features_at
+from mpp.features.frozen import features_at
 from mpp.models.encoder import set_attention
 from mpp.models.exporting import export_encoder
 from mpp.runtime.weights import fingerprint

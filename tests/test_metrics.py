@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
 from mpp.corruption import Corruption, Kind, draw
-from mpp.metrics import add, measure, nearest_visible, summarize
+from mpp.features.metrics import add, measure, nearest_visible, summarize
 from mpp.objectives import build_objective, patchify
 
 
@@ -57,7 +57,9 @@ def test_neighbours_of_many_images_take_as_many_operations_as_of_few(monkeypatch
             found = nearest_visible(positions[:images], (8, 8))
         counts[images] = operations.count
     assert counts[8] == counts[128]
-    monkeypatch.setattr("mpp.metrics.DISTANCES", 5 * 32 * 64)  # five images of 32 patches and their 64 distances
+    monkeypatch.setattr(
+        "mpp.features.metrics.DISTANCES", 5 * 32 * 64
+    )  # five images of 32 patches and their 64 distances
     with Operations() as operations:
         assert torch.equal(nearest_visible(positions, (8, 8)), found)
     assert operations.largest == 5 * 32 * 64

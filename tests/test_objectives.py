@@ -11,7 +11,7 @@ from skimage.feature import hog
 
 from mpp import objectives
 from mpp.config import ObjectiveConfig
-from mpp.metrics import measure
+from mpp.features.metrics import measure
 from mpp.objectives import OBJECTIVES, Palette, build_objective, patches_at, patchify
 
 SETTINGS = {

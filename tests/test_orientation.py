@@ -19,7 +19,7 @@ from mpp.config import ImagesConfig
 from mpp.data import decoding
 from mpp.data.channels import LUMA
 from mpp.data.decoding import decode, stored_orientation
-from mpp.frozen_features import to_pixels
+from mpp.features.frozen import to_pixels
 
 CORNERS = np.kron(np.array([[20, 90], [160, 240]], np.uint8), np.ones((16, 32), np.uint8))
 PICTURE = np.stack([CORNERS, CORNERS // 2, 255 - CORNERS], -1)  # 32 x 64: all eight orientations differ

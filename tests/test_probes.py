@@ -33,11 +33,11 @@ from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
 from mpp.errors import UserError
-from mpp.frozen_features import features_at
+from mpp.features.frozen import features_at
+from mpp.features.probe import Probe, effective_ranks, knn_predict, nearest
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import Pretraining
-from mpp.probe import Probe, effective_ranks, knn_predict, nearest
 from mpp.runtime.parsing import parse
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
@@ -190,7 +190,7 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     report = json.loads((tmp_path / "dev.json").read_text())
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
-    for module in ("mpp.frozen_features", "mpp.runtime.arrays"):
+    for module in ("mpp.features.frozen", "mpp.runtime.arrays"):
         monkeypatch.setattr(f"{module}.IN_MEMORY", 0)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'files.json'}"])
     files = json.loads((tmp_path / "files.json").read_text())
@@ -319,8 +319,8 @@ def test_knn_equals_scikit_learns():
 @pytest.mark.parametrize(("block", "train_block"), [(1024, 2**16), (7, 2**16), (13, 100), (1024, 30), (100, 1)])
 def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monkeypatch, block, train_block):
     """Corners of a cube have few similarities, and exact ones: most neighbours are as near as others."""
-    monkeypatch.setattr("mpp.probe.BLOCK", block)
-    monkeypatch.setattr("mpp.probe.TRAIN_BLOCK", train_block)
+    monkeypatch.setattr("mpp.features.probe.BLOCK", block)
+    monkeypatch.setattr("mpp.features.probe.TRAIN_BLOCK", train_block)
     rng = np.random.default_rng(0)
     train, test = (torch.from_numpy(rng.choice([-1.0, 1.0], (count, 16))) for count in (300, 40))
     labels = torch.arange(300) % 3
@@ -357,8 +357,8 @@ class Allocations(TorchDispatchMode):
 
 def test_knn_compares_block_with_block(monkeypatch):
     """No tensor is as large as the training images, or as their similarities with a block of test images."""
-    monkeypatch.setattr("mpp.probe.BLOCK", 64)
-    monkeypatch.setattr("mpp.probe.TRAIN_BLOCK", 200)
+    monkeypatch.setattr("mpp.features.probe.BLOCK", 64)
+    monkeypatch.setattr("mpp.features.probe.TRAIN_BLOCK", 200)
     train, labels, test = torch.randn(5000, 8, dtype=torch.half), torch.arange(5000) % 3, torch.randn(300, 8)
     with Allocations() as allocations:
         knn_predict(train, labels, test, [5], 0.07)
@@ -489,6 +489,6 @@ def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(m
     partly = probed(some)
     assert partly["features/rank"] == pytest.approx(whole["features/rank"], rel=1e-6)
     assert partly["knn"] == probed(some.labelled())["knn"]
-    monkeypatch.setattr("mpp.probe.RANKED", 2)
+    monkeypatch.setattr("mpp.features.probe.RANKED", 2)
     few = probed(held_out)
     assert few["knn"] == whole["knn"] and max(few["features/rank"]) <= 2 < min(whole["features/rank"])

@@ -23,8 +23,8 @@ import mpp.pretrain
 from evaluation import features, supervised
 from evaluation.suite.classify import Classification
 from evaluation.suite.extraction import load_features
-from mpp import frozen_features as frozen
 from mpp.config import RunConfig
+from mpp.features import frozen as frozen
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime import disk, launch
 from mpp.runtime.processes import largest

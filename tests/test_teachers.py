@@ -18,7 +18,7 @@ from evaluation.suite.learned import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError
-from mpp.metrics import add, measure_features, spread_of, summarize
+from mpp.features.metrics import add, measure_features, spread_of, summarize
 from mpp.models.encoder import Normalize
 from mpp.models.networks import build_model
 from mpp.models.opening import create, load_encoder

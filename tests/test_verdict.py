@@ -25,8 +25,8 @@ from mpp.config import DataConfig
 from mpp.data.dataset import ImageDataset, undecoded
 from mpp.data.survey import look
 from mpp.errors import ReadFailed
+from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
-from mpp.probe import Probe, agreement
 from mpp.training.checks import CHECKS, Facts, findings, trained
 from mpp.training.tracking import metrics_of
 from mpp.training.verdict import is_best, verdict

@@ -13,7 +13,7 @@ from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
 from mpp.errors import UserError
-from mpp.metrics import Sums, is_right
+from mpp.features.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED
 from mpp.training.flops import executed_flops
 from mpp.training.task import ImageTask

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from evaluation.config import DistillConfig, Pooling
 from evaluation.suite.networks import HeadedEncoder
 from mpp.config import ModelConfig, require
-from mpp.frozen_features import pool
+from mpp.features.frozen import pool
 from mpp.models.encoder import architecture, build_encoder, fix_positions, has_fused_attention, set_attention
 from mpp.models.loading import load_weights
 from mpp.runtime.weights import weight_names, weights_file

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evaluation.config import WhichEncoderConfig
 from mpp.config import ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import UserError
-from mpp.frozen_features import features_at, stages
+from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, set_attention
 from mpp.models.opening import create

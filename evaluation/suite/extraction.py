@@ -24,7 +24,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.frozen_features import extract
+from mpp.features.frozen import extract
 from mpp.runtime.arrays import in_blocks, let_go, map_array, select
 from mpp.runtime.messages import warn
 from mpp.runtime.progress import progress_bar

@@ -19,8 +19,8 @@ from evaluation.suite.encoders import ColorFloor, FrozenEncoder
 from evaluation.suite.extraction import views_for
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import held_out_loader
+from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining
-from mpp.reconstructions import as_rgb, prediction_columns
 
 GAP = 4  # pixels between two images of a sheet
 BATCH = 64

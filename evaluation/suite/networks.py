@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evaluation.config import HeadKind, Pooling
 from mpp.config import ModelConfig, require, sides
-from mpp.frozen_features import pool
+from mpp.features.frozen import pool
 from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations, has_class
 from mpp.models.opening import create
 

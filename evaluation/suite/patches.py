@@ -36,7 +36,7 @@ from mpp.data.sources import BIRDS, held_out_name, load_image_datasets, load_spl
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UnreadableImage, UserError
-from mpp.frozen_features import tokens_at
+from mpp.features.frozen import tokens_at
 from mpp.runtime.arrays import select
 from mpp.runtime.progress import progress_bar
 

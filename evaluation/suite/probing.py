@@ -14,7 +14,7 @@ from evaluation.suite.reports import report_path, summarize, write_report
 from evaluation.suite.run_images import variant
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
-from mpp.probe import RANKED, effective_ranks
+from mpp.features.probe import RANKED, effective_ranks
 from mpp.runtime.hardware import device
 from mpp.runtime.launch import start
 from mpp.runtime.weights import fingerprint

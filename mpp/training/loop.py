@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpp.config import OptimConfig
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
-from mpp.metrics import Sums, add, total
+from mpp.features.metrics import Sums, add, total
 from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.processes import largest
 from mpp.runtime.progress import progress_bar

@@ -20,7 +20,7 @@ from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
 from mpp.data.workers import FORKS
 from mpp.errors import UserError
-from mpp.metrics import Sums, add, total
+from mpp.features.metrics import Sums, add, total
 from mpp.models.exporting import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
@@ -43,7 +43,7 @@ class ImageTask:
     grid: Grid = (0, 0)
     randaugment = 0
     probe: Any = None
-    """What frozen features know, an `mpp.probe.Probe`; None: nobody looks."""
+    """What frozen features know, an `mpp.features.probe.Probe`; None: nobody looks."""
     learns_labels = False
     """Whether the training images' labels are learned from."""
     label_names: list[str] | None = None

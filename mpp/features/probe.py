@@ -16,8 +16,8 @@ from mpp.config import ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
 from mpp.data.overview import note_tested
 from mpp.data.views import ViewDataset
-from mpp.frozen_features import extract, features_at, stages
-from mpp.metrics import is_right, ranks_of
+from mpp.features.frozen import extract, features_at, stages
+from mpp.features.metrics import is_right, ranks_of
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.progress import progress_bar
 from mpp.training.task import ImageTask
