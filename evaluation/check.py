@@ -21,6 +21,7 @@ from evaluation.suite.about import Missing, machine_blocks, settings_rows
 from evaluation.suite.gallery import sheet
 from evaluation.suite.page import Link, Page, Section, Table, Text, picture, write_page
 from mpp.config import Config
+from mpp.config.parsing import parse
 from mpp.data.moments import channel_moments
 from mpp.data.overview import describe
 from mpp.data.shards import Shards
@@ -30,7 +31,6 @@ from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
 from mpp.runtime.launch import command, start_alone
-from mpp.runtime.parsing import parse
 from mpp.training.checks import RECENT, UNREADABLE, Facts, findings
 from mpp.training.feed import Feed
 from mpp.training.loop import Update

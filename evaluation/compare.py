@@ -22,11 +22,11 @@ from evaluation.config import CompareConfig
 from evaluation.jobs import Job, jobs_of
 from evaluation.suite.findings import Row, write_findings
 from evaluation.suite.plan import Case, plan
+from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import parse
 
 PAUSE = 10  # seconds before looking again whether others are done
 

@@ -21,6 +21,7 @@ from evaluation.config import ContrastiveConfig
 from evaluation.suite.contrast import Everyone, TwoViews, nt_xent
 from evaluation.suite.networks import HeadedEncoder, build_backbone, synchronized
 from mpp.config import require
+from mpp.config.parsing import parse
 from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
@@ -31,7 +32,6 @@ from mpp.features.probe import Probe
 from mpp.features.reconstructions import prediction_panel
 from mpp.models.descriptions import learned_labels
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation
 from mpp.training.flops import executed_flops
 from mpp.training.loop import due

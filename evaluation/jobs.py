@@ -21,6 +21,7 @@ from evaluation.suite.probing import forget_features
 from evaluation.suite.reports import write_json
 from evaluation.suite.run_images import images_at, images_of_run, run_folder
 from mpp.config import HOW_READ, Config
+from mpp.config.parsing import as_command_line, differing, parse, plain, settings, to_yaml
 from mpp.data.record import differences, short_digest
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
@@ -28,7 +29,6 @@ from mpp.models.descriptions import how_read
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import hold
-from mpp.runtime.parsing import as_command_line, differing, parse, plain, settings, to_yaml
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.run import first_weights, train

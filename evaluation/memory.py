@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from mpp.config import Config, OptimConfig
+from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.data.views import BatchLayout
 from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 from mpp.training.optim import build_optimizer
 
 

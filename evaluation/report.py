@@ -27,11 +27,11 @@ from evaluation.suite.page import Link, Page, Section, Table, Text, chart, pictu
 from evaluation.suite.reports import percent
 from evaluation.suite.run_images import check_own_images, parse_with_images, run_folder, variant
 from mpp.config import Config, require
+from mpp.config.parsing import as_command_line, parse_saved
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import as_command_line, parse_saved
 from mpp.training.checks import History, best_depth, depths_of, probed, series, trained
 from mpp.training.run_folder import CONFIG, REPORT, commit_begun_with, images_of, saved_settings
 from mpp.training.tracking import metrics_of

@@ -22,9 +22,9 @@ from evaluation.suite.learned import refuse_seen
 from evaluation.suite.networks import HeadedEncoder, build_backbone, build_head
 from evaluation.suite.reports import table, write_json
 from evaluation.suite.teachers import load_teacher
+from mpp.config.parsing import parse
 from mpp.data.views import BatchLayout, collate
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED
 from mpp.training.flops import executed_flops
 from mpp.training.run import train

@@ -29,6 +29,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
+from mpp.config.parsing import changed_keys, parse, to_yaml
 from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
 from mpp.data.decoding import read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
@@ -43,7 +44,6 @@ from mpp.runtime.hardware import cores
 from mpp.runtime.launch import command
 from mpp.runtime.lock import hold
 from mpp.runtime.output import printable
-from mpp.runtime.parsing import changed_keys, parse, to_yaml
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
 

@@ -21,6 +21,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
+from mpp.config.parsing import as_command_line, parse, parse_saved, plain
 from mpp.corruption import Corruption, draw
 from mpp.data.record import short_digest
 from mpp.data.shards import load_streamed
@@ -35,7 +36,6 @@ from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
 from mpp.runtime.launch import command
-from mpp.runtime.parsing import as_command_line, parse, parse_saved, plain
 from mpp.runtime.randomness import FIXED
 from mpp.training.checkpoint import restore_trained
 from mpp.training.checks import Facts, targets_collapse

@@ -23,6 +23,7 @@ from evaluation.memory import peak_memory
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.learned import learned_from
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
+from mpp.config.parsing import read_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.images import augment
 from mpp.data.moments import channel_moments
@@ -33,7 +34,6 @@ from mpp.features.reconstructions import as_rgb, prediction_columns, prediction_
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.objectives import build_objective, patches_at
-from mpp.runtime.parsing import read_saved
 
 OBJECTIVES = {
     "mean_color": {},

@@ -21,9 +21,9 @@ from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.suite.run_images import record_of
 from mpp.config import Config, SourceConfig
+from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.parsing import parse
 
 CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.parent.name != "accelerate")
 KINDS = {"compare": CompareConfig, "supervised": SupervisedConfig, "finetune": FinetuneConfig}

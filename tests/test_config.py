@@ -6,8 +6,8 @@ import pytest
 from conftest import ROOT
 
 from mpp.config import Config
+from mpp.config.parsing import as_words, changed_keys, flatten, parse, to_yaml
 from mpp.errors import UserError
-from mpp.runtime.parsing import as_words, changed_keys, flatten, parse, to_yaml
 
 
 def test_birds_yaml_is_the_defaults():

@@ -26,8 +26,8 @@ from evaluation.config import (
     VisualizeConfig,
 )
 from mpp.config import Config, PrepareConfig
+from mpp.config.parsing import flatten, parse, to_yaml
 from mpp.errors import UserError
-from mpp.runtime.parsing import flatten, parse, to_yaml
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
 COMMANDS += [ContrastiveConfig, CompareConfig, VisualizeConfig, ThroughputConfig, SegmentationConfig, ExportConfig]

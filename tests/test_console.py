@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from conftest import TINY, finished, start_command
 
-from mpp.console import COMMANDS, places
-from mpp.runtime.parsing import CHANGED_FIRST, known_keys
+from evaluation.cli import COMMANDS, places
+from mpp.config.parsing import CHANGED_FIRST, known_keys
 
 INSTALLED = str(Path(sys.executable).with_name("mpp"))
 LISTED = """
 import sys
 sys.argv = ["mpp", *sys.argv[1:]]
-from mpp.console import main
+from evaluation.cli import main
 try:
     main()
 finally:

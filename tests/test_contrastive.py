@@ -20,11 +20,11 @@ from evaluation.config import ViewsConfig
 from evaluation.suite.contrast import TwoViews, nt_xent
 from evaluation.suite.networks import synchronized
 from mpp.config import DataConfig
+from mpp.config.parsing import parse
 from mpp.data.images import random_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout, held_out_loader, training_loader
 from mpp.errors import UserError
-from mpp.runtime.parsing import parse
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
 
 

@@ -22,10 +22,10 @@ from evaluation.suite.distill import averaged, build_student, distillation_loss
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.teachers import load_teacher
 from mpp.config import ModelConfig
+from mpp.config.parsing import parse
 from mpp.data.views import BatchLayout
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder, set_attention
-from mpp.runtime.parsing import parse
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.flops import executed_flops
 

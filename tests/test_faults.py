@@ -31,12 +31,12 @@ from server import Command, at_update, context, die_at, told_to_stop, wait_at, w
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpp.config import Config, ImagesConfig
+from mpp.config.parsing import parse, to_yaml
 from mpp.data import workers
 from mpp.data.decoding import decode
 from mpp.errors import UnreadableImage
 from mpp.runtime import preemption
 from mpp.runtime.launch import set_timeout
-from mpp.runtime.parsing import parse, to_yaml
 from mpp.runtime.preemption import ECHO, EXIT_CODE, MARKER
 from mpp.training import checkpoint
 from mpp.training.checkpoint import newest_step

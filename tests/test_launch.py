@@ -15,6 +15,7 @@ from conftest import ROOT, Killed, kill_at, launched, read_metrics
 import mpp.pretrain
 from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfig
 from mpp.config import Config, RunConfig
+from mpp.config.parsing import known_keys
 from mpp.errors import Diverged, UserError
 from mpp.runtime import launch
 from mpp.runtime.hardware import arithmetic, uses_gpu
@@ -26,7 +27,6 @@ from mpp.runtime.launch import (
     choose_threads,
     user_message,
 )
-from mpp.runtime.parsing import known_keys
 from mpp.training.loop import Update
 
 OWN = "10.0.0.2"  # an address of this machine

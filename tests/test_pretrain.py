@@ -17,11 +17,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
 from mpp.config import Config
+from mpp.config.parsing import parse, parse_saved
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
 from mpp.models.exporting import export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
-from mpp.runtime.parsing import parse, parse_saved
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.loop import Update

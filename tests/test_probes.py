@@ -29,6 +29,7 @@ from evaluation.linear import fit_lbfgs
 from evaluation.suite.encoders import load_frozen
 from evaluation.suite.extraction import Features, load_features, save_features
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
+from mpp.config.parsing import parse
 from mpp.data.images import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
@@ -38,7 +39,6 @@ from mpp.features.probe import Probe, effective_ranks, knn_predict, nearest
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import Pretraining
-from mpp.runtime.parsing import parse
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 

@@ -7,12 +7,12 @@ from einops import rearrange
 from server import Command
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
+from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.models.positions import sincos_2d
 from mpp.objectives import build_objective
-from mpp.runtime.parsing import parse
 
 OVERLAYS = ["rivals/simmim", "rivals/mae", "rivals/mae_mean_color", "rivals/maskfeat"]
 MODEL = dict(width=24, depth=2, heads=2, img_size=32, patch_size=8)

@@ -16,6 +16,7 @@ from torch import nn
 
 from evaluation.suite.learned import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
+from mpp.config.parsing import to_yaml
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError
 from mpp.features.metrics import add, measure_features, spread_of, summarize
@@ -24,7 +25,6 @@ from mpp.models.networks import build_model
 from mpp.models.opening import create, load_encoder
 from mpp.models.teachers import Teacher, as_targets, decay_at, follow
 from mpp.objectives import build_objective
-from mpp.runtime.parsing import to_yaml
 from mpp.training.flops import executed_flops
 
 FEATURES = ("--objective.name=features",)

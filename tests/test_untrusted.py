@@ -13,13 +13,13 @@ from evaluation import visualize
 from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
 from mpp.config import Config, ImagesConfig, ModelConfig
+from mpp.config.parsing import parse
 from mpp.data.decoding import decode
 from mpp.errors import UnreadableImage
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import is_pretraining
 from mpp.runtime.hashing import sha256_of
-from mpp.runtime.parsing import parse
 from mpp.training.checkpoint import restore, save_checkpoint, snapshot
 
 

@@ -35,10 +35,10 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from mpp.config import Config
+from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
-from mpp.runtime.parsing import parse
 
 IMAGES = 8
 NUMBERS = re.compile(r"(?<![A-Za-z_\d.])\d+(?:\.\d+)?(?:e[-+]?\d+)?\b|_\d+\b")

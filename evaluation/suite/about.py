@@ -10,9 +10,9 @@ import torch
 
 from evaluation.suite.encoders import Unavailable
 from evaluation.suite.page import Block, Table, Text
+from mpp.config.parsing import as_words, flatten
 from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
-from mpp.runtime.parsing import as_words, flatten
 
 LIBRARIES = ("mpp", "torch", "timm", "accelerate", "datasets", "numpy")
 Missing = dict[str, str]

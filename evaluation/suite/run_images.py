@@ -16,6 +16,7 @@ import numpy as np
 
 from evaluation.config import EncoderConfig, WhichEncoderConfig
 from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
+from mpp.config.parsing import as_words, files_first, read
 from mpp.data.dataset import ImageDataset
 from mpp.data.hub import is_local, is_url, may_be_of_the_hub, of_the_hub
 from mpp.data.record import record, short_digest
@@ -24,7 +25,6 @@ from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import on_first_process
-from mpp.runtime.parsing import as_words, files_first, read
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import changed_images, commit_begun_with, images_of, moved_along, saved_settings
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config.checks import as_lists, at_least, group, needs, operational, require
+from mpp.config.fields import as_lists, at_least, group, needs, operational, require
 
 HOW_READ = ("channels", "bands", "range", "nodata")  # whichever images an encoder is shown
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config.checks import operational, require
+from mpp.config.fields import operational, require
 
 Representation = Literal["class", "mean", "both"]
 """Of an image: the [class] token, the mean of the patches, or both side by side."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mpp.config.checks import at_least, needs, operational, require
+from mpp.config.fields import at_least, needs, operational, require
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from mpp.config import ImagesConfig, SourceConfig, require
+from mpp.config.parsing import as_words
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
 from mpp.data.hub import of_the_hub, say_that_it_is_of_the_hub
 from mpp.data.labels import number_labels, read_labels
@@ -20,7 +21,6 @@ from mpp.data.remote import from_a_server, load_from_hub, load_url
 from mpp.errors import UserError, one_line
 from mpp.runtime.caches import unwritable_cache
 from mpp.runtime.messages import note
-from mpp.runtime.parsing import as_words
 
 BIRDS = Path(__file__).parent.parent / "birds"
 

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
+from mpp.config.parsing import differing, to_yaml
 from mpp.data.hub import commit_of
 from mpp.data.moments import channel_moments
 from mpp.data.record import differences
@@ -25,7 +26,6 @@ from mpp.runtime.disk import appears
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launch import SHARDED, check_alike, start
 from mpp.runtime.lock import exclusive
-from mpp.runtime.parsing import differing, to_yaml
 from mpp.runtime.preemption import Preemption
 from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
 from mpp.runtime.weights import fingerprint

@@ -21,6 +21,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from mpp.config import SourceConfig, require
+from mpp.config.parsing import changed_keys, read_saved, to_yaml
 from mpp.data.hub import is_local, is_url, may_be_of_the_hub
 from mpp.data.record import differences, listed, not_listed, record, together
 from mpp.data.samples import list_files
@@ -29,7 +30,6 @@ from mpp.errors import UserError
 from mpp.runtime import lock
 from mpp.runtime.disk import aside_of, write_whole
 from mpp.runtime.output import printable
-from mpp.runtime.parsing import changed_keys, read_saved, to_yaml
 from mpp.runtime.preemption import MARKER
 from mpp.training.checkpoint import newest_step
 

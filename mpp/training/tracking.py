@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from mpp.config.parsing import flatten, to_yaml
 from mpp.errors import UserError
 from mpp.runtime.disk import write_whole
 from mpp.runtime.output import printable
-from mpp.runtime.parsing import flatten, to_yaml
 from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed
 

@@ -10,9 +10,9 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
+from mpp.config.parsing import read, show_help
 from mpp.errors import UserError
 from mpp.runtime.output import steady_output, use_utf8
-from mpp.runtime.parsing import read, show_help
 
 COMMANDS = {
     "pretrain": "pre-train by masked patch prediction",

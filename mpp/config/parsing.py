@@ -23,7 +23,7 @@ from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from mpp.config import refuse_idle
-from mpp.config.checks import default_of
+from mpp.config.fields import default_of
 from mpp.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
