@@ -30,7 +30,7 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
-from mpp.runtime.launch import command, start_alone
+from mpp.runtime.start import command, start_alone
 from mpp.training.checks import RECENT, UNREADABLE, Facts, findings
 from mpp.training.feed import Feed
 from mpp.training.loop import Update

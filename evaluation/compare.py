@@ -25,8 +25,8 @@ from evaluation.suite.plan import Case, plan
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.launch import command, user_message
 from mpp.runtime.lock import Held, hold
+from mpp.runtime.start import command, user_message
 
 PAUSE = 10  # seconds before looking again whether others are done
 

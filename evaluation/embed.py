@@ -36,11 +36,11 @@ from mpp.data.sources import load_splits
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
 from mpp.errors import UnreadableImage
-from mpp.runtime.launch import command, start_alone
 from mpp.runtime.lock import hold
 from mpp.runtime.messages import tell
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
+from mpp.runtime.start import command, start_alone
 from mpp.runtime.weights import fingerprint
 
 KEY = b"mpp"  # of the table's metadata: what it is of

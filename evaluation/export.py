@@ -43,8 +43,8 @@ from mpp.features.frozen import pool
 from mpp.models.encoder import set_attention
 from mpp.models.exporting import export_encoder
 from mpp.models.opening import load_encoder
-from mpp.runtime.disk import aside_of
-from mpp.runtime.launch import command, start_alone
+from mpp.runtime.files import aside_of
+from mpp.runtime.start import command, start_alone
 from mpp.runtime.weights import encoder_folder, fingerprint
 
 MOST = 1e-4  # difference from PyTorch's numbers that is rounding

@@ -13,7 +13,7 @@ from evaluation.suite.extraction import extract_features, save_features
 from evaluation.suite.reports import report_path
 from evaluation.suite.run_images import parse_with_images, variant
 from mpp.config import RunConfig, require
-from mpp.runtime.launch import command, start
+from mpp.runtime.start import command, start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

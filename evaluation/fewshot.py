@@ -20,8 +20,8 @@ from evaluation.suite.probing import probe
 from evaluation.suite.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
-from mpp.runtime.launch import command
 from mpp.runtime.messages import note
+from mpp.runtime.start import command
 
 BIAS = 100.0
 BLOCK = 4096  # test images scored at a time: what bounds the memory

@@ -30,7 +30,7 @@ from mpp.config import require
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
 from mpp.models.encoder import checkpoint_activations
-from mpp.runtime.launch import command
+from mpp.runtime.start import command
 from mpp.runtime.weights import fingerprint
 from mpp.training.run import train
 from mpp.training.tracking import Tracker, last_evaluation, last_scalars

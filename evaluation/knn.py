@@ -15,7 +15,7 @@ from evaluation.suite.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.features.probe import knn_predict
 from mpp.runtime.hardware import device
-from mpp.runtime.launch import command
+from mpp.runtime.start import command
 
 
 def evaluate(features: Features, config: KnnConfig) -> list[dict]:

@@ -24,8 +24,8 @@ from evaluation.suite.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import device
-from mpp.runtime.launch import command
 from mpp.runtime.progress import progress_bar
+from mpp.runtime.start import command
 
 LOGITS = 2**24  # computed at a time: what bounds the memory
 QUICK = 2**27  # numbers in the features: up to here fitting takes seconds, and shows no progress bar

@@ -14,7 +14,7 @@ from evaluation.config import MaskedConfig
 from evaluation.suite.reports import report_path, table, write_json
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.runtime.launch import command
+from mpp.runtime.start import command
 from mpp.training.tracking import last_evaluation
 
 LINES = {"model": "accuracy", "two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}

@@ -20,7 +20,7 @@ from mpp.corruption import Corruption, draw
 from mpp.data.views import BatchLayout
 from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
-from mpp.runtime.launch import command
+from mpp.runtime.start import command
 from mpp.training.optim import build_optimizer
 
 

@@ -31,7 +31,7 @@ from mpp.config.parsing import as_command_line, parse_saved
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
-from mpp.runtime.launch import command
+from mpp.runtime.start import command
 from mpp.training.checks import History, best_depth, depths_of, probed, series, trained
 from mpp.training.run_folder import CONFIG, REPORT, commit_begun_with, images_of, saved_settings
 from mpp.training.tracking import metrics_of

@@ -50,8 +50,8 @@ from mpp.errors import UserError
 from mpp.features.probe import nearest
 from mpp.features.reconstructions import as_rgb
 from mpp.runtime.hardware import device
-from mpp.runtime.launch import command, start_alone
 from mpp.runtime.randomness import FIXED
+from mpp.runtime.start import command, start_alone
 from mpp.training.tracking import event_writer
 
 WARMUP = 0.04  # share of the updates; DINOv2 has 1500 of 40,000

@@ -24,8 +24,8 @@ from evaluation.suite.reports import table, write_json
 from evaluation.suite.teachers import load_teacher
 from mpp.config.parsing import parse
 from mpp.data.views import BatchLayout, collate
-from mpp.runtime.launch import command
 from mpp.runtime.randomness import FIXED
+from mpp.runtime.start import command
 from mpp.training.flops import executed_flops
 from mpp.training.run import train
 from mpp.training.tracking import last_evaluation

@@ -31,7 +31,7 @@ from mpp.config import RunConfig, require
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.runtime.hardware import bf16_is_native
-from mpp.runtime.launch import command, start
+from mpp.runtime.start import command, start
 
 BLOCK = 6  # updates in a row when loading is a part of it
 DRAIN = 4  # before them, so that what was loaded meanwhile is used up

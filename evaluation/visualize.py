@@ -45,9 +45,9 @@ from mpp.features.probe import RANKED, effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.models.encoder import has_class
 from mpp.pretrain import is_pretraining, reopen
-from mpp.runtime.launch import command, start_alone
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import FIXED
+from mpp.runtime.start import command, start_alone
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import saved_settings
 from mpp.training.tracking import event_writer

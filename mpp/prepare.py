@@ -39,13 +39,13 @@ from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
-from mpp.runtime.disk import sync, write_whole
+from mpp.runtime.files import sync, write_whole
 from mpp.runtime.hardware import cores
-from mpp.runtime.launch import command
 from mpp.runtime.lock import hold
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
+from mpp.runtime.start import command
 
 NOTES, IMAGES = ".prepare", "images.json"  # hidden: what `datasets` finds beside the shards it takes for data
 

@@ -35,8 +35,8 @@ from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
-from mpp.runtime.launch import command
 from mpp.runtime.randomness import FIXED
+from mpp.runtime.start import command
 from mpp.training.checkpoint import restore_trained
 from mpp.training.checks import Facts, targets_collapse
 from mpp.training.flops import executed_flops

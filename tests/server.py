@@ -46,7 +46,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     if name := os.environ.pop("NETWORK_NAMESPACE", ""):
         enter(name)
     from mpp.data import survey
-    from mpp.runtime.launch import command
+    from mpp.runtime.start import command
 
     survey.HELD_OUT = survey.TRAINING = 16  # images that a run looks through for copies: half a second of each run
     try:
@@ -168,7 +168,7 @@ def wait_at(step: int, file: Path) -> None:
 
 def told_to_stop() -> Callable[[], bool]:
     """A function: whether a signal has reached what listens in this process."""
-    from mpp.runtime.preemption import Preemption
+    from mpp.runtime.signals import Preemption
 
     opened, enter = [], Preemption.__enter__
     Preemption.__enter__ = lambda self: (opened.append(self), enter(self))[1]

@@ -35,9 +35,9 @@ from mpp.config.parsing import parse, to_yaml
 from mpp.data import workers
 from mpp.data.decoding import decode
 from mpp.errors import UnreadableImage
-from mpp.runtime import preemption
-from mpp.runtime.launch import set_timeout
-from mpp.runtime.preemption import ECHO, EXIT_CODE, MARKER
+from mpp.runtime import signals
+from mpp.runtime.signals import ECHO, EXIT_CODE, MARKER
+from mpp.runtime.start import set_timeout
 from mpp.training import checkpoint
 from mpp.training.checkpoint import newest_step
 
@@ -328,7 +328,7 @@ def stall(folder: Path) -> None:
         return 2 * ECHO * (folder / "later").exists()
 
     checkpoint.save_checkpoint = lambda *args: time.sleep(10 * HANGS)
-    preemption.time = SimpleNamespace(monotonic=now, sleep=time.sleep)
+    signals.time = SimpleNamespace(monotonic=now, sleep=time.sleep)
 
 
 def test_a_second_signal_ends_at_once(tmp_path, tally):

@@ -18,8 +18,8 @@ from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
-from mpp.runtime.launch import command, start
 from mpp.runtime.processes import set_timeout
+from mpp.runtime.start import command, start
 from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer
 

@@ -26,7 +26,7 @@ from server import Command, context, environments_of
 
 from mpp.config import DataConfig
 from mpp.data.sources import BIRDS, load_splits
-from mpp.runtime.preemption import EXIT_CODE, MARKER
+from mpp.runtime.signals import EXIT_CODE, MARKER
 from mpp.training.checkpoint import newest_step
 
 pytestmark = pytest.mark.rehearsal

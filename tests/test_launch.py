@@ -17,9 +17,9 @@ from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfi
 from mpp.config import Config, RunConfig
 from mpp.config.parsing import known_keys
 from mpp.errors import Diverged, UserError
-from mpp.runtime import launch
+from mpp.runtime import start
 from mpp.runtime.hardware import arithmetic, uses_gpu
-from mpp.runtime.launch import (
+from mpp.runtime.start import (
     check_address,
     check_promise,
     check_trackers,
@@ -96,7 +96,7 @@ def test_memory_that_an_update_frees_serves_the_next_one():
     ],
 )
 def test_precision_says_who_wins(monkeypatch, asked, launcher, native, expected, reason):
-    monkeypatch.setattr(launch, "bf16_is_native", lambda: native)
+    monkeypatch.setattr(start, "bf16_is_native", lambda: native)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     if launcher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
@@ -107,8 +107,8 @@ def test_precision_says_who_wins(monkeypatch, asked, launcher, native, expected,
 @pytest.mark.parametrize(("asked", "launcher"), [("bf16", "no"), ("auto", "bf16")])
 def test_bf16_is_refused_on_a_gpu_that_emulates_it(monkeypatch, asked, launcher):
     """A V100 or a T4: fp32, unless bf16 is asked for."""
-    monkeypatch.setattr(launch, "uses_gpu", lambda: True)
-    monkeypatch.setattr(launch, "bf16_is_native", lambda: False)
+    monkeypatch.setattr(start, "uses_gpu", lambda: True)
+    monkeypatch.setattr(start, "bf16_is_native", lambda: False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     assert choose_precision(RunConfig())[0] == "fp32"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
@@ -175,9 +175,9 @@ def test_processes_wait_long_for_images_and_not_for_a_step(pretrain, tmp_path, m
 
 
 def test_other_parallelism_is_refused(monkeypatch):
-    monkeypatch.setattr(launch, "DATA_PARALLEL", ())
+    monkeypatch.setattr(start, "DATA_PARALLEL", ())
     with pytest.raises(ValueError, match="asks for NO; it must be MULTI_GPU, or FSDP with fsdp_version 2"):
-        launch.start(RunConfig(trackers=()))
+        start.start(RunConfig(trackers=()))
 
 
 def test_a_gpu_out_of_memory_is_told_what_to_do():
@@ -226,7 +226,7 @@ def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, addresses, e
 
     for name, value in ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"} | environment).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "is_own", lambda kind, address: address[0] in (OWN, "127.0.1.1"))
+    monkeypatch.setattr(start, "is_own", lambda kind, address: address[0] in (OWN, "127.0.1.1"))
     monkeypatch.setattr("socket.getaddrinfo", resolve)
     if refused:
         with pytest.raises(UserError, match=f"{refused}.*; GLOO_SOCKET_IFNAME must be the network interface"):
@@ -241,7 +241,7 @@ def test_a_bug_keeps_its_traceback(bug):
         raise bug
 
     with pytest.raises(type(bug)):
-        launch.command(main)
+        start.command(main)
 
 
 @pytest.mark.parametrize("error", [UserError("data.path is x"), Diverged("not finite"), OSError(28, "No space left")])
@@ -250,7 +250,7 @@ def test_what_a_user_can_mend_is_one_line(error, capsys):
         raise error
 
     with pytest.raises(SystemExit) as ended:
-        launch.command(main)
+        start.command(main)
     assert ended.value.code == 2 and capsys.readouterr().err == f"error: {error}\n"
 
 
@@ -274,7 +274,7 @@ def test_a_tracker_that_is_not_there_is_named():
 def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
     """Each does Muon's products itself: the weights of machines with and without bf16 would drift apart."""
     others = {"fp32": "bf16", "bf16": "fp32"}
-    monkeypatch.setattr(launch, "gather_object", lambda own: [*own, others.get(own[0], own[0])])
+    monkeypatch.setattr(start, "gather_object", lambda own: [*own, others.get(own[0], own[0])])
     with pytest.raises(UserError, match=r"the processes compute in fp32 and in bf16; run\.precision must name one"):
         pretrain("--optim.name=adam")
     others.clear()
@@ -286,12 +286,12 @@ def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
 
 def test_accelerates_accumulation_does_not_divide_the_loss_again(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    assert launch.start(RunConfig(trackers=(), threads=1)).gradient_accumulation_steps == 1
+    assert start.start(RunConfig(trackers=(), threads=1)).gradient_accumulation_steps == 1
     assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
 
 
 def test_an_empty_number_of_threads_is_none(monkeypatch):
     """Several processes would end in Accelerate's traceback."""
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    launch.start(RunConfig(trackers=(), threads=1))
+    start.start(RunConfig(trackers=(), threads=1))
     assert "OMP_NUM_THREADS" not in os.environ

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
-from mpp.runtime.disk import write_whole
+from mpp.runtime.files import write_whole
 from mpp.runtime.output import printable
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

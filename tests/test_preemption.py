@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from conftest import HANGS, wait_until
 
 from mpp.errors import ReadFailed, UserError
-from mpp.runtime import preemption
+from mpp.runtime import signals
 from mpp.runtime.lock import Held, exclusive, hold
-from mpp.runtime.preemption import MARKER, Ending, Preempted, Preemption
+from mpp.runtime.signals import MARKER, Ending, Preempted, Preemption
 from mpp.training import checkpoint
 
 
@@ -29,7 +29,7 @@ def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
         assert stop.agreed() is Ending.SIGNAL and stop.asked_of_any()
         with pytest.raises(Preempted) as error:
             stop.leave("after step 7")
-        assert error.value.code == preemption.EXIT_CODE == 75
+        assert error.value.code == signals.EXIT_CODE == 75
     assert (tmp_path / MARKER).read_text() == "SIGTERM, after step 7\n"
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
@@ -76,7 +76,7 @@ def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path, ignored):
 
 def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path, monkeypatch):
     """Its shell passes SIGHUP on, and it comes again when the shell ends."""
-    monkeypatch.setattr(preemption, "ECHO", 0.0)
+    monkeypatch.setattr(signals, "ECHO", 0.0)
     exits = []
     monkeypatch.setattr(os, "_exit", exits.append)
     before = signal.getsignal(signal.SIGHUP)

@@ -26,7 +26,7 @@ from evaluation.suite.extraction import load_features
 from mpp.config import RunConfig
 from mpp.features import frozen as frozen
 from mpp.pretrain import main as pretrain_main
-from mpp.runtime import disk, launch
+from mpp.runtime import files, start
 from mpp.runtime.processes import largest
 from mpp.training.checkpoint import newest_step
 
@@ -51,7 +51,7 @@ def test_two_processes_are_one_run(tmp_path):
 
 def apart(folder: Path) -> None:
     """Each process has a place of its own for the run's folder, as nodes have that do not share it."""
-    disk.PATIENCE = 0.5
+    files.PATIENCE = 0.5
     os.chdir(tempfile.mkdtemp(dir=folder))
 
 
@@ -255,10 +255,10 @@ def test_what_is_shared_out_comes_back_in_order(tmp_path):
 def join_alone(port: int, said: Path) -> None:
     """The first of two processes, of which the other ended before it joined."""
     sys.stderr = said.open("w")
-    launch.TRAINING = timedelta(seconds=2)
+    start.TRAINING = timedelta(seconds=2)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    launch.command(lambda: launch.start(RunConfig()))
+    start.command(lambda: start.start(RunConfig()))
 
 
 @pytest.mark.faults

@@ -17,7 +17,7 @@ from evaluation import contrastive
 from mpp.config import OptimConfig, RunConfig
 from mpp.errors import UserError
 from mpp.pretrain import main as pretrain_main
-from mpp.runtime.launch import check_sharding, start
+from mpp.runtime.start import check_sharding, start
 from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_what_is_not_finite
 from mpp.training.parallel import units, without_weights

@@ -7,7 +7,7 @@ import slurm
 import yaml
 from conftest import ROOT, TINY, finished, start_command, wait_until
 
-from mpp.runtime.preemption import MARKER
+from mpp.runtime.signals import MARKER
 from mpp.training.checkpoint import newest_step
 
 pytestmark = [

@@ -17,7 +17,7 @@ from evaluation.suite.figures import DPI, Curves, plot_bars, plot_depths, plot_l
 from evaluation.suite.page import Link, Page, Section, Table, picture_of, write_page
 from evaluation.suite.reports import percent, table, write_json
 from mpp.config import require
-from mpp.runtime.disk import write_whole
+from mpp.runtime.files import write_whole
 from mpp.training.run_folder import REPORT
 
 Row = dict[str, Any]

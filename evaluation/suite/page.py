@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from evaluation.suite.figures import DPI
-from mpp.runtime.disk import write_whole
+from mpp.runtime.files import write_whole
 
 TEMPLATE = "page.html"
 INK = "#010203"  # stands for the colour of the page's text, which no chart knows

@@ -16,7 +16,7 @@ from mpp.config import RunConfig
 from mpp.data.overview import note_tested
 from mpp.features.probe import RANKED, effective_ranks
 from mpp.runtime.hardware import device
-from mpp.runtime.launch import start
+from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
 
 LATEST: dict[str, Extracted] = {}

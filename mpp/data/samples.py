@@ -22,7 +22,7 @@ from mpp.data.formats import SHARDS
 from mpp.data.overview import describe
 from mpp.data.sources import BIRDS
 from mpp.errors import UserError, one_line
-from mpp.runtime.disk import sync
+from mpp.runtime.files import sync
 from mpp.runtime.lock import hold
 
 FOLDER = "mpp_stream_samples"  # in the cache: one folder for each sample, and nothing else

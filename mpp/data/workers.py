@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from mpp.errors import UserError
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.output import steady_output
-from mpp.runtime.preemption import SIGNALS
+from mpp.runtime.signals import SIGNALS
 
 FORKS = sys.platform == "linux"
 """Whether loader processes are forks, which share the images that are kept decoded: elsewhere, each has its copy."""

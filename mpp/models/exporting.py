@@ -17,7 +17,7 @@ from mpp.config import require, sides
 from mpp.models.descriptions import timm_crop_pct
 from mpp.models.encoder import FIXED
 from mpp.models.positions import Grid
-from mpp.runtime.disk import aside_of, put
+from mpp.runtime.files import aside_of, put
 
 
 def export_encoder(

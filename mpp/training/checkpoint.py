@@ -21,7 +21,7 @@ from torch import nn
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
-from mpp.runtime.disk import aside_of, put
+from mpp.runtime.files import aside_of, put
 from mpp.runtime.hashing import sha256_of
 from mpp.runtime.processes import on_main_process
 from mpp.training.optim import averages, build_optimizer, swap

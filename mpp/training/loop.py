@@ -19,10 +19,10 @@ from mpp.config import OptimConfig
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.features.metrics import Sums, add, total
-from mpp.runtime.preemption import Ending, Preemption
 from mpp.runtime.processes import largest
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, random_words
+from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import resume, save
 from mpp.training.checks import EVALUATED

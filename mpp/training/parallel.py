@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import OptimConfig, RunConfig
-from mpp.runtime.launch import sharding
+from mpp.runtime.start import sharding
 from mpp.training.optim import build_optimizer
 
 

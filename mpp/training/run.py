@@ -22,12 +22,12 @@ from mpp.data.record import differences
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
-from mpp.runtime.disk import appears
+from mpp.runtime.files import appears
 from mpp.runtime.hardware import arithmetic, uses_gpu
-from mpp.runtime.launch import SHARDED, check_alike, start
 from mpp.runtime.lock import exclusive
-from mpp.runtime.preemption import Preemption
 from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
+from mpp.runtime.signals import Preemption
+from mpp.runtime.start import SHARDED, check_alike, start
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.loop import Loop

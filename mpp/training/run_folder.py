@@ -5,7 +5,7 @@ data.json                          which images it is of (mpp/data/record.py)
 metrics.jsonl, events.out.*        scalars; pictures
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/                           timm's layout, when the run is finished
-preempted                          the marker of a run that a signal stopped (mpp/runtime/preemption.py)
+preempted                          the marker of a run that a signal stopped (mpp/runtime/signals.py)
 check.html                         what was looked at before the run (evaluation/check.py)
 report.html                        a page on the run (evaluation/report.py)
 verdict.json                       what was said of it after the last evaluation (mpp/training/watch.py)
@@ -28,9 +28,9 @@ from mpp.data.samples import list_files
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime import lock
-from mpp.runtime.disk import aside_of, write_whole
+from mpp.runtime.files import aside_of, write_whole
 from mpp.runtime.output import printable
-from mpp.runtime.preemption import MARKER
+from mpp.runtime.signals import MARKER
 from mpp.training.checkpoint import newest_step
 
 CONFIG, IMAGES = "config.yaml", "data.json"

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mpp.config.parsing import flatten, to_yaml
 from mpp.errors import UserError
-from mpp.runtime.disk import write_whole
+from mpp.runtime.files import write_whole
 from mpp.runtime.output import printable
 from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed

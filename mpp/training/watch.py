@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
-from mpp.runtime.disk import write_whole
+from mpp.runtime.files import write_whole
 from mpp.training.checks import Facts, findings
 from mpp.training.tracking import Tracker, metrics_of
 from mpp.training.verdict import is_best, verdict

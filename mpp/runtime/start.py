@@ -27,8 +27,8 @@ from mpp.errors import UserError
 from mpp.runtime.caches import unwritable_cache
 from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
 from mpp.runtime.output import steady_output, use_utf8
-from mpp.runtime.preemption import Preempted
 from mpp.runtime.processes import BUILDING, TRAINING, leave_the_others, no_answer, set_timeout
+from mpp.runtime.signals import Preempted
 
 SHARDED, ACCUMULATION = "ACCELERATE_USE_FSDP", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
