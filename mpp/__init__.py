@@ -38,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 
 if not starts_a_command():
-    import_module("mpp.models.variants")  # timm knows our architectures from here on
+    import_module("mpp.models.vit")  # timm knows our architectures from here on

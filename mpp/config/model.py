@@ -67,7 +67,7 @@ class ModelConfig:
         return {name: plain.get(name) if value is None else value for name, value in given.items()}
 
     def is_variant(self) -> bool:
-        """Whether timm has no such plain ViT, and it is one of mpp/models/variants.py."""
+        """Whether timm has no such plain ViT, and it is one of mpp/models/vit.py."""
         at_stem = self.position in ("learned", "none", "sincos_2d") and self.position_at == "stem"
         strided = self.stride not in (None, self.numbers()["patch_size"])
         return not at_stem or strided or self.mixing != "full"

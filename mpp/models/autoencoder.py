@@ -17,7 +17,7 @@ from mpp.models.attention import take
 from mpp.models.blocks import block_at, through
 from mpp.models.encoder import Normalize, has_fused_attention, set_attention
 from mpp.models.positions import sincos_2d
-from mpp.models.variants import VariantViT
+from mpp.models.vit import VariantViT
 
 WIDTH, DEPTH, HEAD = 512, 8, 32  # MAE's decoder: 16 heads of 32
 

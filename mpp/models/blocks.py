@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpp.models.attention import attention_at, is_known, take
-from mpp.models.variants import PositionedBlock
+from mpp.models.vit import PositionedBlock
 
 
 def through(blocks: Iterable[nn.Module], tokens: Tensor, again: bool) -> Tensor:

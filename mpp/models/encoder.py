@@ -1,4 +1,4 @@
-"""Build an encoder from settings: any Vision Transformer that timm has, and those of mpp/models/variants.py."""
+"""Build an encoder from settings: any Vision Transformer that timm has, and those of mpp/models/vit.py."""
 
 import difflib
 import inspect
@@ -17,7 +17,7 @@ from mpp.config import ModelConfig, check_grid, require
 from mpp.errors import UserError, one_line
 from mpp.models.loading import load_weights, note_other_moments
 from mpp.models.positions import Grid, sincos_2d
-from mpp.models.variants import OverlappingPatchEmbed, VariantViT
+from mpp.models.vit import OverlappingPatchEmbed, VariantViT
 from mpp.runtime.hardware import uses_gpu
 
 FIXED = "sincos_2d"  # positions that are not learned

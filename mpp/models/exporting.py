@@ -1,7 +1,7 @@
 """Write an encoder as a folder in timm's own layout (`model.safetensors`, `config.json`).
 
 timm loads it by `timm.create_model("local-dir:FOLDER", pretrained=True)`: after `import mpp` where the encoder is of
-mpp/models/variants.py, else without mpp.
+mpp/models/vit.py, else without mpp.
 """
 
 import json

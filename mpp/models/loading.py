@@ -18,7 +18,7 @@ from mpp.config import ModelConfig, require
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import stride_of, trained_on
 from mpp.models.positions import Grid
-from mpp.models.variants import resample
+from mpp.models.vit import resample
 from mpp.runtime.messages import on_first_process
 from mpp.runtime.weights import NAMED, encoder_folder, misfit, weight_names, weights_file, wrapper_of
 

@@ -25,7 +25,7 @@ from mpp.models.attention import take
 from mpp.models.encoder import Normalize, cell_grid, has_fused_attention, set_attention
 from mpp.models.opening import create
 from mpp.models.positions import Grid
-from mpp.models.variants import OverlappingPatchEmbed
+from mpp.models.vit import OverlappingPatchEmbed
 
 SETTING = "objective.teacher"
 EXPORTED = {"student": "one that was trained", "teacher": "moving average"}

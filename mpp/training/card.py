@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from mpp.models.encoder import has_class
-from mpp.models.variants import VariantViT
+from mpp.models.vit import VariantViT
 from mpp.training.tracking import last_evaluation
 
 CARD = """---
