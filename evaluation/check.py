@@ -31,8 +31,8 @@ from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
 from mpp.runtime.start import command, start_alone
-from mpp.training.checks import RECENT, UNREADABLE, Facts, findings
 from mpp.training.feed import Feed
+from mpp.training.health import RECENT, UNREADABLE, Facts, findings
 from mpp.training.loop import Update
 from mpp.training.run import settled, with_moments
 from mpp.training.run_folder import CHECK, check_owner

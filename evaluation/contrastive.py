@@ -34,10 +34,10 @@ from mpp.models.descriptions import learned_labels
 from mpp.runtime.randomness import FIXED, Stream, permutation
 from mpp.runtime.start import command
 from mpp.training.flops import executed_flops
+from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.task import ImageTask
-from mpp.training.tracking import Tracker, last_evaluation
 
 PANEL_IMAGES = 8
 

@@ -32,8 +32,8 @@ from mpp.errors import Diverged, UserError
 from mpp.models.encoder import checkpoint_activations
 from mpp.runtime.start import command
 from mpp.runtime.weights import fingerprint
+from mpp.training.log import Tracker, last_evaluation, last_scalars
 from mpp.training.run import train
-from mpp.training.tracking import Tracker, last_evaluation, last_scalars
 
 SPARE = 5000
 """Training images, at most, that a run judges by beside the held-out ones: of those that it leaves out."""

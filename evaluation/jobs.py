@@ -31,10 +31,10 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import hold
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
+from mpp.training.log import last_scalars
 from mpp.training.run import first_weights, train
 from mpp.training.run_folder import images_of, is_finished
 from mpp.training.task import ImageTask
-from mpp.training.tracking import last_scalars
 
 KNOWN_FLOPS: dict[str, int] = {}  # of an update, by command and settings
 TRAININGS: dict[str, tuple[type, Callable[..., ImageTask]]] = {

@@ -15,7 +15,7 @@ from evaluation.suite.reports import report_path, table, write_json
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.runtime.start import command
-from mpp.training.tracking import last_evaluation
+from mpp.training.log import last_evaluation
 
 LINES = {"model": "accuracy", "two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
 """What the table calls a line, and what the run's metrics do."""

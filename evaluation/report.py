@@ -32,9 +32,9 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.start import command
-from mpp.training.checks import History, best_depth, depths_of, probed, series, trained
+from mpp.training.health import History, best_depth, depths_of, probed, series, trained
+from mpp.training.log import metrics_of
 from mpp.training.run_folder import CONFIG, REPORT, commit_begun_with, images_of, saved_settings
-from mpp.training.tracking import metrics_of
 from mpp.training.verdict import duration, features_said, prediction_said, trend_said
 from mpp.training.watch import verdict_of
 

@@ -52,7 +52,7 @@ from mpp.features.reconstructions import as_rgb
 from mpp.runtime.hardware import device
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.start import command, start_alone
-from mpp.training.tracking import event_writer
+from mpp.training.log import event_writer
 
 WARMUP = 0.04  # share of the updates; DINOv2 has 1500 of 40,000
 AT_ONCE = 16  # images that are predicted together

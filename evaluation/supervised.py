@@ -27,8 +27,8 @@ from mpp.data.views import BatchLayout, collate
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.start import command
 from mpp.training.flops import executed_flops
+from mpp.training.log import last_evaluation
 from mpp.training.run import train
-from mpp.training.tracking import last_evaluation
 
 
 class Supervised(Classification):

@@ -49,8 +49,8 @@ from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.start import command, start_alone
 from mpp.runtime.weights import BEST, run_of
+from mpp.training.log import event_writer
 from mpp.training.run_folder import saved_settings
-from mpp.training.tracking import event_writer
 
 Numbers = dict[str, Any]
 FILTERS = 28  # as in the paper's figure

@@ -38,13 +38,13 @@ from mpp.models.teachers import decay_at, follow
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.start import command
 from mpp.training.checkpoint import restore_trained
-from mpp.training.checks import Facts, targets_collapse
 from mpp.training.flops import executed_flops
+from mpp.training.health import Facts, targets_collapse
+from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.run_folder import REPORT, saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.tracking import Tracker
 from mpp.training.watch import verdict_of
 
 PANEL_IMAGES = 8

@@ -27,8 +27,8 @@ from mpp.data.survey import look
 from mpp.errors import ReadFailed
 from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
-from mpp.training.checks import CHECKS, Facts, findings, trained
-from mpp.training.tracking import metrics_of
+from mpp.training.health import CHECKS, Facts, findings, trained
+from mpp.training.log import metrics_of
 from mpp.training.verdict import is_best, verdict
 from mpp.training.watch import verdict_of
 

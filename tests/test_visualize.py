@@ -35,7 +35,7 @@ from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
-from mpp.training.tracking import last_evaluation
+from mpp.training.log import last_evaluation
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
 SHOWN = (*FAST, "--images=3")  # of pictures that show images
@@ -355,7 +355,7 @@ def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path,
         "evaluation.suite.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start)
     )
     monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
-    monkeypatch.setattr("mpp.training.tracking.SummaryWriter.add_figure", lambda *args: None)
+    monkeypatch.setattr("mpp.training.log.SummaryWriter.add_figure", lambda *args: None)
     sized = [word for word in TINY if not word.startswith("--probe")]
     supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
     supervised.main([*sized, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])

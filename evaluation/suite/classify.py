@@ -16,8 +16,8 @@ from mpp.errors import UserError
 from mpp.features.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED
 from mpp.training.flops import executed_flops
+from mpp.training.log import Tracker
 from mpp.training.task import ImageTask
-from mpp.training.tracking import Tracker
 
 
 class Classification(ImageTask):

@@ -6,7 +6,7 @@ import numpy as np
 
 from evaluation.suite.figures import plot_series
 from evaluation.suite.page import Chart, Table, chart
-from mpp.training.checks import EVALUATED, History, best_depth, depths_of, probed, series, trained
+from mpp.training.health import EVALUATED, History, best_depth, depths_of, probed, series, trained
 
 POINTS = 200  # of a line, at most: more would not be seen
 ROWS = 12  # of a table

@@ -11,7 +11,7 @@ import numpy as np
 from evaluation.suite.figures import DPI, plot_by_depth
 from mpp.errors import UserError
 from mpp.runtime.weights import encoder_folder, run_of
-from mpp.training.tracking import event_writer
+from mpp.training.log import event_writer
 
 
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:

@@ -6,7 +6,7 @@ from torch import nn
 
 from mpp.models.encoder import has_class
 from mpp.models.vit import VariantViT
-from mpp.training.tracking import last_evaluation
+from mpp.training.log import last_evaluation
 
 CARD = """---
 library_name: timm

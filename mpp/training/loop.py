@@ -25,13 +25,13 @@ from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import resume, save
-from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed
 from mpp.training.finite import FiniteCheck
+from mpp.training.health import EVALUATED
+from mpp.training.log import Speed, Tracker, last_step
 from mpp.training.optim import averaged_weights, learning_rate
 from mpp.training.parallel import prepare, start_compilers, whole_tensor
 from mpp.training.task import ImageTask
-from mpp.training.tracking import Speed, Tracker, last_step
 from mpp.training.watch import Watch
 
 

@@ -24,7 +24,7 @@ from mpp.features.metrics import Sums, add, total
 from mpp.models.exporting import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
-from mpp.training.tracking import Tracker
+from mpp.training.log import Tracker
 
 FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
 
@@ -123,7 +123,7 @@ class ImageTask:
         return self.probe(model, floor=True) if self.probe else {}
 
     def facts(self) -> dict[str, Any]:
-        """What the verdict on a run is to know of its images (see `mpp.training.checks.Facts`)."""
+        """What the verdict on a run is to know of its images (see `mpp.training.health.Facts`)."""
         judged = self.probe.judged or self.probe.ranked if self.probe else None
         known = {"known": 0 if isinstance(self.train, Shards) else len(self.train)}
         known |= {"held_out": min(len(self.held_out), self.data.eval_images)}

@@ -1,9 +1,9 @@
-"""A run in a line, for a person: histories of scalars in, words out. What is off is of mpp/training/checks.py."""
+"""A run in a line, for a person: histories of scalars in, words out. What is off is of mpp/training/health.py."""
 
 from collections.abc import Sequence
 from statistics import median
 
-from mpp.training.checks import (
+from mpp.training.health import (
     COPYING,
     EVALUATED,
     RECENT,

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_whole
-from mpp.training.checks import Facts, findings
-from mpp.training.tracking import Tracker, metrics_of
+from mpp.training.health import Facts, findings
+from mpp.training.log import Tracker, metrics_of
 from mpp.training.verdict import is_best, verdict
 
 VERDICT = "verdict.json"

@@ -25,8 +25,8 @@ from mpp.config.parsing import flatten, to_yaml
 from mpp.errors import UserError
 from mpp.runtime.files import write_whole
 from mpp.runtime.output import printable
-from mpp.training.checks import EVALUATED
 from mpp.training.feed import Feed
+from mpp.training.health import EVALUATED
 
 METRICS = "metrics.jsonl"
 EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\..*")
