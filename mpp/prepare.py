@@ -31,7 +31,7 @@ from torchvision.transforms.v2 import functional
 from mpp.config import PrepareConfig, require
 from mpp.config.parsing import changed_keys, parse, to_yaml
 from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
-from mpp.data.decoding import read, to_ppm, white_is_zero
+from mpp.data.decoding.decode import read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.overview import announce, describe

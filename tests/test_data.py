@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset, decode_cell
-from mpp.data.decoding import decode
+from mpp.data.decoding.decode import decode
 from mpp.data.hub import say_that_it_is_of_the_hub
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.views import (
@@ -391,7 +391,7 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
     def dies(given, most):
         return os.kill(os.getpid(), 9) if given == data else decode(given, most)
 
-    monkeypatch.setattr("mpp.data.decoding.decode", dies)
+    monkeypatch.setattr("mpp.data.decoding.decode.decode", dies)
     assert len(list(loader.batches(fine))) == 1
     with (
         pytest.raises(UserError, match=f"a loader process died .* while it read {dataset.name(3)};"),

@@ -13,7 +13,7 @@ import mpp
 from evaluation import embed, export, finetune
 from evaluation.suite.teachers import classifier_at
 from mpp.config import ImagesConfig
-from mpp.data.decoding import decode
+from mpp.data.decoding.decode import decode
 from mpp.data.images import centre_crop
 from mpp.errors import UserError
 

@@ -16,8 +16,8 @@ from torchvision.datasets import ImageFolder
 
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig
-from mpp.data.folders import SPLITS, Walk
-from mpp.data.listed import list_images
+from mpp.data.listing.folders import SPLITS, Walk
+from mpp.data.listing.images import list_images
 from mpp.data.record import record
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
@@ -312,7 +312,9 @@ def test_the_order_of_a_file_system_does_not_matter(tmp_path, monkeypatch):
             save(tmp_path / "data" / place / f"{number}.png")
     found, scandir = [], os.scandir
     for order in range(5):
-        monkeypatch.setattr("mpp.data.folders.os.scandir", lambda path, order=order: Shuffled(path, scandir, order))
+        monkeypatch.setattr(
+            "mpp.data.listing.folders.os.scandir", lambda path, order=order: Shuffled(path, scandir, order)
+        )
         listing = list_images(Walk(str(tmp_path / "data")).tree, ImagesConfig())
         found.append((listing.columns["image"], sorted(listing.notes), sorted(listing.warnings)))
     assert all(each == found[0] for each in found)

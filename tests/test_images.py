@@ -17,7 +17,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, ImagesConfig, resized_side
-from mpp.data.decoding import decode, to_ppm
+from mpp.data.decoding.decode import decode, to_ppm
 from mpp.data.images import LONGEST, augment, centre_crop, crop_box, random_crop
 from mpp.errors import UnreadableImage
 from mpp.models.descriptions import timm_crop_pct

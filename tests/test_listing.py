@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from colours import CATS_AND_DOGS, in_train, save, save_classes
 
-from mpp.data.shared import PREFIX, shared_rows
+from mpp.data.listing.shared import PREFIX, shared_rows
 from mpp.errors import UserError
 
 context = multiprocessing.get_context("fork")
@@ -158,7 +158,7 @@ def test_a_fork_removes_nothing(place):
     rows, _ = shared_rows(table, "x")
 
     def end_as_a_loader(_):
-        from mpp.data import shared
+        from mpp.data.listing import shared
 
         (file,) = place.glob("*.arrow")
         shared.remove(file, os.getppid())
@@ -193,7 +193,7 @@ def test_what_keeps_a_folder_from_being_listed_is_said(place, image_folder, monk
     def scandir(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("mpp.data.folders.os.scandir", scandir)
+    monkeypatch.setattr("mpp.data.listing.folders.os.scandir", scandir)
     words = rf"data\.path is {image_folder}, which cannot be loaded: .*Permission denied: '{image_folder}'$"
     with pytest.raises(UserError, match=words):
         in_train(image_folder)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_folders import ACUTE, DECOMPOSED, NAMES
 
 from mpp.config import DataConfig, ImagesConfig
-from mpp.data.lists import label_column, read_list
+from mpp.data.listing.lists import label_column, read_list
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 

@@ -14,7 +14,7 @@ from evaluation.suite.encoders import load_frozen
 from mpp import load_encoder
 from mpp.config import Config, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
-from mpp.data.decoding import decode
+from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder

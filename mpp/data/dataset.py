@@ -13,10 +13,11 @@ from pyarrow import ArrowException
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data import decoding, tars
-from mpp.data.channels import check_numbers
-from mpp.data.formats import ARRAYS
-from mpp.data.listing import as_path
+from mpp.data.decoding import decode
+from mpp.data.decoding.channels import check_numbers
+from mpp.data.listing import tars
+from mpp.data.listing.formats import ARRAYS
+from mpp.data.listing.table import as_path
 from mpp.data.overview import describe
 from mpp.data.reading import retried
 from mpp.errors import UnreadableImage, UserError, one_line
@@ -149,7 +150,7 @@ def dataset_of(
 
 def decode_cell(cell: Any, config: ImagesConfig, numbers: str | None = None) -> Tensor:
     """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `contents`."""
-    return decoding.decode(contents(cell, config.read_retries, numbers), config)
+    return decode.decode(contents(cell, config.read_retries, numbers), config)
 
 
 def contents(cell: Any, retries: int, numbers: str | None = None) -> bytes | NDArray:

@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
-from mpp.data import tars
-from mpp.data.archives import ARCHIVES, is_archive, unpacked
 from mpp.data.dataset import BINARY, NAMES, is_cell, numbers_of
-from mpp.data.folders import Tree, Walk
-from mpp.data.formats import SHARDS, TABLES, ending
-from mpp.data.links import plain_path
-from mpp.data.listed import list_images
-from mpp.data.listing import Listing, shared, split_order
+from mpp.data.listing import tars
+from mpp.data.listing.archives import ARCHIVES, is_archive, unpacked
+from mpp.data.listing.folders import Tree, Walk
+from mpp.data.listing.formats import SHARDS, TABLES, ending
+from mpp.data.listing.images import list_images
+from mpp.data.listing.links import plain_path
+from mpp.data.listing.table import Listing, shared, split_order
 from mpp.data.overview import describe
 from mpp.data.reading import LOADING_ERRORS
 from mpp.errors import UserError, one_line

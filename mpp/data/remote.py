@@ -12,11 +12,11 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
-from mpp.data import tars
-from mpp.data.folders import Walk
-from mpp.data.formats import SHARDS
 from mpp.data.hub import check_commit, of_the_hub
-from mpp.data.listing import shared
+from mpp.data.listing import tars
+from mpp.data.listing.folders import Walk
+from mpp.data.listing.formats import SHARDS
+from mpp.data.listing.table import shared
 from mpp.data.local import listing_key, listing_of, says_splits
 from mpp.data.overview import describe
 from mpp.data.reading import SERVER_ERRORS, retried

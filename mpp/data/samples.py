@@ -18,7 +18,7 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
-from mpp.data.formats import SHARDS
+from mpp.data.listing.formats import SHARDS
 from mpp.data.overview import describe
 from mpp.data.sources import BIRDS
 from mpp.errors import UserError, one_line

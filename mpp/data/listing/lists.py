@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig
-from mpp.data.formats import ending
+from mpp.data.listing.formats import ending
 from mpp.errors import UserError, one_line
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")

@@ -18,11 +18,11 @@ import datasets
 import fsspec
 
 from mpp.config import ImagesConfig
-from mpp.data.folders import HEAD, SPLIT_LIKE, SPLITS, Folder, LeftOut, layout_of
-from mpp.data.formats import ARRAYS, PICTURES, ending
-from mpp.data.kinds import is_picture
-from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
-from mpp.data.lists import as_label
+from mpp.data.decoding.kinds import is_picture
+from mpp.data.listing.folders import HEAD, SPLIT_LIKE, SPLITS, Folder, LeftOut, layout_of
+from mpp.data.listing.formats import ARRAYS, PICTURES, ending
+from mpp.data.listing.lists import as_label
+from mpp.data.listing.table import IMAGE, LABEL, SPLIT, Listing
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable

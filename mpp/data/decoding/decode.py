@@ -21,8 +21,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.channels import as_asked, bands_first, black_is_zero, check_numbers, on_white, scaled
-from mpp.data.kinds import NPY, PNG, TIFF, ZIP, unidentified
+from mpp.data.decoding.channels import as_asked, bands_first, black_is_zero, check_numbers, on_white, scaled
+from mpp.data.decoding.kinds import NPY, PNG, TIFF, ZIP, unidentified
 from mpp.errors import UnreadableImage, one_line
 from mpp.runtime.arrays import HEADERS
 

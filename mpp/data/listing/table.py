@@ -11,8 +11,8 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mpp.data.folders import SPLITS, LeftOut
-from mpp.data.shared import shared_rows
+from mpp.data.listing.folders import SPLITS, LeftOut
+from mpp.data.listing.shared import shared_rows
 from mpp.runtime.messages import tell, warn
 from mpp.runtime.output import printable
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpp.data.archives import is_archive, stem_of, unpacked
-from mpp.data.formats import ARRAYS, OF_THE_SYSTEM, PICTURES, SHARDS, UNREADABLE_PICTURES, ending, is_list
-from mpp.data.kinds import is_picture
+from mpp.data.decoding.kinds import is_picture
+from mpp.data.listing.archives import is_archive, stem_of, unpacked
+from mpp.data.listing.formats import ARRAYS, OF_THE_SYSTEM, PICTURES, SHARDS, UNREADABLE_PICTURES, ending, is_list
 from mpp.runtime.messages import shortened
 from mpp.runtime.progress import progress_bar
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from mpp.config import ImagesConfig
-from mpp.data.folders import (
+from mpp.data.listing.folders import (
     SPLITS,
     Folder,
     LeftOut,
@@ -27,9 +27,9 @@ from mpp.data.folders import (
     is_below,
     layout_of,
 )
-from mpp.data.formats import ARRAYS, PICTURES, ending
-from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing, split_order, text_column
-from mpp.data.lists import ImageList, label_column, read_list
+from mpp.data.listing.formats import ARRAYS, PICTURES, ending
+from mpp.data.listing.lists import ImageList, label_column, read_list
+from mpp.data.listing.table import IMAGE, LABEL, SPLIT, Listing, split_order, text_column
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable
