@@ -24,7 +24,7 @@ from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.data.moments import channel_moments
 from mpp.data.overview import describe
-from mpp.data.shards import Shards
+from mpp.data.stream import Shards
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch, BatchLayout
 from mpp.data.workers import deaths_explained

@@ -28,10 +28,10 @@ from evaluation.suite.encoders import ColorFloor, FrozenEncoder, encoder_of
 from evaluation.suite.run_images import parse_with_images
 from evaluation.suite.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
+from mpp.data.crops import Size, centre_crop
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
-from mpp.data.images import Size, centre_crop
+from mpp.data.identity import record
 from mpp.data.overview import describe
-from mpp.data.record import record
 from mpp.data.sources import load_splits
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading

@@ -22,7 +22,7 @@ from evaluation.suite.reports import write_json
 from evaluation.suite.run_images import images_at, images_of_run, run_folder
 from mpp.config import HOW_READ, Config
 from mpp.config.parsing import as_command_line, differing, parse, plain, settings, to_yaml
-from mpp.data.record import differences, short_digest
+from mpp.data.identity import differences, short_digest
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
 from mpp.models.descriptions import how_read

@@ -33,9 +33,9 @@ from mpp.config.parsing import changed_keys, parse, to_yaml
 from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
 from mpp.data.decoding.decode import read, to_ppm, white_is_zero
 from mpp.data.hub import commit_of
+from mpp.data.identity import differences, image_files, short_digest
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.overview import announce, describe
-from mpp.data.record import differences, image_files, short_digest
 from mpp.data.sources import load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
@@ -141,7 +141,7 @@ def name_of(cell: Any, root: str | None) -> str | None:
 
 
 def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
-    """All splits, cut into shards, and what their images are: see mpp/data/record.py.
+    """All splits, cut into shards, and what their images are: see mpp/data/identity.py.
 
     Args:
         commit: which one of a dataset of the hub.

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
 from mpp.config.parsing import as_command_line, parse, parse_saved, plain
 from mpp.corruption import Corruption, draw
-from mpp.data.record import short_digest
-from mpp.data.shards import load_streamed
+from mpp.data.identity import short_digest
 from mpp.data.sources import load_image_datasets
+from mpp.data.stream import load_streamed
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, measure, measure_features, summarize

@@ -25,7 +25,7 @@ from evaluation.suite.learned import learned_from
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.config.parsing import read_saved
 from mpp.corruption import Corruption, draw
-from mpp.data.images import augment
+from mpp.data.crops import augment
 from mpp.data.moments import channel_moments
 from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import UserError

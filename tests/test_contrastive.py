@@ -21,7 +21,7 @@ from evaluation.suite.contrast import TwoViews, nt_xent
 from evaluation.suite.networks import synchronized
 from mpp.config import DataConfig
 from mpp.config.parsing import parse
-from mpp.data.images import random_crop
+from mpp.data.crops import random_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout, held_out_loader, training_loader
 from mpp.errors import UserError

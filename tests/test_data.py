@@ -481,7 +481,7 @@ def test_a_split_without_images_is_named(tmp_path, empty):
 def test_offline_nothing_is_waited_for(monkeypatch):
     for name in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{name}.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("mpp.data.reading.time.sleep", None)
+    monkeypatch.setattr("mpp.data.retry.time.sleep", None)
     with pytest.raises(UserError, match=r"data.path is nobody/nothing, which cannot be loaded"):
         load_image_datasets(DataConfig(path="nobody/nothing"))
 

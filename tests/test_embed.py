@@ -13,8 +13,8 @@ import mpp
 from evaluation import embed, export, finetune
 from evaluation.suite.teachers import classifier_at
 from mpp.config import ImagesConfig
+from mpp.data.crops import centre_crop
 from mpp.data.decoding.decode import decode
-from mpp.data.images import centre_crop
 from mpp.errors import UserError
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")

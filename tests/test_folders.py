@@ -16,9 +16,9 @@ from torchvision.datasets import ImageFolder
 
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig
+from mpp.data.identity import record
 from mpp.data.listing.folders import SPLITS, Walk
 from mpp.data.listing.images import list_images
-from mpp.data.record import record
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.output import printable

@@ -40,9 +40,9 @@ def hurry() -> None:
     """Between two tries we wait a twentieth of the time, and so does the library."""
     from huggingface_hub.utils import _http
 
-    from mpp.data import reading
+    from mpp.data import retry
 
-    _http.time = reading.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: time.sleep(seconds / HURRY)})
+    _http.time = retry.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: time.sleep(seconds / HURRY)})
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from torchvision.transforms.v2 import functional
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.decoding.decode import decode
-from mpp.data.shards import load_streamed
 from mpp.data.sources import BIRDS, load_image_datasets
+from mpp.data.stream import load_streamed
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import NOTES, main, prepare_image
 from mpp.runtime.lock import hold

@@ -30,7 +30,7 @@ from evaluation.suite.encoders import load_frozen
 from evaluation.suite.extraction import Features, load_features, save_features
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
-from mpp.data.images import centre_crop
+from mpp.data.crops import centre_crop
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
 from mpp.errors import UserError

@@ -10,9 +10,9 @@ import torch
 from conftest import encoded, picture, read_metrics
 
 from mpp.config import DataConfig, ImagesConfig
-from mpp.data import reading
+from mpp.data import retry
 from mpp.data.dataset import ImageDataset, decode_cell
-from mpp.data.reading import retried
+from mpp.data.retry import retried
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset, held_out_loader
 from mpp.data.workers import kill_workers
@@ -25,7 +25,7 @@ from mpp.training.loop import Update
 def pauses(monkeypatch):
     """Seconds that a read would have paused."""
     paused: list[int] = []
-    monkeypatch.setattr(reading, "time", SimpleNamespace(sleep=paused.append))
+    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=paused.append))
     return paused
 
 
@@ -83,7 +83,7 @@ def test_a_folder_that_goes_away(pretrain, tmp_path, image_folder, monkeypatch, 
     at_update(monkeypatch, 2, lambda: image_folder.rename(elsewhere))
     calls = itertools.count(1)
     monkeypatch.setattr(
-        reading.time, "sleep", lambda seconds: elsewhere.rename(image_folder) if next(calls) == back_after else None
+        retry.time, "sleep", lambda seconds: elsewhere.rename(image_folder) if next(calls) == back_after else None
     )
     run = tmp_path / "run"
     if back_after is None:

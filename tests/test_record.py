@@ -17,7 +17,7 @@ from evaluation.suite.learned import check_unseen
 from evaluation.suite.reports import report_path
 from evaluation.suite.run_images import parse_with_images, variant
 from mpp.config import DataConfig, ModelConfig, SourceConfig
-from mpp.data.record import differences, record
+from mpp.data.identity import differences, record
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
@@ -413,7 +413,7 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkey
     options = (f"--data.path={shards}", "--data.streaming=true")
     with monkeypatch.context() as patch:
         if unlisted == "when the run began":
-            patch.setattr("mpp.data.samples.files_of", files_of)
+            patch.setattr("mpp.data.kept_samples.files_of", files_of)
         kill_at(patch, 3)
         with pytest.raises(Killed):
             pretrain(*options)
@@ -423,7 +423,7 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkey
     capsys.readouterr()
     with monkeypatch.context() as patch:
         if unlisted == "now":
-            patch.setattr("mpp.data.samples.files_of", files_of)
+            patch.setattr("mpp.data.kept_samples.files_of", files_of)
         pretrain(*options)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "whether they are those" in line]
     assert len(warnings) == 1 and f"train: the files could not be listed {unlisted}; " in warnings[0]

@@ -11,7 +11,7 @@ from evaluation import fewshot, finetune, visualize
 from evaluation.config import EVERY
 from mpp.config import CorruptionConfig, DataConfig, ModelConfig
 from mpp.corruption import draw
-from mpp.data.images import centre_crop, random_crop
+from mpp.data.crops import centre_crop, random_crop
 from mpp.features.metrics import nearest_visible
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder

@@ -14,9 +14,9 @@ import pytest
 from conftest import Killed, encoded
 
 from mpp.config import DataConfig, ImagesConfig
-from mpp.data import samples
-from mpp.data.samples import FOLDER, NOTES, ROWS
-from mpp.data.shards import Shards, load_streamed
+from mpp.data import kept_samples
+from mpp.data.kept_samples import FOLDER, NOTES, ROWS
+from mpp.data.stream import Shards, load_streamed
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime.randomness import Stream, permutation
 
@@ -62,8 +62,8 @@ def unreadable(*_):
 
 @pytest.mark.parametrize("limit", [1, 4, 7, 12, 17, 24, 25, 100])
 def test_a_sample_is_the_beginnings_of_shards_in_turn(shards, cache, monkeypatch, limit):
-    monkeypatch.setattr("mpp.data.shards.SAMPLED_SHARDS", 2)
-    monkeypatch.setattr("mpp.data.shards.SAMPLED_ROWS", 2)
+    monkeypatch.setattr("mpp.data.stream.SAMPLED_SHARDS", 2)
+    monkeypatch.setattr("mpp.data.stream.SAMPLED_ROWS", 2)
     order, expected = permutation(Stream.CUT, 0, 1, len(SIZES)), []
     for first in range(0, len(SIZES), 2):
         pair = order[first : first + 2]
@@ -188,7 +188,7 @@ def test_reads_of_a_sample_that_fail_are_tried_again(shards, cache, monkeypatch)
 
 
 def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch):
-    monkeypatch.setattr("mpp.data.samples.BLOCK", 2)
+    monkeypatch.setattr("mpp.data.kept_samples.BLOCK", 2)
     blocks = Shards.blocks
     for error, words in ((Killed("killed"), "killed"), (ReadFailed("gone"), "^gone$")):
 
@@ -218,7 +218,7 @@ class FullDisk(io.BytesIO):
 def test_a_cache_that_cannot_be_written_is_named(shards, cache, monkeypatch, how):
     if how == "a full disk":
         aside = FullDisk()
-        monkeypatch.setattr(samples.pa, "OSFile", lambda *_: aside)
+        monkeypatch.setattr(kept_samples.pa, "OSFile", lambda *_: aside)
     else:
         cache.mkdir()
         (cache / FOLDER).write_text("")
@@ -234,7 +234,7 @@ def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch
     def unreachable(*_):
         raise RuntimeError("the hub is\nout of reach")
 
-    monkeypatch.setattr("mpp.data.samples.files_of", unreachable)
+    monkeypatch.setattr("mpp.data.kept_samples.files_of", unreachable)
     _, *second = load(shards)
     for one, other in zip(first, second, strict=True):
         assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]

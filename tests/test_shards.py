@@ -23,8 +23,8 @@ from server import Command
 import mpp.training.run
 from evaluation import export, visualize
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
-from mpp.data.samples import list_files
-from mpp.data.shards import ROW_BITS, Cursor, Shards, StreamedBatches, load_streamed, streaming_loader
+from mpp.data.kept_samples import list_files
+from mpp.data.stream import ROW_BITS, Cursor, Shards, StreamedBatches, load_streamed, streaming_loader
 from mpp.data.views import BatchLayout, ViewDataset
 from mpp.errors import UserError
 

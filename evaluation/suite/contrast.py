@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from evaluation.config import ViewsConfig
 from mpp.config import sides
-from mpp.data import images
+from mpp.data import crops
 from mpp.data.views import ViewDataset
 from mpp.runtime.randomness import FIXED
 
@@ -49,10 +49,10 @@ class TwoViews(ViewDataset):
 
     def one_view(self, pixels: Tensor, seed: int, epoch: int, place: int) -> Tensor:
         """A view (C, H, W); `place` says of which image, and whether it is the first or the second."""
-        crop = images.random_crop(pixels, self.img_size, self.data, seed, epoch, place)
+        crop = crops.random_crop(pixels, self.img_size, self.data, seed, epoch, place)
         if self.distorted.jitter or self.distorted.grey:
-            crop = images.to_8_bits(crop)
-        return images.transformed(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, place)
+            crop = crops.to_8_bits(crop)
+        return crops.transformed(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, place)
 
 
 def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:

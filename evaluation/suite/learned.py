@@ -16,7 +16,7 @@ from evaluation.suite.run_images import place, positions, run_folder, settings_o
 from mpp.config import SourceConfig
 from mpp.data.dataset import ImageDataset, encoded_bytes, is_encoded
 from mpp.data.hub import is_local
-from mpp.data.record import record
+from mpp.data.identity import record
 from mpp.data.sources import as_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named

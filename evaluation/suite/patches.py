@@ -27,10 +27,10 @@ from evaluation.suite.encoders import FrozenEncoder, grid_of
 from evaluation.suite.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
 from evaluation.suite.run_images import positions
 from mpp.config import require
+from mpp.data.crops import centre_crop
 from mpp.data.dataset import ImageDataset, contents, undecoded
 from mpp.data.decoding.decode import TURNED, read_mask, stored_orientation
 from mpp.data.decoding.kinds import JPEG
-from mpp.data.images import centre_crop
 from mpp.data.overview import describe
 from mpp.data.sources import BIRDS, held_out_name, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset, held_out_loader

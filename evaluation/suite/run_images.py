@@ -19,9 +19,9 @@ from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
 from mpp.config.parsing import as_words, files_first, read
 from mpp.data.dataset import ImageDataset
 from mpp.data.hub import is_local, is_url, may_be_of_the_hub, of_the_hub
-from mpp.data.record import record, short_digest
-from mpp.data.shards import load_streamed
+from mpp.data.identity import record, short_digest
 from mpp.data.sources import as_arguments, load_image_datasets
+from mpp.data.stream import load_streamed
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import on_first_process

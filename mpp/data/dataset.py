@@ -19,7 +19,7 @@ from mpp.data.listing import tars
 from mpp.data.listing.formats import ARRAYS
 from mpp.data.listing.table import as_path
 from mpp.data.overview import describe
-from mpp.data.reading import retried
+from mpp.data.retry import retried
 from mpp.errors import UnreadableImage, UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from mpp.config import ImagesConfig
-from mpp.data.reading import NETWORK_ERRORS, answer_to, passes, retried
+from mpp.data.retry import NETWORK_ERRORS, answer_to, passes, retried
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.messages import tell
 

@@ -22,7 +22,7 @@ from mpp.data.listing.images import list_images
 from mpp.data.listing.links import plain_path
 from mpp.data.listing.table import Listing, shared, split_order
 from mpp.data.overview import describe
-from mpp.data.reading import LOADING_ERRORS
+from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # what is here is not downloaded

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mpp.config import DataConfig
 from mpp.data.dataset import decode_cell
-from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
+from mpp.data.stream import load_streamed
 from mpp.errors import UnreadableImage, UserError
 
 SAMPLE = 1024  # images

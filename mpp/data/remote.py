@@ -19,7 +19,7 @@ from mpp.data.listing.formats import SHARDS
 from mpp.data.listing.table import shared
 from mpp.data.local import listing_key, listing_of, says_splits
 from mpp.data.overview import describe
-from mpp.data.reading import SERVER_ERRORS, retried
+from mpp.data.retry import SERVER_ERRORS, retried
 from mpp.errors import UserError
 
 

@@ -16,8 +16,8 @@ from mpp.data.hub import of_the_hub, say_that_it_is_of_the_hub
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.local import QUIET, load_local
 from mpp.data.overview import announce, describe, warn_of_labels
-from mpp.data.reading import LOADING_ERRORS
 from mpp.data.remote import from_a_server, load_from_hub, load_url
+from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
 from mpp.runtime.caches import unwritable_cache
 from mpp.runtime.messages import note

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from mpp import corruption
 from mpp.config import CorruptionConfig, DataConfig, SourceConfig
 from mpp.corruption import Corruption, Grid
-from mpp.data import images
+from mpp.data import crops
 from mpp.data.dataset import Decoded, ImageDataset
 from mpp.data.workers import NOTHING, WatchedLoader, note_reading
 from mpp.errors import Undecodable, UnreadableImage, UserError
@@ -30,12 +30,12 @@ REPLACEMENTS = 64  # so many undecodable images in a row do not happen where few
 class Batch(NamedTuple):
     """What a loader hands over: one forward pass of one process."""
 
-    images: Tensor  # (B, C, H, W) uint8, or float32 from 0 to 255: the network's input and the source of the targets
+    crops: Tensor  # (B, C, H, W) uint8, or float32 from 0 to 255: the network's input and the source of the targets
     corruption: Corruption | None  # (B, K); None where the images are only looked at
     labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
-    cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/shards.py
+    cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/stream.py
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ViewDataset(Dataset):
 
     dataset: ImageDataset
     data: DataConfig | SourceConfig
-    img_size: images.Size
+    img_size: crops.Size
     seed: int = 0
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
@@ -68,9 +68,9 @@ class ViewDataset(Dataset):
     def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
         """What of an image (C, H, W) is shown: (C, H, W), H x W being `img_size`."""
         if epoch == FIXED:
-            return images.centre_crop(pixels, self.img_size, self.data.eval_crop)
-        crop = images.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
-        return images.augment(crop, self.randaugment, self.seed, epoch, index)
+            return crops.centre_crop(pixels, self.img_size, self.data.eval_crop)
+        crop = crops.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
+        return crops.augment(crop, self.randaugment, self.seed, epoch, index)
 
     @property
     def costly(self) -> bool:
@@ -116,7 +116,7 @@ def collate(samples: list[Batch]) -> Batch:
 class BatchLayout:
     """How an update's images are dealt out: a share to each process in each forward pass, alike but for one image."""
 
-    images: int  # per update: the global batch
+    crops: int  # per update: the global batch
     accumulation_steps: int  # forward passes per update
     world_size: int  # processes
     rank: int  # this process

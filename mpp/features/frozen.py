@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mpp.config import ImagesConfig, Representation, require
+from mpp.data.crops import centre_crop
 from mpp.data.decoding.channels import as_asked
 from mpp.data.decoding.decode import from_pil
-from mpp.data.images import centre_crop
 from mpp.data.views import Batch
 from mpp.errors import UserError
 from mpp.models.encoder import Normalize, has_class

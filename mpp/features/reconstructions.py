@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from mpp.corruption import Corruption, corrupt
-from mpp.data.images import to_8_bits
+from mpp.data.crops import to_8_bits
 from mpp.objectives import GREY, Objective, at, patchify
 
 PANEL_SIDE = 128  # of an image in a panel, at least half of it

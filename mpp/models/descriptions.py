@@ -74,7 +74,7 @@ def learned_labels(encoder: str) -> bool:
 
 
 def timm_crop_pct(img_size: int | Grid, share: float) -> float:
-    """The `crop_pct` with which timm resizes and crops an image as `centre_crop` of mpp/data/images.py does.
+    """The `crop_pct` with which timm resizes and crops an image as `centre_crop` of mpp/data/crops.py does.
 
     Of a square timm rounds side / crop_pct down, mpp to the nearest: of 32 / 0.875 one makes 36, the other 37. The
     result gives mpp's length in both ways. It is `share` itself wherever that is right.

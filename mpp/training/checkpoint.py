@@ -30,7 +30,7 @@ from mpp.training.parallel import gathered, read_tensors
 COMPLETE = re.compile(r"step_\d+")
 MODEL, OPTIMIZER, CURSORS = "model.safetensors", "optimizer.safetensors", "cursors.json"
 Cursors = dict[int, list[int]]
-"""Lane of a stream -> how far it is read: see mpp/data/shards.py."""
+"""Lane of a stream -> how far it is read: see mpp/data/stream.py."""
 Tensors = dict[str, dict[str, torch.Tensor]]
 """File of a checkpoint -> its tensors by name."""
 

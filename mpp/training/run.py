@@ -17,8 +17,8 @@ from accelerate.utils import broadcast_object_list, gather_object, release_memor
 
 from mpp.config.parsing import differing, to_yaml
 from mpp.data.hub import commit_of
+from mpp.data.identity import differences
 from mpp.data.moments import channel_moments
-from mpp.data.record import differences
 from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line

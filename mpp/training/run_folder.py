@@ -1,7 +1,7 @@
 """The run folder: whose it is, what it says of itself, whether it is finished.
 
 config.yaml                        the resolved config
-data.json                          which images it is of (mpp/data/record.py)
+data.json                          which images it is of (mpp/data/identity.py)
 metrics.jsonl, events.out.*        scalars; pictures
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/                           timm's layout, when the run is finished
@@ -23,8 +23,8 @@ from accelerate import Accelerator
 from mpp.config import SourceConfig, require
 from mpp.config.parsing import changed_keys, read_saved, to_yaml
 from mpp.data.hub import is_local, is_url, may_be_of_the_hub
-from mpp.data.record import differences, listed, not_listed, record, together
-from mpp.data.samples import list_files
+from mpp.data.identity import differences, listed, not_listed, record, together
+from mpp.data.kept_samples import list_files
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime import lock

@@ -13,9 +13,9 @@ from mpp.config import CorruptionConfig, DataConfig, RunConfig
 from mpp.corruption import Grid
 from mpp.data.dataset import ImageDataset
 from mpp.data.hub import cached_commit, of_the_hub
+from mpp.data.identity import NAMES_OF_CLASSES, record
 from mpp.data.overview import describe
-from mpp.data.record import NAMES_OF_CLASSES, record
-from mpp.data.shards import Shards, streaming_loader
+from mpp.data.stream import Shards, streaming_loader
 from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
 from mpp.data.workers import FORKS
@@ -150,7 +150,7 @@ class ImageTask:
         """Raise UserError, on all processes, where a line of metrics says that it is better to stop."""
 
     def record(self) -> dict[str, Any]:
-        """Which images these are: see mpp/data/record.py."""
+        """Which images these are: see mpp/data/identity.py."""
         retries, commit = self.data.read_retries, None
         if of_the_hub(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])

@@ -21,11 +21,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.dataset import ImageDataset, dataset_of, decode_cell, file_of, find_image_column, numbers_of, undecoded
+from mpp.data.identity import image_files, listed, short_digest
+from mpp.data.kept_samples import Files, keep, list_files
 from mpp.data.labels import find_label_column, number_labels, read_labels
 from mpp.data.overview import announce_stream, describe
-from mpp.data.reading import LOADING_ERRORS, NETWORK_ERRORS, retried
-from mpp.data.record import image_files, listed, short_digest
-from mpp.data.samples import Files, keep, list_files
+from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, retried
 from mpp.data.sources import held_out_name, load_splits
 from mpp.data.views import REPLACEMENTS, Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
@@ -127,7 +127,7 @@ class Shards:
         return f"{self.split} shard {index >> ROW_BITS} row {index & (1 << ROW_BITS) - 1}"
 
     def record(self, retries: int, revision: str | None = None) -> dict[str, Any]:
-        """Which images these are: see mpp/data/record.py. Of shards, that is their names and sizes, where known."""
+        """Which images these are: see mpp/data/identity.py. Of shards, that is their names and sizes, where known."""
         numbers = short_digest([f"{number}\n".encode() for number in self.numbers])
         known = {"split": self.split, "shards": self.count, "chosen": numbers, "revision": revision}
         if self.rows is not None:
@@ -314,7 +314,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
 def sampled(
     config: SourceConfig, shards: Shards, label: str | None, key: str, limit: int, seed: int
 ) -> datasets.Dataset:
-    """A sample of the rows, images and labels, mapped from disk; see mpp/data/samples.py.
+    """A sample of the rows, images and labels, mapped from disk; see mpp/data/kept_samples.py.
 
     Nothing is kept on disk where nobody knows what the stream is read from.
 

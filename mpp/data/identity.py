@@ -91,7 +91,7 @@ def listed(files: list[list[str]] | None) -> str | None:
     """What the files of a stream are known by: names and sizes; None: they are unknown.
 
     Args:
-        files: name, size and stamp of each: see `mpp.data.samples`.
+        files: name, size and stamp of each: see `mpp.data.kept_samples`.
     """
     return short_digest([f"{name}\t{size}\n".encode() for name, size, *_ in files]) if files else None
 
