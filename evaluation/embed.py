@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evaluation.config import EmbedConfig, ProbeDataConfig
-from evaluation.suite.encoders import ColorFloor, FrozenEncoder, encoder_of
-from evaluation.suite.run_images import parse_with_images
+from evaluation.frozen.encoder import ColorFloor, FrozenEncoder, encoder_of
+from evaluation.frozen.run_images import parse_with_images
 from evaluation.suite.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
 from mpp.data.crops import Size, centre_crop

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
-from evaluation.suite.encoders import FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
-from evaluation.suite.extraction import Features, Readable, extract_readable, views_for, warn_left_out
-from evaluation.suite.reports import table, write_json
-from evaluation.suite.run_images import load_shown, parse_with_images, run_folder
+from evaluation.frozen.encoder import FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
+from evaluation.frozen.extraction import Features, Readable, extract_readable, views_for, warn_left_out
+from evaluation.frozen.results import table, write_json
+from evaluation.frozen.run_images import load_shown, parse_with_images, run_folder
 from evaluation.suite.teachers import averaged, classifier_at
 from mpp.config import RunConfig, require
 from mpp.data.dataset import ImageDataset

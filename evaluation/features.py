@@ -9,9 +9,9 @@ The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D
 from collections.abc import Sequence
 
 from evaluation.config import FeaturesConfig
-from evaluation.suite.extraction import extract_features, save_features
-from evaluation.suite.reports import report_path
-from evaluation.suite.run_images import parse_with_images, variant
+from evaluation.frozen.extraction import extract_features, save_features
+from evaluation.frozen.results import report_path
+from evaluation.frozen.run_images import parse_with_images, variant
 from mpp.config import RunConfig, require
 from mpp.runtime.start import command, start
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
-from evaluation.suite.extraction import Features
-from evaluation.suite.probing import probe
-from evaluation.suite.run_images import parse_with_images
+from evaluation.frozen.extraction import Features
+from evaluation.frozen.probing import probe
+from evaluation.frozen.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.messages import note

@@ -20,12 +20,12 @@ from accelerate import Accelerator, PartialState
 from torch import nn
 
 from evaluation.config import FinetuneConfig, OneRunConfig
+from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.labelled import load_labelled
+from evaluation.frozen.results import table, write_json
+from evaluation.frozen.run_images import parse_with_images
 from evaluation.suite.classify import Classification
-from evaluation.suite.encoders import load_frozen
-from evaluation.suite.labelled import load_labelled
 from evaluation.suite.networks import HeadedEncoder, zero_head
-from evaluation.suite.reports import table, write_json
-from evaluation.suite.run_images import parse_with_images
 from mpp.config import require
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError

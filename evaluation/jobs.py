@@ -14,12 +14,12 @@ from timm import is_model
 
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, segmentation, supervised
 from evaluation.config import MaskedDataConfig
+from evaluation.frozen.probing import forget_features
+from evaluation.frozen.provenance import stands_on
+from evaluation.frozen.results import write_json
+from evaluation.frozen.run_images import images_at, images_of_run, run_folder
 from evaluation.suite.findings import Row
-from evaluation.suite.learned import stands_on
 from evaluation.suite.plan import Case, Options, Plan
-from evaluation.suite.probing import forget_features
-from evaluation.suite.reports import write_json
-from evaluation.suite.run_images import images_at, images_of_run, run_folder
 from mpp.config import HOW_READ, Config
 from mpp.config.parsing import as_command_line, differing, parse, plain, settings, to_yaml
 from mpp.data.identity import differences, short_digest

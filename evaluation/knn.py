@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from evaluation.config import KnnConfig
-from evaluation.suite.extraction import Features
-from evaluation.suite.probing import probe
-from evaluation.suite.run_images import parse_with_images
+from evaluation.frozen.extraction import Features
+from evaluation.frozen.probing import probe
+from evaluation.frozen.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.features.probe import knn_predict
 from mpp.runtime.hardware import device

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
-from evaluation.suite.extraction import Features
+from evaluation.frozen.extraction import Features
+from evaluation.frozen.probing import probe
+from evaluation.frozen.run_images import parse_with_images
 from evaluation.suite.networks import zero_head
-from evaluation.suite.probing import probe
-from evaluation.suite.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import device

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedConfig
-from evaluation.suite.reports import report_path, table, write_json
+from evaluation.frozen.results import report_path, table, write_json
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.runtime.start import command

@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import SegmentationConfig
-from evaluation.suite.encoders import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
-from evaluation.suite.figures import DPI, plot_segmentation
-from evaluation.suite.learned import check_unseen
-from evaluation.suite.patches import (
+from evaluation.frozen.encoder import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
+from evaluation.frozen.masks import (
     IGNORED,
     ExtractedPatches,
     Masked,
@@ -41,9 +39,11 @@ from evaluation.suite.patches import (
     print_pixels,
     warn_of_turned,
 )
-from evaluation.suite.probing import judge
-from evaluation.suite.reports import events_of, report_path, table, write_report
-from evaluation.suite.run_images import parse_with_images, variant
+from evaluation.frozen.probing import judge
+from evaluation.frozen.provenance import check_unseen
+from evaluation.frozen.results import events_of, report_path, table, write_report
+from evaluation.frozen.run_images import parse_with_images, variant
+from evaluation.suite.figures import DPI, plot_segmentation
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError

@@ -15,12 +15,12 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor
 
 from evaluation.config import SupervisedConfig
+from evaluation.frozen.labelled import load_labelled
+from evaluation.frozen.provenance import refuse_seen
+from evaluation.frozen.results import table, write_json
 from evaluation.suite.classify import Classification
 from evaluation.suite.distill import DistilledEncoder, averaged, build_student, distillation_loss
-from evaluation.suite.labelled import load_labelled
-from evaluation.suite.learned import refuse_seen
 from evaluation.suite.networks import HeadedEncoder, build_backbone, build_head
-from evaluation.suite.reports import table, write_json
 from evaluation.suite.teachers import load_teacher
 from mpp.config.parsing import parse
 from mpp.data.views import BatchLayout, collate

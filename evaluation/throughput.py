@@ -24,9 +24,9 @@ import timm
 import torch
 
 from evaluation.config import ThroughputConfig
+from evaluation.frozen.results import table, write_json
 from evaluation.suite import peers
 from evaluation.suite.peers import CEILINGS, FORWARD, TRAINING, Bench, Peer
-from evaluation.suite.reports import table, write_json
 from mpp.config import RunConfig, require
 from mpp.config.parsing import parse
 from mpp.errors import UserError

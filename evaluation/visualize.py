@@ -22,17 +22,17 @@ from tqdm import tqdm
 
 from evaluation import fewshot
 from evaluation.config import EncoderConfig, VisualizeConfig
+from evaluation.frozen.encoder import ColorFloor, FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
+from evaluation.frozen.extraction import extract_features, views_for
+from evaluation.frozen.masks import patch_features
+from evaluation.frozen.probing import judge
+from evaluation.frozen.results import report_path, write_json
+from evaluation.frozen.run_images import load_shown, parse_with_images, streamed, variant
+from evaluation.frozen.run_images import positions as places_of
 from evaluation.suite import figures
 from evaluation.suite.attention_maps import attention_distance, attention_rollout, distances, spacing
-from evaluation.suite.encoders import ColorFloor, FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
-from evaluation.suite.extraction import extract_features, views_for
-from evaluation.suite.patches import patch_features
 from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
-from evaluation.suite.probing import judge
-from evaluation.suite.reports import report_path, write_json
-from evaluation.suite.run_images import load_shown, parse_with_images, streamed, variant
-from evaluation.suite.run_images import positions as places_of
 from evaluation.suite.similar import look_through, patch_similarity, spread_patches
 from mpp.config import RunConfig, require
 from mpp.corruption import Grid

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from test_fewshot import features
 
 from evaluation import fewshot, knn, linear
-from evaluation.suite.extraction import NAMES, Features, load_features, save_features
+from evaluation.frozen.extraction import NAMES, Features, load_features, save_features
 from mpp.data.views import Batch
 from mpp.features.frozen import extract
 from mpp.runtime.arrays import Rows, in_blocks, select

@@ -19,9 +19,9 @@ from timm.models import adapt_input_conv
 import mpp
 from evaluation import contrastive, fewshot, finetune, knn, supervised, visualize
 from evaluation.config import EVERY
+from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.provenance import learned_from
 from evaluation.memory import peak_memory
-from evaluation.suite.encoders import load_frozen
-from evaluation.suite.learned import learned_from
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.config.parsing import read_saved
 from mpp.corruption import Corruption, draw

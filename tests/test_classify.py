@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import mpp
 from evaluation import finetune, supervised
+from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.labelled import load_labelled
 from evaluation.suite.classify import Classification, largest_class
-from evaluation.suite.encoders import load_frozen
-from evaluation.suite.labelled import load_labelled
 from evaluation.suite.networks import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.sources import load_image_datasets

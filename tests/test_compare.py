@@ -14,12 +14,13 @@ from server import Command
 
 from evaluation import compare, jobs, masked
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
-from evaluation.suite import plan, probing
-from evaluation.suite.encoders import load_frozen
-from evaluation.suite.extraction import Features
+from evaluation.frozen import probing
+from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.extraction import Features
+from evaluation.frozen.run_images import record_of
+from evaluation.suite import plan
 from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
-from evaluation.suite.run_images import record_of
 from mpp.config import Config, SourceConfig
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
 from evaluation.config import DistillConfig
+from evaluation.frozen.encoder import load_frozen
 from evaluation.suite.distill import averaged, build_student, distillation_loss
-from evaluation.suite.encoders import load_frozen
 from evaluation.suite.teachers import load_teacher
 from mpp.config import ModelConfig
 from mpp.config.parsing import parse

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 import mpp
-from evaluation.suite.encoders import FrozenEncoder
+from evaluation.frozen.encoder import FrozenEncoder
 from mpp.config import ModelConfig, resized_side
 from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder

@@ -14,7 +14,7 @@ from test_variants import HYBRID, KINDS, PARTS, build
 import mpp
 from evaluation import export
 from evaluation.config import ExportConfig
-from evaluation.suite.encoders import load_frozen
+from evaluation.frozen.encoder import load_frozen
 from mpp.features.frozen import features_at
 from mpp.models.encoder import set_attention
 from mpp.models.exporting import export_encoder

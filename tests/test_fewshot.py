@@ -11,7 +11,7 @@ from sklearn.linear_model import Ridge
 from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig
 from evaluation.fewshot import evaluate, orders, predict
-from evaluation.suite.extraction import NAMES, Features, load_features, save_features
+from evaluation.frozen.extraction import NAMES, Features, load_features, save_features
 from mpp.data.overview import half_width, note_tested
 from mpp.runtime.messages import note
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import mpp
-from evaluation.suite.encoders import load_frozen
+from evaluation.frozen.encoder import load_frozen
 
 CELLS = """
 import dataclasses, sys

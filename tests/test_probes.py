@@ -25,9 +25,9 @@ import mpp
 from evaluation import fewshot, knn, linear
 from evaluation.config import LinearConfig
 from evaluation.features import main as extract
+from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.extraction import Features, load_features, save_features
 from evaluation.linear import fit_lbfgs
-from evaluation.suite.encoders import load_frozen
-from evaluation.suite.extraction import Features, load_features, save_features
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import centre_crop

@@ -13,9 +13,9 @@ from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.config import FinetuneConfig, KnnConfig
-from evaluation.suite.learned import check_unseen
-from evaluation.suite.reports import report_path
-from evaluation.suite.run_images import parse_with_images, variant
+from evaluation.frozen.provenance import check_unseen
+from evaluation.frozen.results import report_path
+from evaluation.frozen.run_images import parse_with_images, variant
 from mpp.config import DataConfig, ModelConfig, SourceConfig
 from mpp.data.identity import differences, record
 from mpp.data.sources import load_image_datasets

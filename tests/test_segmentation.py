@@ -16,7 +16,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
-from evaluation.suite.patches import (
+from evaluation.frozen.masks import (
     IGNORED,
     OUTLINES,
     MaskedViews,
@@ -29,7 +29,7 @@ from evaluation.suite.patches import (
     print_pixels,
     warn_of_turned,
 )
-from evaluation.suite.probing import judge
+from evaluation.frozen.probing import judge
 from mpp.data.dataset import ImageDataset, undecoded
 from mpp.data.sources import load_splits
 from mpp.errors import ReadFailed, UnreadableImage, UserError

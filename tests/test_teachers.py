@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from server import Command
 from torch import nn
 
-from evaluation.suite.learned import lineage
+from evaluation.frozen.provenance import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.parsing import to_yaml
 from mpp.corruption import Corruption, draw

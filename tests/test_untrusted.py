@@ -10,7 +10,7 @@ import torch
 from conftest import encoded, picture
 
 from evaluation import visualize
-from evaluation.suite.encoders import load_frozen
+from evaluation.frozen.encoder import load_frozen
 from mpp import load_encoder
 from mpp.config import Config, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse

@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import supervised
+from evaluation.frozen.encoder import FrozenEncoder
+from evaluation.frozen.masks import patch_features
 from evaluation.suite.attention_maps import (
     attention_distance,
     attention_rollout,
@@ -26,8 +28,6 @@ from evaluation.suite.attention_maps import (
     see_attention,
     spacing,
 )
-from evaluation.suite.encoders import FrozenEncoder
-from evaluation.suite.patches import patch_features
 from evaluation.suite.pca import components_by_depth
 from evaluation.suite.position_maps import filter_components, position_similarity
 from evaluation.suite.similar import look_through, patch_similarity, spread_patches

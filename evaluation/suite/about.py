@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evaluation.suite.encoders import Unavailable
+from evaluation.frozen.encoder import Unavailable
 from evaluation.suite.page import Block, Table, Text
 from mpp.config.parsing import as_words, flatten
 from mpp.errors import UserError

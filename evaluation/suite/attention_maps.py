@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from evaluation.suite.encoders import FrozenEncoder, Unavailable, grid_of
+from evaluation.frozen.encoder import FrozenEncoder, Unavailable, grid_of
 from mpp.models.attention import is_known
 from mpp.models.encoder import has_class, set_attention
 

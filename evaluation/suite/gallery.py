@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation.config import ProbeDataConfig
-from evaluation.suite.encoders import ColorFloor, FrozenEncoder
-from evaluation.suite.extraction import views_for
+from evaluation.frozen.encoder import ColorFloor, FrozenEncoder
+from evaluation.frozen.extraction import views_for
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import held_out_loader
 from mpp.features.reconstructions import as_rgb, prediction_columns

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision import datasets, transforms
 
-from evaluation.suite.encoders import load_frozen
+from evaluation.frozen.encoder import load_frozen
 from mpp.config import (
     Config,
     CorruptionConfig,

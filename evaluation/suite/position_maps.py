@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from evaluation.suite.encoders import Unavailable, grid_of
+from evaluation.frozen.encoder import Unavailable, grid_of
 from mpp.models.attention import RELATIVE, Biases, RelativeKeys
 
 

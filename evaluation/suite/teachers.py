@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from evaluation.config import DistillConfig
+from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen
+from evaluation.frozen.provenance import learned_from
+from evaluation.frozen.run_images import run_folder
 from evaluation.suite.distill import DistilledEncoder, averaged
-from evaluation.suite.encoders import FrozenEncoder, check_channels, load_frozen
-from evaluation.suite.learned import learned_from
 from evaluation.suite.networks import HeadedEncoder, build_head
-from evaluation.suite.run_images import run_folder
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.models.encoder import set_attention

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from timm import is_model
 
-from evaluation.suite.run_images import place, positions, run_folder, settings_of_run
+from evaluation.frozen.run_images import place, positions, run_folder, settings_of_run
 from mpp.config import SourceConfig
 from mpp.data.dataset import ImageDataset, encoded_bytes, is_encoded
 from mpp.data.hub import is_local

@@ -23,9 +23,9 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
-from evaluation.suite.encoders import FrozenEncoder, grid_of
-from evaluation.suite.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
-from evaluation.suite.run_images import positions
+from evaluation.frozen.encoder import FrozenEncoder, grid_of
+from evaluation.frozen.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
+from evaluation.frozen.run_images import positions
 from mpp.config import require
 from mpp.data.crops import centre_crop
 from mpp.data.dataset import ImageDataset, contents, undecoded

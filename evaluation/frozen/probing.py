@@ -9,9 +9,9 @@ import numpy as np
 from accelerate import Accelerator
 
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
-from evaluation.suite.extraction import Extracted, Features, extract_features, load_features
-from evaluation.suite.reports import report_path, summarize, write_report
-from evaluation.suite.run_images import variant
+from evaluation.frozen.extraction import Extracted, Features, extract_features, load_features
+from evaluation.frozen.results import report_path, summarize, write_report
+from evaluation.frozen.run_images import variant
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
 from mpp.features.probe import RANKED, effective_ranks

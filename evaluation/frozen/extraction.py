@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import FeaturesConfig, ProbeDataConfig
-from evaluation.suite.encoders import FrozenEncoder, depths_asked, encoder_of
-from evaluation.suite.labelled import load_labelled
+from evaluation.frozen.encoder import FrozenEncoder, depths_asked, encoder_of
+from evaluation.frozen.labelled import load_labelled
 from mpp.config import require
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, ViewDataset, held_out_loader

@@ -2,7 +2,7 @@
 
 from accelerate import Accelerator
 
-from evaluation.suite.learned import check_unseen
+from evaluation.frozen.provenance import check_unseen
 from mpp.config import SourceConfig
 from mpp.data.dataset import ImageDataset
 from mpp.data.overview import describe, note_tested
