@@ -18,8 +18,8 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from evaluation.config import ContrastiveConfig
-from evaluation.suite.contrast import Everyone, TwoViews, nt_xent
-from evaluation.suite.networks import HeadedEncoder, build_backbone, synchronized
+from evaluation.supervision.heads import HeadedEncoder, build_backbone, synchronized
+from evaluation.supervision.simclr import Everyone, TwoViews, nt_xent
 from mpp.config import require
 from mpp.config.parsing import parse
 from mpp.data.dataset import ImageDataset

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorFloor, FrozenEncoder, encoder_of
 from evaluation.frozen.run_images import parse_with_images
-from evaluation.suite.teachers import Teacher, classifier_at
+from evaluation.supervision.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
 from mpp.data.crops import Size, centre_crop
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column

@@ -33,7 +33,7 @@ from evaluation.frozen.encoder import FrozenEncoder, Unavailable, encoder_of, gr
 from evaluation.frozen.extraction import Features, Readable, extract_readable, views_for, warn_left_out
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import load_shown, parse_with_images, run_folder
-from evaluation.suite.teachers import averaged, classifier_at
+from evaluation.supervision.teachers import averaged, classifier_at
 from mpp.config import RunConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, held_out_loader

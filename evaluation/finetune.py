@@ -24,8 +24,8 @@ from evaluation.frozen.encoder import load_frozen
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import parse_with_images
-from evaluation.suite.classify import Classification
-from evaluation.suite.networks import HeadedEncoder, zero_head
+from evaluation.supervision.classification import Classification
+from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError

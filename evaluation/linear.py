@@ -20,7 +20,7 @@ from evaluation.config import LinearConfig
 from evaluation.frozen.extraction import Features
 from evaluation.frozen.probing import probe
 from evaluation.frozen.run_images import parse_with_images
-from evaluation.suite.networks import zero_head
+from evaluation.supervision.heads import zero_head
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks
 from mpp.runtime.hardware import device

@@ -18,10 +18,10 @@ from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_seen
 from evaluation.frozen.results import table, write_json
-from evaluation.suite.classify import Classification
-from evaluation.suite.distill import DistilledEncoder, averaged, build_student, distillation_loss
-from evaluation.suite.networks import HeadedEncoder, build_backbone, build_head
-from evaluation.suite.teachers import load_teacher
+from evaluation.supervision.classification import Classification
+from evaluation.supervision.deit import DistilledEncoder, averaged, build_student, distillation_loss
+from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
+from evaluation.supervision.teachers import load_teacher
 from mpp.config.parsing import parse
 from mpp.data.views import BatchLayout, collate
 from mpp.runtime.randomness import FIXED

@@ -16,8 +16,8 @@ import mpp
 from evaluation import finetune, supervised
 from evaluation.frozen.encoder import load_frozen
 from evaluation.frozen.labelled import load_labelled
-from evaluation.suite.classify import Classification, largest_class
-from evaluation.suite.networks import HeadedEncoder, build_backbone
+from evaluation.supervision.classification import Classification, largest_class
+from evaluation.supervision.heads import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout

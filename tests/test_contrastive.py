@@ -17,8 +17,8 @@ from torchvision.transforms import v2
 import mpp
 from evaluation import contrastive
 from evaluation.config import ViewsConfig
-from evaluation.suite.contrast import TwoViews, nt_xent
-from evaluation.suite.networks import synchronized
+from evaluation.supervision.heads import synchronized
+from evaluation.supervision.simclr import TwoViews, nt_xent
 from mpp.config import DataConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import random_crop

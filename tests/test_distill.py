@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from evaluation import finetune, supervised
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen
-from evaluation.suite.distill import averaged, build_student, distillation_loss
-from evaluation.suite.teachers import load_teacher
+from evaluation.supervision.deit import averaged, build_student, distillation_loss
+from evaluation.supervision.teachers import load_teacher
 from mpp.config import ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.views import BatchLayout

@@ -11,7 +11,7 @@ from PIL import Image
 
 import mpp
 from evaluation import embed, export, finetune
-from evaluation.suite.teachers import classifier_at
+from evaluation.supervision.teachers import classifier_at
 from mpp.config import ImagesConfig
 from mpp.data.crops import centre_crop
 from mpp.data.decoding.decode import decode

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import mpp
 from evaluation import embed, export, features, fewshot, knn, linear, segmentation
 from evaluation.frozen.encoder import load_frozen
-from evaluation.suite.distill import build_student
-from evaluation.suite.teachers import classifier_at
+from evaluation.supervision.deit import build_student
+from evaluation.supervision.teachers import classifier_at
 from mpp.config import ModelConfig
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder

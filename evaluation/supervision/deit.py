@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from evaluation.config import DistillConfig, Pooling
-from evaluation.suite.networks import HeadedEncoder
+from evaluation.supervision.heads import HeadedEncoder
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
 from mpp.models.encoder import architecture, build_encoder, fix_positions, has_fused_attention, set_attention

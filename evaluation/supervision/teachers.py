@@ -12,8 +12,8 @@ from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen
 from evaluation.frozen.provenance import learned_from
 from evaluation.frozen.run_images import run_folder
-from evaluation.suite.distill import DistilledEncoder, averaged
-from evaluation.suite.networks import HeadedEncoder, build_head
+from evaluation.supervision.deit import DistilledEncoder, averaged
+from evaluation.supervision.heads import HeadedEncoder, build_head
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.models.encoder import set_attention
