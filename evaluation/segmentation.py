@@ -43,7 +43,7 @@ from evaluation.frozen.probing import judge
 from evaluation.frozen.provenance import check_unseen
 from evaluation.frozen.results import events_of, report_path, table, write_report
 from evaluation.frozen.run_images import parse_with_images, variant
-from evaluation.suite.figures import DPI, plot_segmentation
+from evaluation.pictures.figures import DPI, plot_segmentation
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError

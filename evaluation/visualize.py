@@ -29,11 +29,11 @@ from evaluation.frozen.probing import judge
 from evaluation.frozen.results import report_path, write_json
 from evaluation.frozen.run_images import load_shown, parse_with_images, streamed, variant
 from evaluation.frozen.run_images import positions as places_of
-from evaluation.suite import figures
-from evaluation.suite.attention_maps import attention_distance, attention_rollout, distances, spacing
-from evaluation.suite.pca import components_by_depth
-from evaluation.suite.position_maps import filter_components, position_similarity
-from evaluation.suite.similar import look_through, patch_similarity, spread_patches
+from evaluation.pictures import figures
+from evaluation.pictures.attention import attention_distance, attention_rollout, distances, spacing
+from evaluation.pictures.pca import components_by_depth
+from evaluation.pictures.positions import filter_components, position_similarity
+from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
 from mpp.config import RunConfig, require
 from mpp.corruption import Grid
 from mpp.data.dataset import ImageDataset

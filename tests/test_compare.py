@@ -18,8 +18,8 @@ from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen
 from evaluation.frozen.extraction import Features
 from evaluation.frozen.run_images import record_of
+from evaluation.pictures.figures import plot_depths, plot_lines
 from evaluation.suite import plan
-from evaluation.suite.figures import plot_depths, plot_lines
 from evaluation.suite.findings import Question, numbers_of, plot_question, table_of, write_findings
 from mpp.config import Config, SourceConfig
 from mpp.config.parsing import parse

@@ -11,7 +11,7 @@ from conftest import Killed, kill_at, read_metrics
 from timm.models.vision_transformer import VisionTransformer
 
 import mpp
-from evaluation.suite.position_maps import position_similarity
+from evaluation.pictures.positions import position_similarity
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, draw
 from mpp.models.attention import RELATIVE, PositionedAttention, attention_at

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evaluation import supervised
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.masks import patch_features
-from evaluation.suite.attention_maps import (
+from evaluation.pictures.attention import (
     attention_distance,
     attention_rollout,
     distances,
@@ -28,9 +28,9 @@ from evaluation.suite.attention_maps import (
     see_attention,
     spacing,
 )
-from evaluation.suite.pca import components_by_depth
-from evaluation.suite.position_maps import filter_components, position_similarity
-from evaluation.suite.similar import look_through, patch_similarity, spread_patches
+from evaluation.pictures.pca import components_by_depth
+from evaluation.pictures.positions import filter_components, position_similarity
+from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
 from evaluation.visualize import main, on_grid
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
@@ -352,7 +352,7 @@ def test_looking_leaves_the_encoder_as_it_was():
 def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
     starts = []
     monkeypatch.setattr(
-        "evaluation.suite.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start)
+        "evaluation.pictures.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start)
     )
     monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
     monkeypatch.setattr("mpp.training.log.SummaryWriter.add_figure", lambda *args: None)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evaluation.suite.figures import plot_series
+from evaluation.pictures.figures import plot_series
 from evaluation.suite.page import Chart, Table, chart
 from mpp.training.health import EVALUATED, History, best_depth, depths_of, probed, series, trained
 
