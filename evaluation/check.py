@@ -17,9 +17,9 @@ import psutil
 import torch
 
 from evaluation.memory import peak_memory
+from evaluation.pages.about import Missing, machine_blocks, settings_rows
+from evaluation.pages.page import Link, Page, Section, Table, Text, picture, write_page
 from evaluation.pictures.gallery import sheet
-from evaluation.suite.about import Missing, machine_blocks, settings_rows
-from evaluation.suite.page import Link, Page, Section, Table, Text, picture, write_page
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.data.moments import channel_moments

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from evaluation.frozen.encoder import Unavailable
-from evaluation.suite.page import Block, Table, Text
+from evaluation.pages.page import Block, Table, Text
 from mpp.config.parsing import as_words, flatten
 from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
