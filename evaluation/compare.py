@@ -18,10 +18,10 @@ from typing import Any
 
 from accelerate import PartialState
 
+from evaluation.comparison.cases import Case, plan
+from evaluation.comparison.run import Job, jobs_of
+from evaluation.comparison.tables import Row, write_findings
 from evaluation.config import CompareConfig
-from evaluation.jobs import Job, jobs_of
-from evaluation.suite.findings import Row, write_findings
-from evaluation.suite.plan import Case, plan
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.runtime.hardware import uses_gpu

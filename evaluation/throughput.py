@@ -23,10 +23,10 @@ from typing import Any
 import timm
 import torch
 
+from evaluation.benchmark import peers
+from evaluation.benchmark.peers import CEILINGS, FORWARD, TRAINING, Bench, Peer
 from evaluation.config import ThroughputConfig
 from evaluation.frozen.results import table, write_json
-from evaluation.suite import peers
-from evaluation.suite.peers import CEILINGS, FORWARD, TRAINING, Bench, Peer
 from mpp.config import RunConfig, require
 from mpp.config.parsing import parse
 from mpp.errors import UserError

@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, Killed, kill_at, read_metrics, run_command
 
 from evaluation import features, throughput
-from evaluation.suite.peers import CEILINGS, FORWARD, TRAINING, Bench
+from evaluation.benchmark.peers import CEILINGS, FORWARD, TRAINING, Bench
 from mpp.config import ModelConfig, OptimConfig, RunConfig
 from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder

@@ -14,10 +14,10 @@ from conftest import ROOT, encoded, picture
 from PIL import Image
 
 from evaluation import check, contrastive
+from evaluation.comparison.tables import Question, write_findings
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
 from evaluation.report import main as report
-from evaluation.suite.findings import Question, write_findings
 from mpp import pretrain as command
 from mpp.config import Config
 from mpp.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evaluation import throughput
-from evaluation.suite import peers
+from evaluation.benchmark import peers
 
 
 @pytest.mark.faults

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from evaluation.comparison.tables import Question
 from evaluation.config import CompareConfig
-from evaluation.suite.findings import Question
 from mpp.config import require
 from mpp.errors import UserError
 

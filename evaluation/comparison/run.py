@@ -13,13 +13,13 @@ from accelerate.state import AcceleratorState
 from timm import is_model
 
 from evaluation import contrastive, fewshot, finetune, knn, linear, masked, segmentation, supervised
+from evaluation.comparison.cases import Case, Options, Plan
+from evaluation.comparison.tables import Row
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.probing import forget_features
 from evaluation.frozen.provenance import stands_on
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import images_at, images_of_run, run_folder
-from evaluation.suite.findings import Row
-from evaluation.suite.plan import Case, Options, Plan
 from mpp.config import HOW_READ, Config
 from mpp.config.parsing import as_command_line, differing, parse, plain, settings, to_yaml
 from mpp.data.identity import differences, short_digest
