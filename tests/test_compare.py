@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from server import Command
 
 from evaluation import compare, masked
-from evaluation.comparison import cases, run
+from evaluation.comparison import cases as plan
+from evaluation.comparison import run as jobs
 from evaluation.comparison.tables import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
 from evaluation.frozen import probing
@@ -52,9 +53,9 @@ def test_config_files_parse_and_say_command_time_and_result(path):
 def test_every_case_of_a_comparison_file_parses(path):
     config = parse(CompareConfig, ["--config", str(path)])
     assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
-    frozen = {entry["command"] for entry in config.evaluations} - set(cases.OF_LEARNED_WEIGHTS)
+    frozen = {entry["command"] for entry in config.evaluations} - set(plan.OF_LEARNED_WEIGHTS)
     assert not frozen or any(entry["encoder"].startswith("floor:") for entry in config.encoders)  # and a floor
-    asked = cases.plan(config)
+    asked = plan.plan(config)
     taught = {str(entry.get("train_options", {}).get("objective.teacher")) for entry in config.encoders}
     assert {case.encoder.encoder for case in asked.unasked} <= taught  # all others are judged
     if (RESULTS / path.stem / "results.json").exists():
@@ -66,7 +67,7 @@ def test_every_case_of_a_comparison_file_parses(path):
         if pairs <= known:
             continue
         known |= pairs
-        job = run.Job(case, ROOT)
+        job = jobs.Job(case, ROOT)
         assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
 
 
@@ -206,7 +207,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     text = (tmp_path / "out" / "table.md").read_text()
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
-    for commands in (run.EVALUATIONS, run.TRAININGS):
+    for commands in (jobs.EVALUATIONS, jobs.TRAININGS):
         for name, (kind, _) in list(commands.items()):
             monkeypatch.setitem(commands, name, (kind, lambda config: pytest.fail("done twice")))
     compare.main(["--config", str(small)])
@@ -221,7 +222,7 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
 
 def jobs_of(file, folder):
     """The jobs of a comparison, by encoder, seed, evaluation and dataset."""
-    found = run.jobs_of(cases.plan(parse(CompareConfig, ["--config", str(file)])), folder)
+    found = jobs.jobs_of(plan.plan(parse(CompareConfig, ["--config", str(file)])), folder)
     return {(j.case.encoder.name, j.case.seed, j.case.evaluation.name, j.case.dataset.name): j for j in found}
 
 
@@ -281,13 +282,13 @@ def test_the_answer_in_words_says_what_was_measured(page):
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)
 def test_published_results_are_found_by_their_digests(path, tmp_path):
     """So `extends` computes none of them again."""
-    run = jobs_of(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml", tmp_path)
+    jobs = jobs_of(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml", tmp_path)
     known = compare.published(str(path))
-    assert {job.digest for job in run.values()} == set(known)
+    assert {job.digest for job in jobs.values()} == set(known)
     for rows in known.values():
         for row in rows:
             about = (row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"])
-            assert run[about].digest == row["digest"]
+            assert jobs[about].digest == row["digest"]
 
 
 @pytest.mark.faults
@@ -305,9 +306,9 @@ def test_another_comparison_goes_on_from_published_results(small, tmp_path, monk
     config["encoders"] = config["encoders"][-1:]
     other = config | {"dir": str(tmp_path / "other"), "extends": str(tmp_path / "out" / "results.json")}
     small.write_text(yaml.safe_dump(other))
-    done, (kind, run) = [], run.EVALUATIONS["fewshot"]
+    done, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
     noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
-    monkeypatch.setitem(run.EVALUATIONS, "fewshot", noted)
+    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", noted)
     compare.main(["--config", str(small)])
     second = json.loads((tmp_path / "other" / "results.json").read_text())
     assert done == [(2,)] * 2
@@ -339,11 +340,11 @@ def floors(small, tmp_path):
 def test_a_report_that_was_cut_off_is_none(floors, monkeypatch, tmp_path):
     whole = floors(shots=[5])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(jobs, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         floors(shots=[1])  # killed between its report and the mark of which images and weights it is
-    done, (kind, run) = [], run.EVALUATIONS["fewshot"]
+    done, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
     noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
-    monkeypatch.setitem(run.EVALUATIONS, "fewshot", noted)
+    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", noted)
     assert [row["case"] for row in floors(shots=[1])] == ["1"] * 3 and done == [(1,)]
     assert floors(shots=[5]) == whole and done == [(1,)]
 
@@ -358,8 +359,8 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     (fewshot, finetuned), knn = config["evaluations"], {"name": "kNN", "command": "knn"}
     fewshot["options"]["shots"], knn["options"] = 1, FAST | {"neighbours": 20}
     config["evaluations"] = [fewshot, knn]
-    trained, train = [], run.train
-    monkeypatch.setattr(run, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
+    trained, train = [], jobs.train
+    monkeypatch.setattr(jobs, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
 
     def run():
         small.write_text(yaml.safe_dump(config))
@@ -381,7 +382,7 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     second = run()["summary"]["comparison"]["wild"]
     assert trained[2:] == [str(tmp_path / "encoders" / "1")] * 2  # the second time it is finished
     assert second["kNN 20"]["mean"] > 0 and second["fine-tuned"] == {"diverged": 1}
-    monkeypatch.setitem(run.EVALUATIONS, "finetune", (FinetuneConfig, lambda config: pytest.fail("again")))
+    monkeypatch.setitem(jobs.EVALUATIONS, "finetune", (FinetuneConfig, lambda config: pytest.fail("again")))
     assert run()["summary"]["comparison"]["wild"] == second
 
 
@@ -389,9 +390,9 @@ def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small
     def diverge(*_):
         raise Diverged("the loss is nan")
 
-    monkeypatch.setattr(run, "train", diverge)
-    cases = cases.plan(parse(CompareConfig, ["--config", str(small)])).cases
-    found = {case.encoder.name: run.Job(case, tmp_path) for case in reversed(cases)}
+    monkeypatch.setattr(jobs, "train", diverge)
+    cases = plan.plan(parse(CompareConfig, ["--config", str(small)])).cases
+    found = {case.encoder.name: jobs.Job(case, tmp_path) for case in reversed(cases)}
     trained, random = found["pre-trained"], found["random"]
     with pytest.raises(Diverged, match="the loss is nan"):
         trained.prepare()
@@ -458,7 +459,7 @@ def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, mo
     def fail(config):
         raise sort("CUDA error: of some sort")
 
-    monkeypatch.setitem(run.EVALUATIONS, "knn", (run.EVALUATIONS["knn"][0], fail))
+    monkeypatch.setitem(jobs.EVALUATIONS, "knn", (jobs.EVALUATIONS["knn"][0], fail))
     config = yaml.safe_load((tmp_path / "compare.yaml").read_text())
     failing = {"name": "kNN", "command": "knn", "options": FAST}
     config = {key: config[key][-1:] for key in ("encoders", "datasets")} | {"dir": config["dir"]}
@@ -482,8 +483,8 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     options |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 16, "probe.every": 0}
     trained = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
     judged = [{"name": "kNN", "command": "knn"}, {"name": "masked patches", "command": "masked"}]
-    (case,) = cases.plan(CompareConfig(encoders=[trained], evaluations=judged)).cases
-    job = run.Job(case, tmp_path)
+    (case,) = plan.plan(CompareConfig(encoders=[trained], evaluations=judged)).cases
+    job = jobs.Job(case, tmp_path)
     assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
     job.prepare()
     assert load_frozen(str(tmp_path / "0")).img_size == (16, 16)
@@ -496,8 +497,8 @@ def test_what_a_result_depends_on_is_in_its_digest(tmp_path):
         file = tmp_path / "weights.safetensors"
         save_file({}, file)
         entry = {"name": name, "encoder": name, "options": {"checkpoint": str(file)}}
-        (case,) = cases.plan(CompareConfig(encoders=[entry], evaluations=judged)).cases
-        job = run.Job(case, tmp_path)
+        (case,) = plan.plan(CompareConfig(encoders=[entry], evaluations=judged)).cases
+        job = jobs.Job(case, tmp_path)
         digests.add(job.digest)
         assert job.training_pflop() is None  # nothing says so
     assert len(digests) == 2
@@ -508,7 +509,7 @@ def test_what_a_result_depends_on_is_in_its_digest(tmp_path):
         (FinetuneConfig, ["--augment.mixup=0.1"], True),
     ):
         configs = (parse(kind, [*words, *more]) for more in ([], ["--data.batch_size=8"]))
-        assert len({json.dumps(run.substance(each)) for each in configs}) == 1 + counts
+        assert len({json.dumps(jobs.substance(each)) for each in configs}) == 1 + counts
 
 
 def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(tmp_path):
@@ -517,8 +518,8 @@ def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(
     for own, expected in (({}, (0, 9)), ({"data.range": [0, 5]}, (0, 5))):
         images = {"name": "scans", "options": own | {"data.path": "scans"}}
         judged = [{"name": "kNN", "command": "knn"}]
-        (case,) = cases.plan(CompareConfig(encoders=[encoder], evaluations=judged, datasets=[images])).cases
-        data = run.Job(case, tmp_path).evaluation.data
+        (case,) = plan.plan(CompareConfig(encoders=[encoder], evaluations=judged, datasets=[images])).cases
+        data = jobs.Job(case, tmp_path).evaluation.data
         assert data.channels == 1 and tuple(data.range) == expected
 
 
@@ -532,7 +533,7 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
         (tmp_path / name / "encoder").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5}\n')
-    found = [run.executed(tmp_path / name) for name in ("first", "longer", "student", "tuned")]
+    found = [jobs.executed(tmp_path / name) for name in ("first", "longer", "student", "tuned")]
     assert found == [1.5, 3.0, 4.5, 4.5]
 
 
@@ -688,9 +689,9 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     """Other images are judged anew; an encoder that was trained on others is not passed off as theirs."""
     config = yaml.safe_load(small.read_text())
     config |= {"encoders": config["encoders"][-1:], "evaluations": config["evaluations"][:1]}
-    judged, (kind, run) = [], run.EVALUATIONS["fewshot"]
+    judged, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
     again = (kind, lambda settings: (judged.append(settings.data.path), run(settings))[1])
-    monkeypatch.setitem(run.EVALUATIONS, "fewshot", again)
+    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", again)
 
     def judge():
         record_of.cache_clear()  # as in a new process
@@ -737,10 +738,10 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
         for name, of in (("narrow", options), ("wide", wide))
     ]
     small.write_text(yaml.safe_dump(config))
-    asked = cases.plan(parse(CompareConfig, ["--config", str(small)]))
-    found = {case.encoder.name: run.Job(case, tmp_path) for case in asked.cases}
+    asked = plan.plan(parse(CompareConfig, ["--config", str(small)]))
+    found = {case.encoder.name: jobs.Job(case, tmp_path) for case in asked.cases}
     for job in found.values():
-        an_update = run.flops_of("pretrain", job.training)
+        an_update = jobs.flops_of("pretrain", job.training)
         assert job.training.run.steps == round(1e9 / an_update)
         assert job.requested.run.steps == 2
     assert found["narrow"].training.run.steps > 2 * found["wide"].training.run.steps

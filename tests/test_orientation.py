@@ -16,7 +16,6 @@ from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding import decode
 from mpp.data.decoding.channels import LUMA
 from mpp.data.decoding.decode import decode, stored_orientation
 from mpp.features.frozen import to_pixels

@@ -133,7 +133,7 @@ def share_of_place(sums: Sums) -> float | None:
 
 
 def ranks_of(grams: Tensor) -> list[float]:
-    """In how many directions vectors spread, by their Gram matrices (n, m, m): see `mpp.features.probe.effective_ranks`."""
+    """In how many directions vectors spread, by their Gram matrices (n, m, m): see `effective_ranks`."""
     values = torch.linalg.eigvalsh(grams).clamp(min=0).sqrt()
     total = values.sum(-1, keepdim=True)
     entropy = torch.special.entr(values / total.where(total > 0, 1)).sum(-1)
