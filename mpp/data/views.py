@@ -30,7 +30,7 @@ REPLACEMENTS = 64  # so many undecodable images in a row do not happen where few
 class Batch(NamedTuple):
     """What a loader hands over: one forward pass of one process."""
 
-    crops: Tensor  # (B, C, H, W) uint8, or float32 from 0 to 255: the network's input and the source of the targets
+    images: Tensor  # (B, C, H, W) uint8, or float32 from 0 to 255: the network's input and the source of the targets
     corruption: Corruption | None  # (B, K); None where the images are only looked at
     labels: Tensor  # (B,) int64, -1: none; (B, L) where several are right
     indices: Tensor  # (B,) int64: which images of the split
@@ -116,7 +116,7 @@ def collate(samples: list[Batch]) -> Batch:
 class BatchLayout:
     """How an update's images are dealt out: a share to each process in each forward pass, alike but for one image."""
 
-    crops: int  # per update: the global batch
+    images: int  # per update: the global batch
     accumulation_steps: int  # forward passes per update
     world_size: int  # processes
     rank: int  # this process
