@@ -95,7 +95,7 @@ WAYS = {
 def test_every_decoder_of_jpeg_turns_alike(way, orientation, monkeypatch):
     settings, by_torchvision = WAYS[way]
     if not by_torchvision:
-        monkeypatch.setattr(decode, "decode_jpeg", None)
+        monkeypatch.setattr("mpp.data.decoding.decode.decode_jpeg", None)
     data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
     found, expected = decode(data, ImagesConfig(**settings)).numpy(), transposed(data)
     if found.shape[0] == 1:
