@@ -28,7 +28,6 @@ from mpp.data.views import Batch, BatchLayout
 from mpp.errors import UserError
 from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
-from mpp.features.probe import Probe
 from mpp.features.reconstructions import prediction_panel
 from mpp.models.descriptions import learned_labels
 from mpp.runtime.randomness import FIXED, Stream, permutation
@@ -80,7 +79,7 @@ class Contrastive(ImageTask):
         judged = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         require(len(judged) > 1, "held-out images", len(judged), "at least 2: an image is told from others")
         self.judged = self.evaluation.add(self.views(judged))
-        self.probe = Probe(self, self.train, config.probe, head.pooling) if config.probe.every else None
+        self.probe = self.build_probe(self.train, config.probe, head.pooling)
 
     @property
     def method(self) -> str:

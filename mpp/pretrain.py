@@ -29,7 +29,6 @@ from mpp.data.stream import load_streamed
 from mpp.data.views import Batch, BatchLayout, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, measure, measure_features, summarize
-from mpp.features.probe import Probe
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.encoder import cell_grid
@@ -81,7 +80,7 @@ class Pretraining(ImageTask):
             self.train = known = train.choose(config.data.train_images, config.data.eval_seed)
         judged = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.judged = self.evaluation.add(self.views(judged))
-        self.probe = Probe(self, known, config.probe) if config.probe.every else None
+        self.probe = self.build_probe(known, config.probe)
 
     @property
     def method(self) -> str:

@@ -35,7 +35,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import BatchLayout
 from mpp.errors import UserError
 from mpp.features.frozen import features_at
-from mpp.features.probe import Probe, effective_ranks, knn_predict, nearest
+from mpp.features.probe import effective_ranks, knn_predict, nearest
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import Pretraining
@@ -472,13 +472,13 @@ class Decompositions(TorchDispatchMode):
 
 @pytest.mark.faults
 def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(monkeypatch):
-    config = parse(Config, [*TINY, "--data.eval_images=20"])
+    config = parse(Config, [*TINY, "--data.eval_images=20", "--probe.every=1"])
     task = Pretraining(config, Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
     model, held_out = task.model.eval(), task.held_out.choose(20, 0)
 
     def probed(images):
         task.held_out = images
-        found = Probe(task, task.train, config.probe)(model)
+        found = task.build_probe(task.train, config.probe)(model)
         return {name: [found[f"{name}/depth_{depth:02d}"] for depth in (1, 2)] for name in ("features/rank", "knn")}
 
     with Decompositions() as decompositions:

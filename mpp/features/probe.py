@@ -9,18 +9,18 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mpp.config import ProbeConfig, Representation
+from mpp.config import DataConfig, ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
 from mpp.data.overview import note_tested
-from mpp.data.views import ViewDataset
+from mpp.data.views import EvaluationLoader, ViewDataset
 from mpp.features.frozen import extract, features_at, stages
 from mpp.features.metrics import is_right, ranks_of
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.progress import progress_bar
-from mpp.training.task import ImageTask
 
 BLOCK, TRAIN_BLOCK = 1024, 2**15  # test and training images compared at a time: what bounds the memory
 TIED_ROWS = 64  # test images with equally near neighbours that are sorted at a time
@@ -36,31 +36,46 @@ class Probe:
     """Effective rank of the features after each block and, with labels, kNN accuracy; without, neighbours' agreement.
 
     Args:
-        task: has the held-out images, and loads what is probed.
+        loader: of the images that are probed.
         known: training images, of which labelled ones are what the kNN classifier compares with.
+        held_out: images that are classified, labelled ones alone, and whose features are ranked.
+        data: how many of them, which, and how they are cropped.
+        img_size: height and width of the crops.
         representation: which features.
     """
 
     def __init__(
-        self, task: ImageTask, known: ImageDataset, config: ProbeConfig, representation: Representation = "mean"
+        self,
+        accelerator: Accelerator,
+        loader: EvaluationLoader,
+        known: ImageDataset,
+        held_out: ImageDataset,
+        data: DataConfig,
+        img_size: tuple[int, int],
+        config: ProbeConfig,
+        representation: Representation = "mean",
     ):
-        self.accelerator, self.evaluation = task.accelerator, task.evaluation
+        self.accelerator, self.loader = accelerator, loader
         self.neighbours, self.representation = config.neighbours, representation
 
         def add(dataset: ImageDataset) -> ViewDataset:
-            return self.evaluation.add(ViewDataset(dataset, task.data, task.img_size))
+            return loader.add(ViewDataset(dataset, data, img_size))
 
-        most, seed = task.data.eval_images, task.data.cut_seed
-        self.ranked = add(task.held_out.choose(min(most, RANKED), seed))
+        self.ranked = add(held_out.choose(min(data.eval_images, RANKED), data.cut_seed))
         self.judged = self.compared = None
-        train, test = known.labelled(), task.held_out.labelled()
+        train, test = known.labelled(), held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
             return
-        judged = test.choose(most, seed)
-        same = len(test) == len(task.held_out) and len(judged) == len(self.ranked.dataset)
+        judged = test.choose(data.eval_images, data.cut_seed)
+        same = len(test) == len(held_out) and len(judged) == len(self.ranked.dataset)
         self.judged = self.ranked if same else add(judged)
-        self.compared = add(train.choose(config.images, task.data.eval_seed))
+        self.compared = add(train.choose(config.images, data.eval_seed))
         note_tested(train.labels, judged.labels, train.names)
+
+    @property
+    def image_count(self) -> int:
+        """Number of held-out images that are classified or, without labels, compared."""
+        return len((self.judged or self.ranked).dataset)
 
     def __call__(self, model: nn.Module, floor: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
@@ -98,7 +113,7 @@ class Probe:
             colours = [F.adaptive_avg_pool2d(images.float(), CELLS).flatten(1)] if floor else []
             return features_at(model.encoder, model.normalize(images), depths, self.representation) + colours
 
-        return extract(self.evaluation.batches(views), encode, len(views.dataset), self.accelerator)
+        return extract(self.loader.batches(views), encode, len(views.dataset), self.accelerator)
 
 
 def by_depth(name: str, values: Sequence[float], depths: int | None = None) -> dict[str, float]:

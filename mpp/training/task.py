@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mpp.config import CorruptionConfig, DataConfig, RunConfig
+from mpp.config import CorruptionConfig, DataConfig, ProbeConfig, Representation, RunConfig
 from mpp.corruption import Grid
 from mpp.data.dataset import ImageDataset
 from mpp.data.hub import cached_commit, of_the_hub
@@ -21,6 +21,7 @@ from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, ca
 from mpp.data.workers import FORKS
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, add, total
+from mpp.features.probe import Probe
 from mpp.models.exporting import export_encoder
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
@@ -42,8 +43,8 @@ class ImageTask:
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
     randaugment = 0
-    probe: Any = None
-    """What frozen features know, an `mpp.features.probe.Probe`; None: nobody looks."""
+    probe: Probe | None = None
+    """Probe of the frozen features; None: `probe.every` is 0."""
     learns_labels = False
     """Whether the training images' labels are learned from."""
     label_names: list[str] | None = None
@@ -80,6 +81,23 @@ class ImageTask:
     def flops(self) -> int:
         """Operations executed per image, forward and backward."""
         raise NotImplementedError
+
+    def build_probe(
+        self, known: ImageDataset, config: ProbeConfig, representation: Representation = "mean"
+    ) -> Probe | None:
+        """The probe of the held-out images, beside these training images; None where `probe.every` is 0."""
+        if not config.every:
+            return None
+        return Probe(
+            self.accelerator,
+            self.evaluation,
+            known,
+            self.held_out,
+            data=self.data,
+            img_size=self.img_size,
+            config=config,
+            representation=representation,
+        )
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops (and corruptions) of these images."""
@@ -124,10 +142,9 @@ class ImageTask:
 
     def facts(self) -> dict[str, Any]:
         """What the verdict on a run is to know of its images (see `mpp.training.health.Facts`)."""
-        judged = self.probe.judged or self.probe.ranked if self.probe else None
         known = {"known": 0 if isinstance(self.train, Shards) else len(self.train)}
         known |= {"held_out": min(len(self.held_out), self.data.eval_images)}
-        known |= {"judged": len(judged.dataset) if judged else len(self.held_out)}
+        known |= {"judged": self.probe.image_count if self.probe else len(self.held_out)}
         if isinstance(self.train, Shards):
             return known
         try:
