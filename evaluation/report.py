@@ -18,13 +18,13 @@ from PIL import Image
 
 from evaluation import visualize
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig, VisualizeConfig
+from evaluation.figures import plot_map
 from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.results import percent
 from evaluation.frozen.run_images import check_own_images, parse_with_images, run_folder, variant
 from evaluation.pages.about import Missing, available, changed, machine_blocks, settings_rows
 from evaluation.pages.curves import curves_of_run, features_of_run
 from evaluation.pages.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
-from evaluation.pictures.figures import plot_map
 from evaluation.pictures.gallery import look_at, losses_of, nearest_neighbours, plane, predicted, sheet
 from mpp.config import Config, require
 from mpp.config.parsing import as_command_line, parse_saved

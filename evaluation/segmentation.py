@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import SegmentationConfig
+from evaluation.figures import DPI, plot_segmentation
 from evaluation.frozen.encoder import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
 from evaluation.frozen.masks import (
     IGNORED,
@@ -43,7 +44,6 @@ from evaluation.frozen.probing import judge
 from evaluation.frozen.provenance import check_unseen
 from evaluation.frozen.results import events_of, report_path, table, write_report
 from evaluation.frozen.run_images import parse_with_images, variant
-from evaluation.pictures.figures import DPI, plot_segmentation
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from evaluation import fewshot
+from evaluation import fewshot, figures
 from evaluation.config import EncoderConfig, VisualizeConfig
 from evaluation.frozen.encoder import ColorFloor, FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
 from evaluation.frozen.extraction import extract_features, views_for
@@ -29,7 +29,6 @@ from evaluation.frozen.probing import judge
 from evaluation.frozen.results import report_path, write_json
 from evaluation.frozen.run_images import load_shown, parse_with_images, streamed, variant
 from evaluation.frozen.run_images import positions as places_of
-from evaluation.pictures import figures
 from evaluation.pictures.attention import attention_distance, attention_rollout, distances, spacing
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity

@@ -17,11 +17,11 @@ from evaluation.comparison import cases as plan
 from evaluation.comparison import run as jobs
 from evaluation.comparison.tables import Question, numbers_of, plot_question, table_of, write_findings
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
+from evaluation.figures import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen
 from evaluation.frozen.extraction import Features
 from evaluation.frozen.run_images import record_of
-from evaluation.pictures.figures import plot_depths, plot_lines
 from mpp.config import Config, SourceConfig
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError

@@ -351,9 +351,7 @@ def test_looking_leaves_the_encoder_as_it_was():
 @pytest.mark.faults
 def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
     starts = []
-    monkeypatch.setattr(
-        "evaluation.pictures.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start)
-    )
+    monkeypatch.setattr("evaluation.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start))
     monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
     monkeypatch.setattr("mpp.training.log.SummaryWriter.add_figure", lambda *args: None)
     sized = [word for word in TINY if not word.startswith("--probe")]

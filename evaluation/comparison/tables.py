@@ -13,9 +13,9 @@ from urllib.parse import quote
 import numpy as np
 from matplotlib.figure import Figure
 
+from evaluation.figures import DPI, Curves, plot_bars, plot_depths, plot_lines
 from evaluation.frozen.results import percent, table, write_json
 from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_page
-from evaluation.pictures.figures import DPI, Curves, plot_bars, plot_depths, plot_lines
 from mpp.config import require
 from mpp.runtime.files import write_whole
 from mpp.training.run_folder import REPORT

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.pictures.figures import DPI, plot_by_depth
+from evaluation.figures import DPI, plot_by_depth
 from mpp.errors import UserError
 from mpp.runtime.weights import encoder_folder, run_of
 from mpp.training.log import event_writer

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from evaluation.figures import plot_series
 from evaluation.pages.page import Chart, Table, chart
-from evaluation.pictures.figures import plot_series
 from mpp.training.health import EVALUATED, History, best_depth, depths_of, probed, series, trained
 
 POINTS = 200  # of a line, at most: more would not be seen

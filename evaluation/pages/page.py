@@ -17,7 +17,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from evaluation.pictures.figures import DPI
+from evaluation.figures import DPI
 from mpp.runtime.files import write_whole
 
 TEMPLATE = "page.html"
