@@ -8,8 +8,8 @@ Settings are read before torch is loaded, so that help and a misspelt setting do
 import difflib
 import sys
 from importlib import import_module
-from importlib.metadata import version
 
+import mpp
 from mpp.config.parsing import read, show_help
 from mpp.errors import UserError
 from mpp.runtime.output import steady_output, use_utf8
@@ -59,7 +59,7 @@ def main() -> None:
         lines += ["", "`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ..."]
         show_help("\n".join(lines))
     if name == "--version":
-        show_help(f"mpp {version('mpp')}")
+        show_help(f"mpp {mpp.__version__}")
     try:
         if name not in COMMANDS:
             near = difflib.get_close_matches(name, COMMANDS, n=1)

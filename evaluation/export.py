@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from importlib.metadata import version
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -27,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+import mpp
 from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
 from evaluation.frozen.encoder import FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
@@ -98,7 +98,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
     outputs = {"tokens": "(batch, tokens, width)", "logits": "(batch, classes)"}
     out = outputs.get(config.representation, "(batch, width)")
     about = {
-        "mpp": version("mpp"),
+        "mpp": mpp.__version__,
         "encoder": run.name,
         "weights": weights,
         "architecture": encoder.model.pretrained_cfg.get("architecture"),

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+__version__ = "0.1.0"
 __all__ = ["Config", "extract_features", "load_encoder", "pretrain"]
 PLACES = {"Config": "mpp.config", "extract_features": "mpp.features.frozen", "load_encoder": "mpp.models.opening"}
 

@@ -6,17 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import yaml
 from conftest import ROOT, TINY
 
+DISTRIBUTION = "masked-patch-prediction"
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_module_run_as_a_script_shadows_no_other(module):
-    dependencies = {re.split(r"[\[>=<;\s]", line)[0] for line in importlib.metadata.requires("mpp")}
+    dependencies = {re.split(r"[\[>=<;\s]", line)[0] for line in importlib.metadata.requires(DISTRIBUTION)}
     taken = sys.stdlib_module_names | {name.replace("-", "_") for name in dependencies} | {"yaml", "PIL", "evaluate"}
     assert module.stem not in taken
 
@@ -68,19 +70,29 @@ run("mpp.pretrain", "--config", "cifar11")
 """  # as `python -m` each, in one process
 
 
-@pytest.mark.faults
-def test_an_installed_package_works_from_an_empty_folder(tmp_path):
-    """Not editable, not from a checkout: modules and configs come from what was installed."""
-    source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The sdist of what is tracked, and the wheel that is built from this sdist: what an index would get."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode:
         pytest.skip("not a git checkout")
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in tracked.stdout.splitlines():
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site))
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source))
+    subprocess.run(build, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.faults
+def test_an_installed_wheel_works_from_an_empty_folder(published, tmp_path):
+    """Not editable, not from a checkout: modules and configs come from the wheel."""
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    (wheel,) = published.glob("*.whl")
+    options = ("--quiet", "--no-deps", "--no-index", "--target", str(site))
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
     empty.mkdir()
 
     short = [argument for argument in TINY if not argument.startswith("--model.img_size")] + ["--run.print_config=true"]
@@ -93,3 +105,18 @@ def test_an_installed_package_works_from_an_empty_folder(tmp_path):
     assert ended.stdout.splitlines()[-1].startswith(str(site))
     assert ended.returncode == 2 and "--config is cifar11, which is no file; configs by name are birds," in ended.stderr
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.faults
+def test_the_published_files_carry_the_licence_and_one_version(published):
+    (wheel,), (sdist,) = published.glob("*.whl"), published.glob("*.tar.gz")
+    version = importlib.metadata.version(DISTRIBUTION)
+    assert wheel.name == f"masked_patch_prediction-{version}-py3-none-any.whl"
+    assert sdist.name == f"masked_patch_prediction-{version}.tar.gz"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    changelog = (ROOT / "mpp" / "CHANGELOG.md").read_text()
+    assert citation["version"] == version and f"## {version}" in changelog
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "mpp/birds/ATTRIBUTION.md" in names and "evaluation/pages/page.html" in names

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+import mpp
 from evaluation.frozen.encoder import Unavailable
 from evaluation.pages.page import Block, Table, Text
 from mpp.config.parsing import as_words, flatten
 from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
 
-LIBRARIES = ("mpp", "torch", "timm", "accelerate", "datasets", "numpy")
+LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 Missing = dict[str, str]
 """What a page would have, and why it has not."""
 
@@ -47,6 +48,8 @@ def changed(config: Any) -> dict[str, Any]:
 def machine_blocks() -> list[Block]:
     """What wrote this page."""
     gpu = torch.cuda.get_device_name() if uses_gpu() else "none"
-    rows = [["python", platform.python_version()], *([name, version(name)] for name in LIBRARIES)]
+    rows = [["mpp", mpp.__version__], ["python", platform.python_version()]]
+    rows += [[library, version(library)] for library in LIBRARIES]
     rows += [["system", platform.platform()], ["processor", platform.processor() or platform.machine()]]
-    return [Table(["", ""], [*rows, ["cores", str(cores())], ["GPU", gpu]], "Of the process that wrote this page")]
+    rows += [["cores", str(cores())], ["GPU", gpu]]
+    return [Table(["", ""], rows, "The process that wrote this page")]
