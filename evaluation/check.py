@@ -2,8 +2,8 @@
 
     mpp check --data.path FOLDER --run.dir runs/mine --run.steps 20000
 
-The settings are those of `mpp pretrain`, where `--run.check true` does the same. Nothing is trained that is kept: a few
-updates are done to be timed. The page is `check.html` in the run folder.
+The settings are those of `mpp pretrain`. Nothing is trained that is kept: a few updates are done to be timed. The page
+is `check.html` in the run folder.
 """
 
 import math

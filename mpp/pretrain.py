@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from shlex import quote
 from types import ModuleType
@@ -242,13 +241,6 @@ def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
     if not isinstance(config, Config):
         config = parse(Config, as_command_line(config or {}))
     refuse_idle(config)
-    return run(config)
-
-
-def run(config: Config) -> Path:
-    """Carry out a run, or its check."""
-    if config.run.check:
-        return import_module("evaluation.check").check(config)  # by name: the package does not stand on the evaluation
     return train(config, Pretraining)
 
 
@@ -268,8 +260,8 @@ sys.modules[__name__].__class__ = CallableModule
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pre-train as the command line, or `arguments`, say."""
     config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
-    folder = run(config)
-    if not config.run.check and PartialState().is_main_process:
+    folder = train(config, Pretraining)
+    if PartialState().is_main_process:
         say_what_came_out(folder)
 
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not pretended.HERE, reason="this torch has no devices in Python"),
 ]
 STEPS = ("--run.steps=6", "--run.log_every=3", "--run.checkpoint_every=100", "--data.eval_images=16")
-SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.log", "--run.check"))), *STEPS)
+SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.log", "--run.checkpoint"))), *STEPS)
 BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when an update is logged
     "_local_scalar_dense in finite.check",  # the verdict on it, and on those since the last

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, encoded, picture
+from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
 from evaluation import check, contrastive
@@ -227,7 +227,7 @@ def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain,
         calls.append((words, env))
         return subprocess.CompletedProcess(words, 2, "", "error: the disk is full\n")
 
-    monkeypatch.setattr("mpp.training.run.subprocess.run", fails)
+    monkeypatch.setattr("mpp.training.report_process.subprocess.run", fails)
     folder = pretrain("--run.report=true", without="--run.report")
     (words, env) = calls[0]
     assert words[1:] == (str(ROOT / "evaluation" / "report.py"), "--encoder", str(folder)) and "RANK" not in env
@@ -247,13 +247,15 @@ def test_the_report_is_written_at_the_end(pretrain):
 
 @pytest.mark.faults
 def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp_path, capsys):
+    folder = tmp_path / "run"
     for split, count in (("train", 20), ("test", 6)):
         (tmp_path / "images" / split).mkdir(parents=True)
         for number in range(count):
             (tmp_path / "images" / split / f"{number}.png").write_bytes(encoded(picture(number)))
     (tmp_path / "images" / "train" / "broken.png").write_bytes(b"no image")
     images = (f"--data.path={tmp_path / 'images'}", "--data.label_column=null", "--optim.warmup_steps=3")
-    folder = pretrain("--run.check=true", *images, without="--optim.warmup")
+    settings = [word for word in TINY if not word.startswith("--optim.warmup")]
+    check.main([*settings, f"--run.dir={folder}", *images])
     said = capsys.readouterr().out
     for words in (
         *("27 images were looked at, mostly 40 x 48 pixels: 1 of them cannot be decoded", "An update takes "),

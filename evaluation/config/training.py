@@ -23,7 +23,6 @@ from mpp.runtime.weights import fingerprint
 
 Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]
-OF_PRETRAINING = "`mpp check` is of masked patch prediction"
 WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
 
 
@@ -73,7 +72,7 @@ class DistillConfig:
 class SupervisedConfig:
     """Supervised pre-training from scratch."""
 
-    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"), check=OF_PRETRAINING)
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"))
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -118,7 +117,6 @@ class FinetuneConfig:
         lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",
         keep_best="each run of fine-tuning is evaluated once, at its end",
-        check=OF_PRETRAINING,
     )
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -200,7 +198,7 @@ class ContrastConfig:
 class ContrastiveConfig:
     """Contrastive pre-training (SimCLR). The paper's LARS is not there: `optim.name` is muon, adam or sgd."""
 
-    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200), check=OF_PRETRAINING)
+    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)

@@ -36,8 +36,6 @@ class RunConfig:
     images or, without labels, by the neighbours' agreement."""
     report: bool = operational(True)
     """Write a page on the run at its end, report.html: `mpp report`. Of fine-tuning: on each of its runs."""
-    check: bool = operational(False)
-    """Look at images, memory and time in place of training, and write a page on them: `mpp check`."""
     threads: int = operational(0)
     """CPU threads per process. 0: OMP_NUM_THREADS where it is above 1, else the cores shared by the local processes."""
     trackers: tuple[str, ...] = operational(("tensorboard",))

@@ -1,8 +1,5 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
-import os
-import shlex
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,10 +24,11 @@ from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.lock import exclusive
 from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
 from mpp.runtime.signals import Preemption
-from mpp.runtime.start import SHARDED, check_alike, start
+from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.loop import Loop
+from mpp.training.report_process import write_report
 from mpp.training.run_folder import (
     CONFIG,
     commit_begun_with,
@@ -42,7 +40,6 @@ from mpp.training.run_folder import (
 )
 from mpp.training.task import ImageTask
 
-PATIENCE = 600  # seconds for the report: other processes wait, for 20 minutes
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
 
@@ -75,24 +72,6 @@ def train(config: Any, build: Build) -> Path:
         if preemption.asked_of_any():
             preemption.leave("when this run was finished")  # there may be others to come
     return folder
-
-
-def write_report(folder: Path) -> None:
-    """Have `mpp report` write the run's page, in a process of its own: whatever happens to it, the run is done."""
-    theirs = "RANK WORLD_ LOCAL_ MASTER_ TORCHELASTIC_ PMI_ OMPI_ MV2_ ACCELERATE_MIXED"  # of who launched the run
-    alone = {name: value for name, value in os.environ.items() if not name.startswith((SHARDED, *theirs.split()))}
-    script = Path(__file__).parents[2] / "evaluation" / "report.py"  # `-m` might find another `evaluation` here
-    words = (sys.executable, str(script), "--encoder", str(folder))
-    try:
-        ended = subprocess.run(words, env=alone, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        ended = subprocess.CompletedProcess(words, 1, "", f"it took over {PATIENCE} s")
-    said = (ended.stderr if ended.returncode else ended.stdout).strip().splitlines() or [f"exit {ended.returncode}"]
-    if ended.returncode:
-        again = f"`mpp report --encoder {shlex.quote(str(folder))}` does it"
-        print(f"warning: the report is not written ({said[-1]}); {again}", file=sys.stderr)
-    else:
-        print(next((line for line in said if line.startswith("wrote ")), said[-1]))
 
 
 def settled(config: Any, accelerator: Accelerator) -> Any:
