@@ -22,8 +22,8 @@ from evaluation.pages.page import Link, Page, Section, Table, Text, picture, wri
 from evaluation.pictures.gallery import sheet
 from mpp.config import Config
 from mpp.config.parsing import parse
+from mpp.data.data_path import describe_source
 from mpp.data.moments import channel_moments
-from mpp.data.overview import describe
 from mpp.data.stream import Shards
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch, BatchLayout
@@ -88,7 +88,7 @@ def check(config: Config) -> Path:
             Section("settings", "Settings", settings_rows(config)),
             Section("machine", "Versions and machine", machine_blocks()),
         ]
-    about = f"{task.describe_model()}; {describe(config.data)}: {task.describe_images()}"
+    about = f"{task.describe_model()}; {describe_source(config.data)}: {task.describe_images()}"
     said = verdict_points(task, config, found, timing), warnings(task, config, found, timing)
     shown = [section for section in sections if section.blocks]
     page = Page(f"{folder}: before the run", about, *said, shown, missing)

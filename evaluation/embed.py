@@ -29,9 +29,9 @@ from evaluation.frozen.run_images import parse_with_images
 from evaluation.supervision.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
 from mpp.data.crops import Size, centre_crop
+from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
 from mpp.data.identity import record
-from mpp.data.overview import describe
 from mpp.data.sources import load_splits
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
@@ -76,7 +76,7 @@ def all_images(data: ProbeDataConfig) -> list[ImageDataset]:
     """Every split, without labels."""
     splits = load_splits(data)
     columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
-    tell(f"{describe(data)}: {', '.join(f'{len(rows)} {name}' for name, rows in splits.items())}")
+    tell(f"{describe_source(data)}: {', '.join(f'{len(rows)} {name}' for name, rows in splits.items())}")
     return [dataset_of(rows, columns[name], None, name) for name, rows in splits.items() if len(rows)]
 
 

@@ -30,12 +30,13 @@ from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.config.parsing import changed_keys, parse, to_yaml
+from mpp.data.data_path import describe_source
 from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
 from mpp.data.decoding.decode import read, to_ppm, white_is_zero
-from mpp.data.hub import commit_of
+from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences, image_files, short_digest
 from mpp.data.labels import number_labels, read_labels
-from mpp.data.overview import announce, describe
+from mpp.data.overview import announce_splits
 from mpp.data.sources import load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
@@ -176,7 +177,7 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
 
 def say_what_is_there(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:
     """Say how many images there are, how many of them have a label, and of which classes."""
-    source = describe(config.data)
+    source = describe_source(config.data)
     known = {name: rows for name, rows in splits.items() if len(rows)}
     with contextlib.suppress(UserError):  # labels of other kinds are kept as they are
         labels = number_labels([read_labels(rows, config.data.label_column, source) for rows in known.values()])
@@ -186,7 +187,7 @@ def say_what_is_there(config: PrepareConfig, splits: dict[str, datasets.Dataset]
             dataset_of(rows, column, numbers, name, labels.names, labels.classes)
             for (name, rows), column, numbers in named
         ]
-        announce(source, parts, {})
+        announce_splits(source, parts, {})
 
 
 def begun_with(config: PrepareConfig) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require(not inside, "out", config.out, f"outside of {images}: its shards would be read as images")
     check_settings(config)
     commits = {noted["revision"] for noted in begun_with(config).values()} - {None}
-    shards, images = cut(config, commit_of(config.data, commits.pop() if commits else None))
+    shards, images = cut(config, resolve_commit(config.data, commits.pop() if commits else None))
     with hold(Path(config.out), "out"):
         open_folder(config, images)
         summarize(config, write_missing(config, shards))
@@ -261,7 +262,7 @@ def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, 
     missing = [shard for shard in shards if not (shard.file.is_file() and shard.notes.is_file())]
     there, total = len(shards) - len(missing), sum(len(shard.rows) for shard in shards)
     left = sum(len(shard.rows) for shard in missing)
-    print(f"{describe(config.data)}: {total} images to {len(shards)} shards, {there} of them there already")
+    print(f"{describe_source(config.data)}: {total} images to {len(shards)} shards, {there} of them there already")
     workers = min(config.workers or cores(), max(1, len(missing)))
     with progress_bar(total=total, initial=total - left, unit="image", desc="preparing") as bar:
         for shard in write_all(missing, workers):

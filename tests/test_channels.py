@@ -27,7 +27,7 @@ from mpp.config.parsing import read_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.crops import augment
 from mpp.data.moments import channel_moments
-from mpp.data.sources import as_arguments, load_image_datasets
+from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.features.metrics import measure, summarize
 from mpp.features.reconstructions import as_rgb, prediction_columns, prediction_panel
@@ -303,7 +303,7 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     supervised.main([*words, *pairs, f"--run.dir={run}"])
     learned = learned_from(str(run)).source
     assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
-    said = as_arguments(learned)
+    said = image_arguments(learned)
     assert "--data.bands '[4, 2]'" in said and "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said
     knn.main([f"--encoder={run}", "--neighbours=3", "--precision=fp32", "--threads=1", "--data.workers=0"])
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset, decode_cell
 from mpp.data.decoding.decode import decode
-from mpp.data.hub import say_that_it_is_of_the_hub
+from mpp.data.hub import announce_hub_lookup
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.views import (
     BatchLayout,
@@ -530,8 +530,8 @@ def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path,
 def test_a_name_of_the_hub_is_said_at_once_and_what_is_none_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "photos").mkdir()
     monkeypatch.chdir(tmp_path)
-    say_that_it_is_of_the_hub(ImagesConfig(path="photo"))
+    announce_hub_lookup(ImagesConfig(path="photo"))
     assert "the hub is asked for it; did you mean photos?" in capsys.readouterr().out
     for path in ("my photos", "photos/a b", "x" * 200):
         with pytest.raises(UserError, match=r"does not exist: there is no such file or folder in"):
-            say_that_it_is_of_the_hub(ImagesConfig(path=path))
+            announce_hub_lookup(ImagesConfig(path=path))

@@ -25,7 +25,8 @@ from hub import ALWAYS, TOKEN, Fault, Hub
 from server import Command, context, environments_of
 
 from mpp.config import DataConfig
-from mpp.data.sources import BIRDS, load_splits
+from mpp.data.data_path import BIRDS_FOLDER
+from mpp.data.sources import load_splits
 from mpp.runtime.signals import EXIT_CODE, MARKER
 from mpp.training.checkpoint import newest_step
 
@@ -48,7 +49,7 @@ def hurry() -> None:
 @pytest.fixture
 def hub(tmp_path):
     """Two commits of the birds in four shards, of which the second has other images; `main` is at the first."""
-    table = pq.read_table(BIRDS / "train-00000-of-00001.parquet").slice(0, 80)
+    table = pq.read_table(BIRDS_FOLDER / "train-00000-of-00001.parquet").slice(0, 80)
     for number, commit in enumerate(COMMITS):
         folder = tmp_path / "hub" / "somebody" / "birds" / commit / "data"
         folder.mkdir(parents=True)

@@ -21,8 +21,9 @@ from torchvision.transforms.v2 import functional
 
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
+from mpp.data.data_path import BIRDS_FOLDER
 from mpp.data.decoding.decode import decode
-from mpp.data.sources import BIRDS, load_image_datasets
+from mpp.data.sources import load_image_datasets
 from mpp.data.stream import load_streamed
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import NOTES, main, prepare_image
@@ -234,7 +235,7 @@ def test_other_settings_are_named_before_images_are_looked_for(folder, tmp_path)
 
 
 def test_splits_keep_their_names(tmp_path):
-    rows = datasets.load_dataset("parquet", data_files=str(BIRDS / "test-00000-of-00001.parquet"), split="train")
+    rows = datasets.load_dataset("parquet", data_files=str(BIRDS_FOLDER / "test-00000-of-00001.parquet"), split="train")
     sizes = {"train": 5, "train_extra": 3, "unlabeled": 7}
     parts = datasets.DatasetDict({name: rows.select(range(size)) for name, size in sizes.items()})
     parts.save_to_disk(tmp_path / "saved")

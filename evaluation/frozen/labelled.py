@@ -4,8 +4,9 @@ from accelerate import Accelerator
 
 from evaluation.frozen.provenance import check_unseen
 from mpp.config import SourceConfig
+from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
-from mpp.data.overview import describe, note_tested
+from mpp.data.overview import note_tested
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
@@ -36,6 +37,8 @@ def load_labelled(
     whole, held_out = splits
     train = whole.choose(data.train_images, data.eval_seed)
     check_unseen(encoder, data, train, held_out)
-    accelerator.print(f"{describe(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by")
+    accelerator.print(
+        f"{describe_source(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by"
+    )
     note_tested(train.labels, held_out.labels, train.names)
     return [train, held_out, *([whole.choose(spare, data.eval_seed, after=len(train))] if spare else [])]

@@ -28,11 +28,11 @@ from evaluation.frozen.extraction import Readable, dev_cut, extract_readable, vi
 from evaluation.frozen.run_images import positions
 from mpp.config import require
 from mpp.data.crops import centre_crop
+from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset, contents, undecoded
 from mpp.data.decoding.decode import TURNED, read_mask, stored_orientation
 from mpp.data.decoding.kinds import JPEG
-from mpp.data.overview import describe
-from mpp.data.sources import BIRDS, held_out_name, load_image_datasets, load_splits
+from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UnreadableImage, UserError
@@ -40,7 +40,7 @@ from mpp.features.frozen import tokens_at
 from mpp.runtime.arrays import select
 from mpp.runtime.progress import progress_bar
 
-OUTLINES = BIRDS / "outlines.json"
+OUTLINES = BIRDS_FOLDER / "outlines.json"
 IGNORED = -1  # pixels that do not count, whatever their number was
 MANY_IGNORED = 0.2  # share of a split's pixels above which the setting that ignores them is named
 FEW_PIXELS = 1e-4  # share of the pixels that count, below which a class is named: noise looks so
@@ -148,7 +148,7 @@ def load_masked(data: MaskedDataConfig) -> tuple[Masked, Masked]:
     if data.path is None:
         return birds_with_outlines(data)
     splits = load_splits(data)
-    held_out_name(data, list(splits))  # refuses a split that is not there
+    find_held_out_split(data, list(splits))  # refuses a split that is not there
     features = splits[data.split].features
     images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     others = [name for name in images if name != data.mask_column]
@@ -292,7 +292,7 @@ def class_shares(masks: NDArray[np.int16], grid: tuple[int, int], classes: int) 
 def describe_masks(splits: Sequence[Masked], data: MaskedDataConfig) -> str:
     """What is learned from and judged by, for a message."""
     train, test = (len(images) for images, _ in splits)
-    return f"{describe(data)}: {train} images with masks to learn from, {test} to judge by"
+    return f"{describe_source(data)}: {train} images with masks to learn from, {test} to judge by"
 
 
 def warn_of_turned(splits: Sequence[Masked], data: MaskedDataConfig) -> None:

@@ -14,10 +14,10 @@ from timm import is_model
 
 from evaluation.frozen.run_images import place, positions, run_folder, settings_of_run
 from mpp.config import SourceConfig
+from mpp.data.data_path import is_local
 from mpp.data.dataset import ImageDataset, encoded_bytes, is_encoded
-from mpp.data.hub import is_local
 from mpp.data.identity import record
-from mpp.data.sources import as_arguments, load_image_datasets
+from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
 from mpp.runtime.messages import note, on_first_process
@@ -190,7 +190,7 @@ def refuse_seen(setting: str, encoder: str, data: SourceConfig, test: ImageDatas
         raise UserError(
             f"{setting} is {encoder}, which {began}was trained with the labels of {count} "
             f"test images; test on those that it held out:"
-            f"{as_arguments(found.source) or ' leave out all --data settings'}"
+            f"{image_arguments(found.source) or ' leave out all --data settings'}"
         )
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from evaluation.config import EncoderConfig, WhichEncoderConfig
 from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
 from mpp.config.parsing import as_words, files_first, read
+from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
-from mpp.data.hub import is_local, is_url, may_be_of_the_hub, of_the_hub
 from mpp.data.identity import record, short_digest
-from mpp.data.sources import as_arguments, load_image_datasets
+from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.data.stream import load_streamed
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
@@ -73,7 +73,7 @@ def parse_with_images(
     inherited = [f"--data.{name}={as_words(value)}" for name, value in images.items()]
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))
-    taken = as_arguments(config.data)
+    taken = image_arguments(config.data)
     if run and taken and not named and on_first_process():
         print(f"the images of {run}:{taken}")
     return config
@@ -92,7 +92,7 @@ def images_of_run(run: Path) -> dict[str, Any]:
     """The settings of a run's images, by name."""
     saved = saved_settings(run)["data"]
     images = {name: saved[name] for name in OF_THE_IMAGES if name in saved}
-    if of_the_hub(SourceConfig(**images)):  # a folder here may have the dataset's name by now
+    if is_hub_dataset(SourceConfig(**images)):  # a folder here may have the dataset's name by now
         return images | {"revision": commit_begun_with(run) or saved.get("revision")}
     return images | {"revision": None}
 
@@ -105,8 +105,8 @@ def refuse_other_images(run: Path) -> None:
     began, path = images_of(run), images_of_run(run).get("path")
     if began is None or not on_first_process():
         return
-    of_a_commit = commit_begun_with(run) is not None and may_be_of_the_hub(path)
-    where = path if path is None or not may_be_of_the_hub(path) else Path.cwd() / path
+    of_a_commit = commit_begun_with(run) is not None and could_be_hub_name(path)
+    where = path if path is None or not could_be_hub_name(path) else Path.cwd() / path
     if of_a_commit and is_local(path):
         ways = f"use --data.path ./{path} for the folder, or call from another folder"
         raise UserError(f"{run} was trained on the hub's dataset {path}, but {where} is here, too: {ways}")

@@ -13,12 +13,12 @@ from pyarrow import ArrowException
 from torch import Tensor
 
 from mpp.config import ImagesConfig
+from mpp.data.data_path import describe_source
 from mpp.data.decoding import decode
 from mpp.data.decoding.channels import check_numbers
 from mpp.data.listing import tars
 from mpp.data.listing.formats import ARRAYS
 from mpp.data.listing.table import as_path
-from mpp.data.overview import describe
 from mpp.data.retry import retried
 from mpp.errors import UnreadableImage, UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
@@ -209,11 +209,11 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     if config.image_column is None:
         if len(found) != 1:
             raise UserError(
-                f"{describe(config)} has {len(found)} image columns; name one by data.image_column: {columns}"
+                f"{describe_source(config)} has {len(found)} image columns; name one by data.image_column: {columns}"
             )
         return found[0]
     if config.image_column not in features:
-        raise UserError(f"data.image_column is {config.image_column}; {describe(config)} has {columns}")
+        raise UserError(f"data.image_column is {config.image_column}; {describe_source(config)} has {columns}")
     feature = features[config.image_column]
     if not is_encoded(feature) and numbers_of(feature) is None:
         raise UserError(f"data.image_column is {config.image_column}, which holds no images but {feature}")

@@ -1,7 +1,8 @@
-"""Datasets of the Hugging Face hub: which commit a run is of."""
+"""Datasets of the Hugging Face hub: the note that one is looked up, and the commit that a run reads."""
 
 import os
 import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -12,88 +13,81 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from mpp.config import ImagesConfig
+from mpp.data.data_path import is_hub_dataset
 from mpp.data.retry import NETWORK_ERRORS, answer_to, passes, retried
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.messages import tell
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-PATIENCE = 30  # seconds for the hub's answer
+COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
+HUB_TIMEOUT_S = 30
 
 
-def is_url(path: str) -> bool:
-    """Whether `data.path` is a URL that fsspec reads."""
-    return "://" in path
-
-
-def is_local(path: str | None) -> bool:
-    """Whether there is a file or folder here of that name."""
-    return path is not None and not is_url(path) and Path(path).expanduser().exists()
-
-
-def may_be_of_the_hub(path: str | None) -> bool:
-    """Whether `data.path` is spelled as names of the hub are, and not as a URL or as what can only be a path here."""
-    return path is not None and not is_url(path) and not path.startswith((".", "/", "~")) and path.count("/") < 2
-
-
-def of_the_hub(config: ImagesConfig) -> bool:
-    """Whether `data.path` is a name of the hub's: no file or folder here, and no URL."""
-    return may_be_of_the_hub(config.path) and not Path(config.path).exists()
-
-
-def say_that_it_is_of_the_hub(config: ImagesConfig) -> None:
-    """Say at once that `data.path` is taken for a dataset of the hub: the network may take its time, and a name of a
-    folder may be misspelled.
+def announce_hub_lookup(config: ImagesConfig) -> None:
+    """Print that `data.path` is looked up on the hub, before the network takes its time: it may be a misspelled folder.
 
     Raises:
-        UserError: it is no name of the hub's either.
+        UserError: the hub has no such names either.
     """
-    if not of_the_hub(config):
+    if not is_hub_dataset(config):
         return
-    folder, name = os.path.split(config.path)
     try:
         validate_repo_id(config.path)
     except HFValidationError:
-        here = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
-        raise UserError(f"data.path is {config.path}, which does not exist: {here}") from None
-    near = get_close_matches(name, os.listdir(folder or ".") if os.path.isdir(folder or ".") else [])
-    meant = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
-    tell(f"data.path {config.path} is no file or folder in {Path.cwd()}: the hub is asked for it{meant}")
+        reason = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
+        raise UserError(f"data.path is {config.path}, which does not exist: {reason}") from None
+    folder, name = os.path.split(config.path)
+    neighbours = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    similar = get_close_matches(name, neighbours)
+    hint = f"; did you mean {os.path.join(folder, similar[0])}?" if similar else ""
+    tell(f"data.path {config.path} is no file or folder in {Path.cwd()}: the hub is asked for it{hint}")
 
 
-def commit_of(config: ImagesConfig, begun_with: str | None = None) -> str | None:
-    """The commit that `data.revision` means now; None: the images are not the hub's, or the hub does not answer.
+def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str | None:
+    """The commit that `data.revision` means now; None: not a hub dataset, or the hub does not answer.
 
     Args:
-        begun_with: the commit that was noted, which stays; a folder here may have the dataset's name by now.
+        begun_with: the commit that the run began with, which stays, even if a local folder has the dataset's name now.
     Raises:
-        UserError: the hub refuses, or nobody can say what a revision is: the library would take from its cache what is
-            the newest there, of whatever revision.
+        UserError: the hub refuses, or cannot be asked about a revision: `datasets` would take the newest one in its
+            cache, of whatever revision.
     """
-    if not of_the_hub(config):
+    if not is_hub_dataset(config):
         return config.revision
-    say_that_it_is_of_the_hub(config)
-    if COMMIT.fullmatch(begun_with or config.revision or ""):
-        return begun_with or config.revision
-    ask = partial(HfApi().dataset_info, config.path, revision=config.revision, timeout=PATIENCE)
+    announce_hub_lookup(config)
+    known = begun_with or config.revision
+    if known and COMMIT_HASH.fullmatch(known):
+        return known
+    ask = partial(HfApi().dataset_info, config.path, revision=config.revision, timeout=HUB_TIMEOUT_S)
     try:
-        return retried(ask, "the hub", config.read_retries, HfHubHTTPError).sha  # a node without internet does not wait
+        return retried(ask, "the hub", config.read_retries, HfHubHTTPError).sha  # no retries on nodes without internet
     except (ReadFailed, HFValidationError, *NETWORK_ERRORS) as error:
         refused = answer_to(error) is not None and not passes(error)
         if not refused and not config.revision:
-            return None  # who loads the images says why, or has them in the cache: see `cached_commit`
-        which = f" of revision {config.revision}" if config.revision else ""
-        why = f"{one_line(error.__cause__ or error)} (and {Path.cwd()} has no such folder or file)"
-        raise UserError(f"data.path is {config.path}{which}, which cannot be loaded: {why}") from error
+            return None  # loading the images gives the reason, or finds them in the cache: see `cached_commit`
+        revision = f" of revision {config.revision}" if config.revision else ""
+        reason = f"{one_line(error.__cause__ or error)} (and {Path.cwd()} has no such folder or file)"
+        raise UserError(f"data.path is {config.path}{revision}, which cannot be loaded: {reason}") from error
 
 
 def cached_commit(rows: Any) -> str | None:
-    """The commit that the library's cache has these rows of; None: it does not say, or they are a stream."""
-    files = [each["filename"] for each in getattr(rows, "cache_files", ())]
-    return next((part for file in files for part in reversed(Path(file).parts) if COMMIT.fullmatch(part)), None)
+    """The commit in the path of the cache that holds these rows; None: the path has none, or the rows are a stream."""
+    for file in cached_files(rows):
+        for folder in reversed(Path(file).parts):
+            if COMMIT_HASH.fullmatch(folder):
+                return folder
+    return None
 
 
 def check_commit(splits: dict[str, Any], config: ImagesConfig) -> None:
-    """Raise UserError where the library took another commit from its cache, since the hub does not answer."""
-    files = [each["filename"] for rows in splits.values() for each in getattr(rows, "cache_files", ())]
-    if COMMIT.fullmatch(config.revision or "") and not all(config.revision in file for file in files):
+    """Raise UserError where the hub did not answer and `datasets` took another commit from its cache."""
+    if not COMMIT_HASH.fullmatch(config.revision or ""):
+        return
+    files = [file for rows in splits.values() for file in cached_files(rows)]
+    if not all(config.revision in file for file in files):
         raise UserError(f"the hub does not answer, and the newest in its cache is not of commit {config.revision}")
+
+
+def cached_files(rows: Any) -> Iterator[str]:
+    """Paths of the cache files that hold these rows; streams have none."""
+    for file in getattr(rows, "cache_files", ()):
+        yield file["filename"]

@@ -18,9 +18,8 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
+from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.listing.formats import SHARDS
-from mpp.data.overview import describe
-from mpp.data.sources import BIRDS
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import sync
 from mpp.runtime.lock import hold
@@ -92,12 +91,15 @@ def list_files(config: ImagesConfig) -> Files | None:
     Of a hub that is out of reach, the library streams what it has from earlier.
     """
     try:
-        found, reason = files_of(str(BIRDS) if config.path is None else config.path, config.revision), "no files there"
+        found, reason = (
+            files_of(str(BIRDS_FOLDER) if config.path is None else config.path, config.revision),
+            "no files there",
+        )
     except Exception as error:  # clients of file systems raise whatever they like
         found, reason = [], one_line(error)
     if found:  # a folder of shards may have other files that change
         return [each for each in found if each[0].endswith(tuple(SHARDS))] or found
-    unlisted = f"{describe(config)} cannot be listed ({reason})"
+    unlisted = f"{describe_source(config)} cannot be listed ({reason})"
     print(f"warning: {unlisted}; the images to evaluate on are read at every start", file=sys.stderr)
     return None
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
+from mpp.data.data_path import describe_source
 from mpp.data.dataset import BINARY, NAMES, is_cell, numbers_of
 from mpp.data.listing import tars
 from mpp.data.listing.archives import ARCHIVES, is_archive, unpacked
@@ -21,7 +22,6 @@ from mpp.data.listing.formats import SHARDS, TABLES, ending
 from mpp.data.listing.images import list_images
 from mpp.data.listing.links import plain_path
 from mpp.data.listing.table import Listing, shared, split_order
-from mpp.data.overview import describe
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
 
@@ -46,7 +46,7 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
         require(config.labels is None, "data.labels", config.labels, "left out: README.md says what the images are")
         return load_by_card(path, config, streaming)
     require(config.name is None, "data.name", config.name, f"left out: {path} has no README.md with configs")
-    found = shared(describe(config), lambda: listing_of(path, config, streaming), listing_key(config, streaming))
+    found = shared(describe_source(config), lambda: listing_of(path, config, streaming), listing_key(config, streaming))
     return found.splits or load_shards(found.shards, config, streaming)
 
 
@@ -161,7 +161,9 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
     if kind not in TABLES:
         if streaming:
             return {split: tars.stream_of(files, config) for split, files in shards.items()}
-        return shared(describe(config), lambda: tars.list_shards(shards, config), listing_key(config, streaming)).splits
+        return shared(
+            describe_source(config), lambda: tars.list_shards(shards, config), listing_key(config, streaming)
+        ).splits
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
         if not streaming:

@@ -1,91 +1,101 @@
-"""What the images of a dataset are, in a line; and labels that cannot be right."""
+"""Lines about a dataset: its images, labels and classes, and warnings of labels that cannot be right."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpp.config import ImagesConfig
+from mpp.data.dataset import ImageDataset
 from mpp.runtime.messages import note, shortened, tell, warn
 
-if TYPE_CHECKING:
-    from mpp.data.dataset import ImageDataset
-
-SHOWN = 5  # names of classes
-FEWEST = 5  # classes, from which on more than half as many as images cannot be right
-FEW = 100  # test images, below which the interval that this means is said
-Z = 1.96  # a normal variable is within so many deviations of its mean with a probability of 95 %
+SHOWN_CLASSES = 5
+MIN_SUSPICIOUS_CLASSES = 5  # with more classes than this, more than half as many as images cannot be right
+FEW_TEST_IMAGES = 100  # with fewer, the interval of an accuracy is printed
+Z_95 = 1.96  # standard deviations around the mean that hold 95 % of a normal distribution
 
 
-def describe(config: ImagesConfig) -> str:
-    """The dataset, for messages."""
-    return f"data.path {config.path}" if config.path else "the package's birds"
-
-
-def announce(source: str, splits: Sequence["ImageDataset"], others: Mapping[str, int]) -> None:
-    """Say how many images there are, in which splits, how many have a label, and of how many classes.
+def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping[str, int]) -> None:
+    """Print how many images each split has, how many of them have a label, and the classes.
 
     Args:
-        source: what the dataset is called.
-        others: splits that are not used -> how many images.
+        source: the dataset's name: see `describe_source`.
+        splits: in use; the first is trained on, and has the classes.
+        unused: other splits -> number of images.
     """
-    parts = [f"{len(split)} {split.split} ({labelled_in_words(split.labels)})" for split in splits]
-    used = ", ".join(parts)
-    unused = "".join(f", {count} {name} (not used)" for name, count in others.items())
-    names = splits[0].names[: splits[0].classes] if splits[0].names else []
-    count = f"{len(names)} class{'es' * (len(names) != 1)}"
-    classes = f"; {count}: {shortened(names, SHOWN)}" if names else ""
-    tell(f"{source}: {used}{unused}{classes}")
+    parts = [describe_split(split) for split in splits]
+    parts += [f"{count} {name} (not used)" for name, count in unused.items()]
+    line = f"{source}: {', '.join(parts)}"
+    train = splits[0]
+    classes = train.names[: train.classes] if train.names else []
+    if classes:
+        noun = "class" if len(classes) == 1 else "classes"
+        line += f"; {len(classes)} {noun}: {shortened(classes, SHOWN_CLASSES)}"
+    tell(line)
 
 
-def announce_stream(source: str, shards: int, held_out: int, samples: Sequence["ImageDataset"]) -> None:
-    """The same of a stream: how many shards it has, and what was looked at of these.
+def announce_stream(source: str, shards: int, held_out: int, samples: Sequence[ImageDataset]) -> None:
+    """Print how many shards a stream has, and the images that are kept for evaluation.
 
     Args:
-        shards, held_out: to train on, and held out.
-        samples: images of both that are kept for evaluation.
+        source: the dataset's name: see `describe_source`.
+        shards, held_out: numbers of shards to train on and held out.
+        samples: kept images of the training and of the held-out shards.
     """
-    kept = ", ".join(f"{len(sample)} {sample.split} ({labelled_in_words(sample.labels)})" for sample in samples)
+    kept = ", ".join(map(describe_split, samples))
     tell(f"{source}: a stream of {shards} shards, {held_out} held out; kept for evaluation: {kept}")
 
 
-def labelled_in_words(labels: NDArray[np.int64] | None) -> str:
-    """How many images have a label."""
-    count = 0 if labels is None else int(has_label(labels).sum())
-    return "no labels" if count == 0 else "labelled" if count == len(labels) else f"{count} labelled"
+def describe_split(split: ImageDataset) -> str:
+    """A split in words: "160 train (156 labelled)"."""
+    labelled = 0 if split.labels is None else int(has_label(split.labels).sum())
+    if labelled == 0:
+        label_count = "no labels"
+    elif labelled == len(split):
+        label_count = "labelled"
+    else:
+        label_count = f"{labelled} labelled"
+    return f"{len(split)} {split.split} ({label_count})"
 
 
 def has_label(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """(n,): which images have one; labels (n,), or (n, L) of which any is right."""
+    """(n,) whether each image has a label; labels (n,), or (n, L) of which any is right, padded with -1."""
     return labels >= 0 if labels.ndim == 1 else (labels >= 0).any(1)
 
 
-def warn_of_labels(train: "ImageDataset", held_out: "ImageDataset") -> None:
+def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     """Warn of labels that cannot be right, as where folders of sites or ids are taken for classes."""
-    if train.labels is None or train.labels.ndim > 1 or not (train.labels >= 0).any():
+    if train.labels is None or train.labels.ndim > 1 or not has_label(train.labels).any():
         return
-    numbers, counts = np.unique(train.labels[train.labels >= 0], return_counts=True)
-    if len(numbers) > max(counts.sum() / 2, FEWEST):
-        many = f"{len(numbers)} classes among {counts.sum()} labelled training images"
-        warn(f"{many}: are these names of images, and not of classes?")
+    classes, counts = np.unique(train.labels[train.labels >= 0], return_counts=True)
+    labelled = counts.sum()
+    if len(classes) > max(labelled / 2, MIN_SUSPICIOUS_CLASSES):
+        what = f"{len(classes)} classes among {labelled} labelled training images"
+        warn(f"{what}: are these names of images, and not of classes?")
     elif (counts == 1).any():
-        single = [train.names[number] for number in numbers[counts == 1]]
-        warn(f"{len(single)} class{'es' * (len(single) > 1)} with one training image: {shortened(single)}")
-    if held_out.labels is not None and (held_out.labels >= 0).any():
-        known = (held_out.labels >= 0) & np.isin(held_out.labels, numbers)
-        if not known.any():
-            names = [train.names[number] for number in np.unique(held_out.labels[held_out.labels >= 0])]
-            here = shortened([train.names[number] for number in numbers])
-            what = f"no class of the held-out images ({shortened(names)}) occurs in training ({here})"
-            warn(f"{what}: are these folders of sites or dates, and not of classes?")
+        single = [train.names[number] for number in classes[counts == 1]]
+        noun = "class" if len(single) == 1 else "classes"
+        warn(f"{len(single)} {noun} with one training image: {shortened(single)}")
+    warn_of_unknown_classes(train, held_out, classes)
+
+
+def warn_of_unknown_classes(train: ImageDataset, held_out: ImageDataset, classes: NDArray[np.int64]) -> None:
+    """Warn if no class of the held-out images is among the `classes` of training."""
+    if held_out.labels is None:
+        return
+    held_out_classes = np.unique(held_out.labels[held_out.labels >= 0])
+    if len(held_out_classes) == 0 or np.isin(held_out_classes, classes).any():
+        return
+    names = shortened([train.names[number] for number in held_out_classes])
+    train_names = shortened([train.names[number] for number in classes])
+    what = f"no class of the held-out images ({names}) occurs in training ({train_names})"
+    warn(f"{what}: are these folders of sites or dates, and not of classes?")
 
 
 def note_tested(
     train_labels: NDArray[np.int64], test_labels: NDArray[np.int64], names: Sequence[str] | None = None
 ) -> None:
-    """Say how many test images cannot be right, since training lacks their classes, and how little few images say.
+    """Note how many test images are of classes without training images, and how wide the interval of few images is.
 
     Args:
         train_labels: (N,).
@@ -93,20 +103,19 @@ def note_tested(
         names: of the classes, by number.
     """
     labels = test_labels if test_labels.ndim > 1 else test_labels[:, None]
-    known = np.isin(labels, train_labels)
-    lost = labels[~known.any(1)]
-    classes = np.unique(lost[lost >= 0]).tolist()
+    trained = np.isin(labels, train_labels).any(1)
+    unanswerable = labels[~trained]
+    classes = np.unique(unanswerable[unanswerable >= 0]).tolist()
     if classes:
-        named = [names[number] if names and number < len(names) else str(number) for number in classes]
-        shown = shortened(named)
-        which = "class" if len(classes) == 1 else "classes"
-        of_classes = f"of {len(classes)} {which} without a training image ({shown})"
-        note(f"{len(lost)} of {len(labels)} test images are {of_classes}: they count as wrong")
-    if len(labels) < FEW:
+        shown = shortened([names[number] if names and number < len(names) else str(number) for number in classes])
+        noun = "class" if len(classes) == 1 else "classes"
+        reason = f"of {len(classes)} {noun} without a training image ({shown})"
+        note(f"{len(unanswerable)} of {len(labels)} test images are {reason}: they count as wrong")
+    if len(labels) < FEW_TEST_IMAGES:
         points = 100 * half_width(len(labels))
         note(f"{len(labels)} held-out images: an accuracy of 50 % is known to within {points:.0f} points")
 
 
 def half_width(count: int) -> float:
-    """Half of Wilson's 95 % interval of a share of a half, of so many images."""
-    return Z / (2 * math.sqrt(count + Z**2))
+    """Half of Wilson's 95 % interval of an accuracy of 50 % on `count` images."""
+    return Z_95 / (2 * math.sqrt(count + Z_95**2))

@@ -12,13 +12,13 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
-from mpp.data.hub import check_commit, of_the_hub
+from mpp.data.data_path import describe_source, is_hub_dataset
+from mpp.data.hub import check_commit
 from mpp.data.listing import tars
 from mpp.data.listing.folders import Walk
 from mpp.data.listing.formats import SHARDS
 from mpp.data.listing.table import shared
 from mpp.data.local import listing_key, listing_of, says_splits
-from mpp.data.overview import describe
 from mpp.data.retry import SERVER_ERRORS, retried
 from mpp.errors import UserError
 
@@ -49,7 +49,7 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
 
 def pictures_in(folder: Path, config: ImagesConfig) -> dict[str, Any]:
     """The splits of loose pictures that were downloaded."""
-    return shared(describe(config), lambda: listing_of(folder, config, False), listing_key(config, False)).splits
+    return shared(describe_source(config), lambda: listing_of(folder, config, False), listing_key(config, False)).splits
 
 
 def downloaded_pictures(config: ImagesConfig) -> Path | None:
@@ -68,7 +68,9 @@ def load_far_shards(shards: dict[str, list[str]], config: ImagesConfig, streamin
     if streaming:
         return {split: tars.stream_of(files, config) for split, files in shards.items()}
     here = datasets.DownloadManager().download(shards)
-    return shared(describe(config), lambda: tars.list_shards(here, config), listing_key(config, streaming)).splits
+    return shared(
+        describe_source(config), lambda: tars.list_shards(here, config), listing_key(config, streaming)
+    ).splits
 
 
 def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
     for name in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
         setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
     datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    offline = of_the_hub(config) and huggingface_hub.constants.HF_HUB_OFFLINE  # by choice, for good
+    offline = is_hub_dataset(config) and huggingface_hub.constants.HF_HUB_OFFLINE  # by choice, for good
     return load() if offline else retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
 
 

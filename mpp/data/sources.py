@@ -1,4 +1,4 @@
-"""Where images come from: a split to train on and one that is held out, of whatever `data.path` names."""
+"""From `data.path` to two datasets: images to train on, and held-out images."""
 
 import dataclasses
 import shlex
@@ -11,88 +11,105 @@ from datasets.exceptions import DatasetsError
 
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.config.parsing import as_words
+from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
 from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
-from mpp.data.hub import of_the_hub, say_that_it_is_of_the_hub
+from mpp.data.hub import announce_hub_lookup
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.local import QUIET, load_local
-from mpp.data.overview import announce, describe, warn_of_labels
+from mpp.data.overview import announce_splits, warn_of_labels
 from mpp.data.remote import from_a_server, load_from_hub, load_url
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
 from mpp.runtime.caches import unwritable_cache
 from mpp.runtime.messages import note
 
-BIRDS = Path(__file__).parent.parent / "birds"
-
 
 def load_image_datasets(
     config: SourceConfig, splits: dict[str, datasets.Dataset] | None = None
 ) -> tuple[ImageDataset, ImageDataset]:
-    """The images to train on (all of them: see `data.train_images` and `ImageDataset.choose`) and the held-out ones.
+    """The images to train on (all of them: see `data.train_images` and `ImageDataset.choose`) and the held-out images.
 
     Args:
-        splits: of the dataset, where they are loaded already.
+        splits: those of the dataset, if they are loaded already.
     Raises:
-        UserError: nothing there, no such split, no image column, too few images.
+        UserError: no images, no such split, no image column, or too few images.
     """
-    splits = load_splits(config) if splits is None else splits
-    held_out = held_out_name(config, list(splits))
+    source = describe_source(config)
+    if splits is None:
+        splits = load_splits(config)
+    held_out = find_held_out_split(config, list(splits))
+    if held_out is None and config.eval_label_column:
+        what = f"data.eval_label_column is {config.eval_label_column}; it must be left out"
+        raise UserError(f"{what}: what is held out is cut from {config.split}")
+
     train = splits[config.split]
-    column = find_image_column(config, train.features)
-    parts = {config.split: (train, config.label_column, "data.label_column")}
-    key, named = "data.eval_label_column", config.eval_label_column
+    used = {config.split: train}
     if held_out is not None:
-        parts[held_out] = (splits[held_out], named, key) if named else (splits[held_out], *parts[config.split][1:])
-    elif named:
-        raise UserError(f"{key} is {named}; it must be left out: what is held out is cut from {config.split}")
-    for name, (rows, *_) in parts.items():
+        used[held_out] = splits[held_out]
+    image_column = find_image_column(config, train.features)
+    for name, rows in used.items():
         if len(rows) == 0:
-            raise UserError(f"{describe(config)}: its split {name} has no images")
-    hint_at_labels(config, train, column)
-    labels = number_labels([read_labels(rows, name, describe(config), key) for rows, name, key in parts.values()])
-    loaded = [
-        dataset_of(rows, column, of_split, name, labels.names, labels.classes)
-        for (name, (rows, *_)), of_split in zip(parts.items(), labels.parts, strict=True)
-    ]
-    announce(describe(config), loaded, {name: len(rows) for name, rows in splits.items() if name not in parts})
+            raise UserError(f"{source}: its split {name} has no images")
+
+    hint_at_labels(config, train, image_column)
+    label_columns = [read_labels(train, config.label_column, source)]
+    if held_out is not None and config.eval_label_column:
+        label_columns.append(read_labels(used[held_out], config.eval_label_column, source, "data.eval_label_column"))
+    elif held_out is not None:
+        label_columns.append(read_labels(used[held_out], config.label_column, source))
+    numbered = number_labels(label_columns)
+
+    loaded = []
+    for (name, rows), labels in zip(used.items(), numbered.parts, strict=True):
+        loaded.append(dataset_of(rows, image_column, labels, name, numbered.names, numbered.classes))
+    unused = {name: len(rows) for name, rows in splits.items() if name not in used}
+    announce_splits(source, loaded, unused)
     if held_out is None:
         loaded = loaded[0].cut(config.eval_fraction, config.cut_seed, "held out")
-    warn_of_labels(*loaded)
-    return loaded[0], loaded[1]
+    train_images, held_out_images = loaded
+    warn_of_labels(train_images, held_out_images)
+    return train_images, held_out_images
 
 
 def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: str) -> None:
-    """Name the columns that may hold labels, where none is called `label` and no setting names one."""
+    """Note the columns that may hold labels, if none is called `label` and no setting names one."""
+    if config.label_column is not None or "label" in rows.column_names:
+        return
     others = [name for name in rows.column_names if name != image_column]
-    if config.label_column is None and "label" not in others and others:
-        note(f"{describe(config)} has no column `label`; data.label_column may name one of {', '.join(others)}")
+    if others:
+        source = describe_source(config)
+        note(f"{source} has no column `label`; data.label_column may name one of {', '.join(others)}")
 
 
-def as_arguments(config: SourceConfig) -> str:
-    """The settings that say which images these are, where they are not as usual, as a command line has them."""
-    names = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
-    usual = SourceConfig()
-    changed = [(name, getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)]
-    return "".join(f" --data.{name} {shlex.quote(as_words(value))}" for name, value in changed)
+def image_arguments(config: SourceConfig) -> str:
+    """Command-line arguments for the settings that select images and differ from their defaults."""
+    defaults = SourceConfig()
+    arguments = ""
+    for field in dataclasses.fields(SourceConfig):
+        value = getattr(config, field.name)
+        if not field.metadata.get("operational") and value != getattr(defaults, field.name):
+            arguments += f" --data.{field.name} {shlex.quote(as_words(value))}"
+    return arguments
 
 
 def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]:
-    """All splits of the dataset that `data.path` names, indexed, or as streams where they are in shards.
+    """All splits of the dataset at `data.path`: indexed rows, or streams of shards.
 
     Raises:
         UserError: it cannot be loaded.
     """
     if config.path is None:
-        files = {split: str(BIRDS / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
+        files = {split: str(BIRDS_FOLDER / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
         return datasets.load_dataset("parquet", data_files=files, streaming=streaming, download_config=QUIET)
-    path, on_hub = Path(config.path).expanduser(), of_the_hub(config)
-    if not (on_hub or path.exists() or "://" in config.path):
+    path = Path(config.path).expanduser()
+    on_hub = is_hub_dataset(config)
+    if not (on_hub or path.exists() or is_url(config.path)):
         raise UserError(f"data.path is {config.path}, which does not exist")
-    say_that_it_is_of_the_hub(config)
+    announce_hub_lookup(config)
     allowed = f"left out: {config.path} is no dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
     try:
-        if "://" in config.path:
+        if is_url(config.path):
             return from_a_server(partial(load_url, config, streaming), config)
         if on_hub:
             return from_a_server(partial(load_from_hub, config, streaming), config)
@@ -100,32 +117,47 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     except UserError:
         raise
     except LOADING_ERRORS as error:
-        here = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
-        message = f"data.path is {config.path}, which cannot be loaded: {cause(error)}{here}"
-        raise UserError(unwritable_cache(error) or message) from error
+        message = unwritable_cache(error)
+        if message is None:
+            not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
+            message = f"data.path is {config.path}, which cannot be loaded: {describe_cause(error)}{not_local}"
+        raise UserError(message) from error
 
 
-def cause(error: BaseException) -> str:
-    """What went wrong, in one line: what the library says of it, and the error that it hides."""
+def describe_cause(error: BaseException) -> str:
+    """An error in one line, with the errors that `datasets` hides behind its own."""
     inner = error.__cause__ or error.__context__
     if isinstance(error, DatasetsError) and inner is not None:
-        return f"{one_line(error)}: {cause(inner)}"
+        return f"{one_line(error)}: {describe_cause(inner)}"
     return one_line(error)
 
 
-def held_out_name(config: SourceConfig, names: list[str]) -> str | None:
-    """The split that is held out; None: a cut of the training split. UserError where one of the two is not there."""
-    there = f"{describe(config)} has {', '.join(names)}"
+def find_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
+    """The name of the held-out split; None: a cut of the training split is held out.
+
+    Args:
+        names: of the dataset's splits.
+    Raises:
+        UserError: the dataset lacks the training split or the held-out split.
+    """
+    available = f"{describe_source(config)} has {', '.join(names)}"
     if config.split not in names:
-        raise UserError(f"data.split is {config.split}; {there}")
+        raise UserError(f"data.split is {config.split}; {available}")
     if config.eval_split == "auto":
-        found = next((name for name in ("validation", "test") if name in names and name != config.split), None)
-        usual = found is None or config.eval_fraction == SourceConfig.eval_fraction
-        allowed = f"left out, because {found} is held out, or data.eval_split null"
-        require(usual, "data.eval_fraction", config.eval_fraction, allowed)
-        return found
+        return usual_held_out_split(config, names)
     if config.eval_split == config.split:
         raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
     if config.eval_split is not None and config.eval_split not in names:
-        raise UserError(f"data.eval_split is {config.eval_split}; {there}")
+        raise UserError(f"data.eval_split is {config.eval_split}; {available}")
     return config.eval_split
+
+
+def usual_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
+    """`validation`, or else `test`, if the dataset has it and does not train on it."""
+    for name in ("validation", "test"):
+        if name in names and name != config.split:
+            allowed = f"left out, because {name} is held out, or data.eval_split null"
+            is_default = config.eval_fraction == SourceConfig.eval_fraction
+            require(is_default, "data.eval_fraction", config.eval_fraction, allowed)
+            return name
+    return None

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.config import ImagesConfig, SourceConfig, require
+from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, dataset_of, decode_cell, file_of, find_image_column, numbers_of, undecoded
 from mpp.data.identity import image_files, listed, short_digest
 from mpp.data.kept_samples import Files, keep, list_files
 from mpp.data.labels import find_label_column, number_labels, read_labels
-from mpp.data.overview import announce_stream, describe
+from mpp.data.overview import announce_stream
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, retried
-from mpp.data.sources import held_out_name, load_splits
+from mpp.data.sources import find_held_out_split, load_splits
 from mpp.data.views import REPLACEMENTS, Batch, BatchLayout, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
 from mpp.errors import Undecodable, UserError, one_line
@@ -271,10 +272,10 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
     splits, files, indexed = open_streams(config)
-    held_out = held_out_name(config, list(splits))
+    held_out = find_held_out_split(config, list(splits))
     train = splits[config.split]
     if train.features is None:
-        raise UserError(f"{describe(config)} says nothing of the types of its columns; it cannot be streamed")
+        raise UserError(f"{describe_source(config)} says nothing of the types of its columns; it cannot be streamed")
     column = find_image_column(config, train.features)
     train = all_undecoded(train, column)
     rows = undecoded(indexed[config.split], column) if indexed else None
@@ -288,11 +289,13 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         allowed = f"smaller: of {train.num_shards} shards it leaves none to train on"
         require(leaves_some, "data.eval_fraction", config.eval_fraction, allowed)
         if train.num_shards <= 1:
-            raise UserError(f"{describe(config)} has one shard and no held-out split; name one by data.eval_split")
+            raise UserError(
+                f"{describe_source(config)} has one shard and no held-out split; name one by data.eval_split"
+            )
         order = permutation(Stream.CUT, config.cut_seed, 0, train.num_shards).tolist()
         shards = Shards(train, column, config.split, sorted(order[cut:]), files, rows)
         others = Shards(train, column, "held out", sorted(order[:cut]), files)
-    if find_label_column(config.label_column, train.features, describe(config)) is None:
+    if find_label_column(config.label_column, train.features, describe_source(config)) is None:
         probed = 0
     column_of = (config.label_column, config.eval_label_column or config.label_column)
     keys = ("data.label_column", "data.eval_label_column" if config.eval_label_column else "data.label_column")
@@ -301,13 +304,16 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         sampled(config, others, column_of[1], keys[1], evaluated, config.cut_seed),
     ]
     labels = number_labels(
-        [read_labels(rows, name, describe(config), key) for rows, name, key in zip(parts, column_of, keys, strict=True)]
+        [
+            read_labels(rows, name, describe_source(config), key)
+            for rows, name, key in zip(parts, column_of, keys, strict=True)
+        ]
     )
     known = [
         dataset_of(rows, column, of_part, name, labels.names, labels.classes)
         for rows, of_part, name in zip(parts, labels.parts, (config.split, others.split), strict=True)
     ]
-    announce_stream(describe(config), shards.count, others.count, known)
+    announce_stream(describe_source(config), shards.count, others.count, known)
     return replace(shards, stream=train.select_columns([column])), known[0], known[1]
 
 
@@ -321,7 +327,7 @@ def sampled(
     Args:
         label, key: column of the labels, if the user named it, and by which setting.
     """
-    label = find_label_column(label, shards.stream.features, describe(config), key)
+    label = find_label_column(label, shards.stream.features, describe_source(config), key)
     columns = [shards.image_column, *([label] if label else [])]
     needed = replace(shards, stream=shards.stream.select_columns(columns))
     features = datasets.Features(needed.stream.features | {POSITION: datasets.Value("int64")})

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
 from mpp.config.parsing import differing, to_yaml
-from mpp.data.hub import commit_of
+from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
 from mpp.data.moments import channel_moments
 from mpp.data.views import BatchLayout
@@ -156,7 +156,7 @@ def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    commit = from_main_process(accelerator, lambda: commit_of(config.data, commit_begun_with(folder)))
+    commit = from_main_process(accelerator, lambda: resolve_commit(config.data, commit_begun_with(folder)))
     return replace(config, data=replace(config.data, revision=commit)) if commit else config
 
 

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 
 from mpp.config import SourceConfig, require
 from mpp.config.parsing import changed_keys, read_saved, to_yaml
-from mpp.data.hub import is_local, is_url, may_be_of_the_hub
+from mpp.data.data_path import could_be_hub_name, is_local, is_url
 from mpp.data.identity import differences, listed, not_listed, record, together
 from mpp.data.kept_samples import list_files
 from mpp.data.sources import load_image_datasets
@@ -158,7 +158,7 @@ def has_moved_images(folder: Path, data: SourceConfig) -> bool:
         UserError: `data.path` names a dataset of the hub where the run's was a folder, or images that cannot be loaded.
     """
     was = (saved_settings(folder).get("data") or {}).get("path")
-    if was is None or may_be_of_the_hub(was) or is_url(was) or is_local(was):
+    if was is None or could_be_hub_name(was) or is_url(was) or is_local(was):
         return False
     if not is_local(data.path):
         raise UserError(

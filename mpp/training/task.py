@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from mpp.config import CorruptionConfig, DataConfig, ProbeConfig, Representation, RunConfig
 from mpp.corruption import Grid
+from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
-from mpp.data.hub import cached_commit, of_the_hub
+from mpp.data.hub import cached_commit
 from mpp.data.identity import NAMES_OF_CLASSES, record
-from mpp.data.overview import describe
 from mpp.data.stream import Shards, streaming_loader
 from mpp.data.survey import survey
 from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
@@ -169,7 +169,7 @@ class ImageTask:
     def record(self) -> dict[str, Any]:
         """Which images these are: see mpp/data/identity.py."""
         retries, commit = self.data.read_retries, None
-        if of_the_hub(self.data):
+        if is_hub_dataset(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
         streamed = isinstance(self.train, Shards)
         known = self.train.record(retries, commit) if streamed else self.record_of(self.train, commit)
@@ -201,7 +201,7 @@ class ImageTask:
 
         To be called on the main process. `model` is without wrappers.
         """
-        normalize, images = model.normalize, f"{describe(self.data)}, {self.train.describe()}"
+        normalize, images = model.normalize, f"{describe_source(self.data)}, {self.train.describe()}"
         learned_labels = self.learns_labels or self.builds_on_labels
         card = model_card(folder, model.encoder, self.kind, learned_labels, self.describe_model(), self.method, images)
         input_config = (self.img_size, normalize.mean, normalize.std, self.data.eval_crop)
