@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evaluation.config import EmbedConfig, ProbeDataConfig
-from evaluation.frozen.encoder import ColorFloor, FrozenEncoder, encoder_of
+from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
 from evaluation.frozen.run_images import parse_with_images
 from evaluation.supervision.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
@@ -88,7 +88,7 @@ class Computed:
     img_size: Size
 
 
-def computed(encoder: FrozenEncoder | ColorFloor, config: EmbedConfig, accelerator: Accelerator) -> Computed:
+def computed(encoder: FrozenEncoder | ColorBaseline, config: EmbedConfig, accelerator: Accelerator) -> Computed:
     """The features that are asked for, or the logits of the run.
 
     Raises:
@@ -153,7 +153,7 @@ def embed(config: EmbedConfig) -> Path:
     """
     run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run, "a table is written")
-    encoder = encoder_of(config).to(accelerator.device)
+    encoder = open_frozen_encoder(config).to(accelerator.device)
     numbers = computed(encoder, config, accelerator)
     crop = config.data.eval_crop or encoder.crop_pct
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=crop))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import mpp
 from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
-from evaluation.frozen.encoder import FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
+from evaluation.frozen.encoder import FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
 from evaluation.frozen.extraction import Features, Readable, extract_readable, views_for, warn_left_out
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import load_shown, parse_with_images, run_folder
@@ -117,7 +117,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         about |= {"input": f"images ({batch}, {encoder.channels}, {height}, {width}) {dtype}, {kind}"}
         about |= {"output": f"features {out} float32"}
     if hasattr(encoder.model, "num_prefix_tokens"):
-        about |= {"prefix_tokens": encoder.model.num_prefix_tokens, "grid": list(grid_of(encoder.model))}
+        about |= {"prefix_tokens": encoder.model.num_prefix_tokens, "grid": list(patch_grid(encoder.model))}
     return about | {"card": card.read_text(encoding="utf-8") if card and card.is_file() else ""}
 
 
@@ -348,11 +348,11 @@ def export(config: ExportConfig) -> dict[str, Any]:
     install = f"installed first: pip install {' '.join(missing)}"
     require(not missing, "format", f"onnx without {', '.join(missing)}", install)
     accelerator = start_alone(RunConfig(precision="fp32", trackers=(), threads=config.threads), "a file is written")
-    encoder = encoder_of(config)
+    encoder = open_frozen_encoder(config)
     try:
-        model = model_of(encoder)
+        model = encoder.model
         if config.representation == "tokens":
-            grid_of(model)
+            patch_grid(model)
     except Unavailable as error:
         raise UserError(f"encoder is {config.encoder}, which cannot be exported: {error}") from None
     logits = config.representation == "logits"

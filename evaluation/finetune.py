@@ -20,7 +20,7 @@ from accelerate import Accelerator, PartialState
 from torch import nn
 
 from evaluation.config import FinetuneConfig, OneRunConfig
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import parse_with_images
@@ -54,7 +54,7 @@ class Finetuning(Classification):
         self.kind = self.kind if random else "encoder fine-tuned with labels"
         drop_path = {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
         shown = (config.img_size, config.run.seed, config.data.channels)
-        loaded = load_frozen(config.encoder, config.checkpoint, random, *shown, **drop_path)
+        loaded = load_frozen_encoder(config.encoder, config.checkpoint, random, *shown, **drop_path)
         if getattr(loaded.model, "attn_pool", None) is not None:
             raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size

@@ -23,13 +23,21 @@ from torch import Tensor, nn
 
 from evaluation.config import SegmentationConfig
 from evaluation.figures import DPI, plot_segmentation
-from evaluation.frozen.encoder import GRID, ColorFloor, FrozenEncoder, Unavailable, depths_asked, encoder_of, grid_of
+from evaluation.frozen.encoder import (
+    CELLS_PER_SIDE,
+    ColorBaseline,
+    FrozenEncoder,
+    Unavailable,
+    open_frozen_encoder,
+    patch_grid,
+    resolve_depths,
+)
 from evaluation.frozen.masks import (
     IGNORED,
     ExtractedPatches,
     Masked,
+    PatchBaseline,
     PatchFeatures,
-    PatchFloor,
     class_shares,
     classes_in,
     classes_of,
@@ -287,39 +295,39 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     return report
 
 
-def patch_encoder(config: SegmentationConfig) -> FrozenEncoder | PatchFloor:
+def patch_encoder(config: SegmentationConfig) -> FrozenEncoder | PatchBaseline:
     """The encoder; of a floor, the colours and positions of patches."""
-    encoder = encoder_of(config)
-    if isinstance(encoder, ColorFloor):
+    encoder = open_frozen_encoder(config)
+    if isinstance(encoder, ColorBaseline):
         require(encoder.kind == "pixels", "encoder", config.encoder, "floor:pixels, of the floors")
-        return PatchFloor(encoder.img_size, encoder.crop_pct, (GRID, GRID))
+        return PatchBaseline(encoder.img_size, encoder.crop_pct, (CELLS_PER_SIDE, CELLS_PER_SIDE))
     try:
-        grid_of(encoder.model)
+        patch_grid(encoder.model)
     except Unavailable as error:
         raise UserError(f"encoder is {config.encoder}, which has no patches to judge: {error}") from None
     return encoder.to(device())
 
 
 def baselines_of(
-    config: SegmentationConfig, encoder: FrozenEncoder | PatchFloor
-) -> dict[str, FrozenEncoder | PatchFloor]:
+    config: SegmentationConfig, encoder: FrozenEncoder | PatchBaseline
+) -> dict[str, FrozenEncoder | PatchBaseline]:
     """What an encoder has to beat, with the same patches."""
-    if not config.baselines or isinstance(encoder, PatchFloor):
+    if not config.baselines or isinstance(encoder, PatchBaseline):
         return {}
-    floor = PatchFloor(encoder.img_size, encoder.crop_pct, grid_of(encoder.model))
+    floor = PatchBaseline(encoder.img_size, encoder.crop_pct, patch_grid(encoder.model))
     random = {} if config.random else {"random weights": patch_encoder(dataclasses.replace(config, random=True))}
     return random | {"colour and position": floor}
 
 
 def features_by_depth(
     config: SegmentationConfig,
-    encoder: FrozenEncoder | PatchFloor,
+    encoder: FrozenEncoder | PatchBaseline,
     splits: tuple[Masked, Masked],
     accelerator: Accelerator,
 ) -> ExtractedPatches:
     """Features at the depths that the config asks for."""
     deepest = len(encoder.stages)
-    depths = depths_asked(config.depth if deepest > 1 else "last", deepest)  # a floor has one
+    depths = resolve_depths(config.depth if deepest > 1 else "last", deepest)  # a floor has one
     return extract_patches(encoder, splits, depths, config.data, accelerator, config.strict)
 
 
@@ -361,7 +369,7 @@ def table_of_classes(results: list[dict[str, Any]]) -> str:
 
 
 def picture(
-    encoder: FrozenEncoder | PatchFloor,
+    encoder: FrozenEncoder | PatchBaseline,
     masked: Masked,
     chosen: NDArray[np.int64],
     shown: dict[str, Tensor],

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from evaluation import fewshot, figures
 from evaluation.config import EncoderConfig, VisualizeConfig
-from evaluation.frozen.encoder import ColorFloor, FrozenEncoder, Unavailable, encoder_of, grid_of, model_of
+from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
 from evaluation.frozen.extraction import extract_features, views_for
 from evaluation.frozen.masks import patch_features
 from evaluation.frozen.probing import judge
@@ -63,7 +63,7 @@ class Subject(NamedTuple):
 
     config: VisualizeConfig
     accelerator: Accelerator
-    encoder: FrozenEncoder | ColorFloor
+    encoder: FrozenEncoder | ColorBaseline
     held_out: ImageDataset
 
     @property
@@ -129,7 +129,7 @@ def on_grid(values: np.ndarray, positions: np.ndarray, grid: Grid) -> np.ndarray
 
 def filters(subject: Subject) -> tuple[Figure, Numbers]:
     """The first principal components of the filters on pixels."""
-    components, shares = filter_components(model_of(subject.encoder), FILTERS)
+    components, shares = filter_components(subject.encoder.model, FILTERS)
     scaled = 0.5 + components / (2 * components.abs().amax((1, 2, 3), keepdim=True))
     shown = as_rgb(255 * scaled, subject.config.bands).movedim(1, -1).numpy()
     numbers = {"components": components.numpy(), "variance_share": shares.numpy()}
@@ -138,7 +138,7 @@ def filters(subject: Subject) -> tuple[Figure, Numbers]:
 
 def positions(subject: Subject) -> tuple[Figure, Numbers]:
     """How alike the places of patches are to the encoder."""
-    model = model_of(subject.encoder)
+    model = subject.encoder.model
     similarity = position_similarity(model).numpy()
     biases = getattr(model, "position", None) == "relative_bias"
     label = "bias of the logits, mean over heads and blocks" if biases else "cosine similarity"
@@ -147,9 +147,9 @@ def positions(subject: Subject) -> tuple[Figure, Numbers]:
 
 def attention_distances(subject: Subject) -> tuple[Figure, Numbers]:
     """How far each head looks."""
-    model, encoder = model_of(subject.encoder), subject.encoder
+    model, encoder = subject.encoder.model, subject.encoder
     count = min(subject.config.attention_images, len(subject.held_out))
-    grid = grid_of(model)
+    grid = patch_grid(model)
     uniform = float(distances(grid, spacing(encoder)).mean())
     batches = progress_bar(subject.images(count), desc="attention", unit="batch")
     with subject.accelerator.autocast():
@@ -182,15 +182,14 @@ def rollout_start(subject: Subject) -> Literal["class", "patches"]:
 
 def trained_class(subject: Subject) -> bool:
     """Whether a head was on the [class] token when the encoder was trained."""
-    ours = getattr(model_of(subject.encoder), "pretrained_cfg", {}).get("tag") == "mpp"  # by the hub, without its run
+    ours = getattr(subject.encoder.model, "pretrained_cfg", {}).get("tag") == "mpp"  # by the hub, without its run
     saved = saved_settings(subject.run) or ({"objective": None} if ours else {})
     pooling = saved.get("pooling") or (saved.get("head") or {}).get("pooling")  # of fine-tuning, or supervised
-    return has_class(model_of(subject.encoder)) and "objective" not in saved and pooling != "mean"
+    return has_class(subject.encoder.model) and "objective" not in saved and pooling != "mean"
 
 
 def pca(subject: Subject) -> tuple[Figure, Numbers]:
     """Principal components of patch features as colours, and the foreground by the first one, by depth."""
-    model_of(subject.encoder)
     deepest = len(subject.encoder.stages)
     depths = np.linspace(1, deepest, min(DEPTHS, deepest)).round().astype(int)
     shown, found = [], []
@@ -208,7 +207,7 @@ def pca(subject: Subject) -> tuple[Figure, Numbers]:
 
 def asked_patches(subject: Subject) -> list[int]:
     """The patches that pictures start from, counted row by row from 0."""
-    grid, asked = grid_of(model_of(subject.encoder)), subject.config.patches
+    grid, asked = patch_grid(subject.encoder.model), subject.config.patches
     patches = spread_patches(grid) if asked is None else list(asked)
     require(
         max(patches) < math.prod(grid), "patches", max(patches), f"below {math.prod(grid)}, the patches of an image"
@@ -230,7 +229,7 @@ def similarity(subject: Subject) -> tuple[Figure, Numbers]:
 def neighbours(subject: Subject) -> tuple[Figure, Numbers]:
     """The most similar of other held-out images, and patches in them."""
     config, encoder = subject.config, subject.encoder
-    grid = grid_of(model_of(encoder))
+    grid = patch_grid(encoder.model)
     patch = asked_patches(subject)[0] if config.patches else grid[0] // 2 * grid[1] + grid[1] // 2
     through, queries = (subject.held_out.choose(most, config.data.cut_seed) for most in (RANKED, config.images))
     if len(through) < 2:
@@ -318,7 +317,7 @@ def subject_of(config: VisualizeConfig) -> Subject:
     accelerator = start_alone(run, "pictures are drawn")
     largest = max(config.bands or (1,))
     require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
-    encoder = encoder_of(config)
+    encoder = open_frozen_encoder(config)
     return Subject(config, accelerator, encoder.to(accelerator.device), load_shown(config)[1])
 
 

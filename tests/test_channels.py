@@ -19,7 +19,7 @@ from timm.models import adapt_input_conv
 import mpp
 from evaluation import contrastive, fewshot, finetune, knn, supervised, visualize
 from evaluation.config import EVERY
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.provenance import learned_from
 from evaluation.memory import peak_memory
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
@@ -400,8 +400,8 @@ def test_panels_of_four_bands(settings):
 def test_color_floors_of_many_channels():
     for channels, count in ((1, 8), (4, 4096), (7, 7 * 8)):
         images = images_of(channels, 16, 16)
-        (colors,) = load_frozen("floor:colors", channels=channels, img_size=16)(images, "mean", [1])
-        (pixels,) = load_frozen("floor:pixels", channels=channels, img_size=16)(images, "mean", [1])
+        (colors,) = load_frozen_encoder("floor:colors", channels=channels, img_size=16)(images, "mean", [1])
+        (pixels,) = load_frozen_encoder("floor:pixels", channels=channels, img_size=16)(images, "mean", [1])
         assert colors.shape == (2, count) and colors.sum() == 2 * 64 * (channels if channels == 7 else 1)
         cells = images.unflatten(2, (8, 2)).unflatten(4, (8, 2)).mean((3, 5)) / 255  # (B, C, 8, 8)
         torch.testing.assert_close(pixels.view(2, 64, channels), cells.flatten(2).transpose(1, 2))
@@ -415,9 +415,9 @@ def test_memory_is_counted_for_these_channels():
 
 
 def test_encoders_of_timm_are_built_for_the_images(tmp_path):
-    frozen = load_frozen("vit_tiny_patch16_224.augreg_in21k", img_size=32, channels=2, random=True)
+    frozen = load_frozen_encoder("vit_tiny_patch16_224.augreg_in21k", img_size=32, channels=2, random=True)
     assert frozen.normalize.mean == (0.5, 0.5)
-    imagenet = load_frozen("deit_tiny_patch16_224", img_size=32, channels=2, random=True).normalize
+    imagenet = load_frozen_encoder("deit_tiny_patch16_224", img_size=32, channels=2, random=True).normalize
     assert imagenet.mean == pytest.approx(((0.485 + 0.456 + 0.406) / 3,) * 2)
     assert frozen(torch.zeros(1, 2, 32, 32), "mean", [12])[0].shape == (1, 192)
 

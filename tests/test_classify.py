@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import mpp
 from evaluation import finetune, supervised
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.supervision.classification import Classification, largest_class
 from evaluation.supervision.heads import HeadedEncoder, build_backbone
@@ -225,7 +225,7 @@ def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init):
     source = build_encoder(ModelConfig(**small, position="sincos_2d"))
     export_encoder(source, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 0.875)
     finetune.main([*BASE, f"--encoder={tmp_path}", f"--init={init}", "--lrs=0.1", f"--run.dir={tmp_path / 'run'}"])
-    tuned, untuned = load_frozen(str(tmp_path / "run/lr_0.1")).model, source.state_dict()
+    tuned, untuned = load_frozen_encoder(str(tmp_path / "run/lr_0.1")).model, source.state_dict()
     same = {name for name, tensor in tuned.state_dict().items() if torch.equal(tensor, untuned[name])}
     assert same == {"pos_embed"}
     title, tags = title_and_tags(tmp_path / "run/lr_0.1/encoder")

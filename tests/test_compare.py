@@ -19,7 +19,7 @@ from evaluation.comparison.tables import Question, numbers_of, plot_question, ta
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
 from evaluation.figures import plot_depths, plot_lines
 from evaluation.frozen import probing
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.extraction import Features
 from evaluation.frozen.run_images import record_of
 from mpp.config import Config, SourceConfig
@@ -487,7 +487,7 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     job = jobs.Job(case, tmp_path)
     assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
     job.prepare()
-    assert load_frozen(str(tmp_path / "0")).img_size == (16, 16)
+    assert load_frozen_encoder(str(tmp_path / "0")).img_size == (16, 16)
 
 
 def test_what_a_result_depends_on_is_in_its_digest(tmp_path):
@@ -639,14 +639,14 @@ def test_floors_are_colour_statistics():
     images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
     images[0, 0] = 255  # red
     images[1, 2, :, 32:] = 255  # right half blue
-    (pixels,) = load_frozen("floor:pixels")(images, "mean", [1])
+    (pixels,) = load_frozen_encoder("floor:pixels")(images, "mean", [1])
     assert pixels.shape == (2, 192) and pixels[0].view(64, 3).tolist() == [[1, 0, 0]] * 64
-    (colors,) = load_frozen("floor:colors")(images, "mean", [1])
+    (colors,) = load_frozen_encoder("floor:colors")(images, "mean", [1])
     assert colors.shape == (2, 512)
     assert colors[0].nonzero().tolist() == [[7 * 64]] and colors[0, 7 * 64] == 64
     assert (colors[1, 0], colors[1, 7]) == (32, 32)
     with pytest.raises(ValueError, match="must be floor:pixels or floor:colors"):
-        load_frozen("floor:size")
+        load_frozen_encoder("floor:size")
 
 
 TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}

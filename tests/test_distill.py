@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
 from evaluation.config import DistillConfig
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervision.deit import averaged, build_student, distillation_loss
 from evaluation.supervision.teachers import load_teacher
 from mpp.config import ModelConfig
@@ -125,7 +125,7 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
     assert tokens.shape == (2, 2 + 16, 16)
     both = torch.stack([model.head(tokens[:, 0]), model.distill_head(tokens[:, 1])], 1)
     torch.testing.assert_close(model(pixels), both)
-    frozen = load_frozen(str(folder))
+    frozen = load_frozen_encoder(str(folder))
     for representation, expected in (("class", tokens[:, 0]), ("mean", tokens[:, 2:].mean(1))):
         torch.testing.assert_close(frozen(pixels, representation, [2])[0], expected)
     with safe_open(complete_checkpoints(folder)[-1] / "model.safetensors", framework="pt") as file:
@@ -230,7 +230,7 @@ def test_fine_tuned_and_distilled_runs_teach_too(tmp_path, teacher):
         taught = load_teacher(DistillConfig(teacher=str(run)), 9)
         weights = load_file(complete_checkpoints(run)[-1] / "model.safetensors")
         pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-        tokens = load_frozen(str(run)).model.forward_features(taught.network.normalize(pixels))
+        tokens = load_frozen_encoder(str(run)).model.forward_features(taught.network.normalize(pixels))
         if run.name == "first":
             heads = []
             for number, name in enumerate(("head", "distill_head")):

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import mpp
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 
 CELLS = """
 import dataclasses, sys
@@ -50,7 +50,7 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
     arrays = [Image.fromarray(np.asarray(image.permute(1, 2, 0))) for image in images]
     torch.testing.assert_close(mpp.extract_features(encoder, arrays, representation="both"), found)
     encoder.pretrained_cfg["crop_pct"] = 1.0  # nothing is resized then
-    (expected,) = load_frozen(str(finished_run))(images, "both", [2])
+    (expected,) = load_frozen_encoder(str(finished_run))(images, "both", [2])
     torch.testing.assert_close(mpp.extract_features(encoder, images, representation="both"), expected)
 
 

@@ -25,7 +25,7 @@ import mpp
 from evaluation import fewshot, knn, linear
 from evaluation.config import LinearConfig
 from evaluation.features import main as extract
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.extraction import Features, load_features, save_features
 from evaluation.linear import fit_lbfgs
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
@@ -56,7 +56,7 @@ def vit(tmp_path_factory):
 
 def test_features_are_timms_own(vit):
     model, folder = vit
-    frozen = load_frozen(str(folder.parent))
+    frozen = load_frozen_encoder(str(folder.parent))
     assert (frozen.img_size, frozen.crop_pct, len(frozen.stages)) == ((32, 32), 1.0, 3)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
@@ -74,18 +74,18 @@ def test_features_are_timms_own(vit):
 
 def test_resnets_and_hybrids_satisfy_the_contract():
     images = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
-    resnet = load_frozen("resnetv2_50x1_bit", img_size=64, random=True)
+    resnet = load_frozen_encoder("resnetv2_50x1_bit", img_size=64, random=True)
     assert [part.shape[1] for part in resnet(images, "mean", [1, 2, 3, 4])] == [256, 512, 1024, 2048]
     with pytest.raises(ValueError, match=r"no \[class\] token; use mean"):
         resnet(images, "class", [4])
-    hybrid = load_frozen("vit_tiny_r_s16_p8_224", img_size=64, random=True)
+    hybrid = load_frozen_encoder("vit_tiny_r_s16_p8_224", img_size=64, random=True)
     assert hybrid(images, "both", [1, 12])[1].shape == (1, 2 * 192)
 
 
 def test_other_models_of_timms_have_their_output_alone():
     images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     for name, width in (("resnet18", 512), ("swin_tiny_patch4_window7_224", 768)):
-        frozen = load_frozen(name, img_size=64 if name == "resnet18" else None, random=True)
+        frozen = load_frozen_encoder(name, img_size=64 if name == "resnet18" else None, random=True)
         shown = images if name == "resnet18" else torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
         assert len(frozen.stages) == 1 and frozen(shown, "mean", [1])[0].shape == (len(shown), width)
 
@@ -96,14 +96,14 @@ def test_a_damaged_encoder_is_named(vit, tmp_path, file):
     damaged = tmp_path / "encoder" / file
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"encoder is .* which cannot be (loaded|read)") as error:
-        load_frozen(str(tmp_path / "encoder"))
+        load_frozen_encoder(str(tmp_path / "encoder"))
     assert "\n" not in str(error.value)
 
 
 def test_random_weights_are_random_by_their_seed(vit):
     _, folder = vit
     weights = [
-        next(load_frozen(str(folder), **options).model.parameters())
+        next(load_frozen_encoder(str(folder), **options).model.parameters())
         for options in ({}, {"random": True, "seed": 2}, {"random": True, "seed": 2}, {"random": True, "seed": 1})
     ]
     assert torch.equal(weights[1], weights[2])
@@ -113,11 +113,11 @@ def test_random_weights_are_random_by_their_seed(vit):
 def test_a_local_checkpoint_goes_with_a_name(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224")
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    loaded = load_frozen("vit_tiny_patch16_224", checkpoint=str(tmp_path / "weights.safetensors"))
+    loaded = load_frozen_encoder("vit_tiny_patch16_224", checkpoint=str(tmp_path / "weights.safetensors"))
     assert all(torch.equal(p, loaded.model.state_dict()[n]) for n, p in model.state_dict().items() if "head" not in n)
     for bad, said in (("weights.bin", r"it must be a \.safetensors file"), ("no.safetensors", "there is no such file")):
         with pytest.raises(ValueError, match=rf"checkpoint is .*{bad}.*{said}"):
-            load_frozen("vit_tiny_patch16_224", checkpoint=str(tmp_path / bad))
+            load_frozen_encoder("vit_tiny_patch16_224", checkpoint=str(tmp_path / bad))
 
 
 def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
@@ -127,10 +127,10 @@ def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     hint = "; without a network, checkpoint names a file with its weights .random true, or init random, takes none."
     with pytest.raises(UserError, match=rf"encoder is vit_tiny_patch16_224, which cannot be loaded: .*{hint}"):
-        load_frozen("vit_tiny_patch16_224")
+        load_frozen_encoder("vit_tiny_patch16_224")
     weights = timm.create_model("vit_tiny_patch16_224")
     monkeypatch.setattr("timm.create_model", lambda name, pretrained, **_: weights if pretrained else None)
-    assert load_frozen("vit_tiny_patch16_224").model is weights
+    assert load_frozen_encoder("vit_tiny_patch16_224").model is weights
 
 
 def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
     export_encoder(fixed, folder, 16, (0.5,) * 3, (0.5,) * 3, 0.875)
     download = "mpp.runtime.weights.snapshot_download"
     monkeypatch.setattr(download, lambda name, allow_patterns: asked.append(name) or str(folder))
-    for encoder in (mpp.load_encoder("hf-hub:me/mine"), load_frozen("hf-hub:me/mine").model):
+    for encoder in (mpp.load_encoder("hf-hub:me/mine"), load_frozen_encoder("hf-hub:me/mine").model):
         assert all(map(torch.equal, encoder.parameters(), fixed.parameters()))
         assert "pos_embed" in dict(encoder.named_buffers())
     assert asked == ["me/mine"] * 2
@@ -149,12 +149,12 @@ def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["no_such_model", "vit_base_patch16_2244"])
 def test_an_encoder_that_is_not_there_is_named(name):
     with pytest.raises(ValueError, match=f"encoder is {name}: no folder"):
-        load_frozen(name)
+        load_frozen_encoder(name)
 
 
 def test_an_image_size_that_does_not_fit_is_named(vit):
     with pytest.raises(ValueError, match=r"img_size is 36; it must be a multiple of the patch size \(8\)"):
-        load_frozen(str(vit[1]), img_size=36)
+        load_frozen_encoder(str(vit[1]), img_size=36)
 
 
 def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit, tmp_path):
@@ -165,7 +165,7 @@ def test_extracted_features_are_of_the_centre_crop_and_labelled_images_alone(vit
     train, _ = load_image_datasets(DataConfig())
     index = int(np.flatnonzero(train.labels >= 0)[17])
     crop = centre_crop(train.decode(index, ImagesConfig()), 32, 0.5)
-    expected = load_frozen(str(folder))(crop[None], "mean", [3])[0][0]
+    expected = load_frozen_encoder(str(folder))(crop[None], "mean", [3])[0][0]
     torch.testing.assert_close(torch.from_numpy(saved.train[17]), expected, rtol=1e-4, atol=1e-5)
     assert saved.train_labels[17] == train.labels[index]
 
@@ -244,7 +244,10 @@ def test_features_are_already_of_some_encoder(tmp_path):
 def test_random_means_random_whatever_weights_there_are(vit, tmp_path):
     save_file({"nothing": torch.zeros(1)}, tmp_path / "w.safetensors")
     words = dict(encoder="vit_tiny_patch16_224", img_size=32, random=True)
-    with_file, without = load_frozen(**words, checkpoint=str(tmp_path / "w.safetensors")), load_frozen(**words)
+    with_file, without = (
+        load_frozen_encoder(**words, checkpoint=str(tmp_path / "w.safetensors")),
+        load_frozen_encoder(**words),
+    )
     pairs = zip(with_file.model.parameters(), without.model.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 

@@ -10,7 +10,7 @@ import torch
 from conftest import encoded, picture
 
 from evaluation import visualize
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from mpp import load_encoder
 from mpp.config import Config, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
@@ -73,11 +73,11 @@ def test_a_pickle_beside_or_in_place_of_weights_is_not_loaded(pretrain, trained,
     torch.save({"state_dict": Payload(trap)}, encoder / name)
     if name == "model.safetensors":
         with pytest.raises(ValueError, match="cannot be read"):
-            load_frozen(str(encoder))
+            load_frozen_encoder(str(encoder))
         with pytest.raises(ValueError, match="cannot be read"):
             pretrain(f"--model.init_from={encoder}", dir=encoder.parent.parent / "other")
     else:
-        load_frozen(str(encoder))
+        load_frozen_encoder(str(encoder))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_an_encoders_config_says_of_weights_elsewhere_is_not_followed(tmp_p
     config["pretrained_cfg"] |= told
     (encoder / "config.json").write_text(json.dumps(config | told))
     try:
-        found = load_frozen(str(encoder)).model.state_dict()
+        found = load_frozen_encoder(str(encoder)).model.state_dict()
     except ValueError as error:
         assert "\n" not in str(error)
     else:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import mpp
 from evaluation import embed, export, features, fewshot, knn, linear, segmentation
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervision.deit import build_student
 from evaluation.supervision.teachers import classifier_at
 from mpp.config import ModelConfig
@@ -55,7 +55,7 @@ WAYS = {  # a setting -> the encoder with the weights of a folder that it names
     "model.init_from": lambda folder: build_encoder(ModelConfig(**SMALL, init_from=str(folder))),
     "model.init_from ": lambda folder: build_encoder(ModelConfig(**SMALL, init_from=str(folder / "model.safetensors"))),
     "encoder": lambda folder: mpp.load_encoder(folder),
-    "encoder ": lambda folder: load_frozen(str(folder)).model,
+    "encoder ": lambda folder: load_frozen_encoder(str(folder)).model,
     "objective.teacher": lambda folder: create(str(folder), key="objective.teacher"),
     "checkpoint": of_name,
     "objective.teacher_checkpoint": partial(of_name, key="objective.teacher"),
@@ -102,7 +102,7 @@ PICKLED_WAYS = {
     "model.init_from": lambda path: build_encoder(ModelConfig(**SMALL, init_from=path)),
     "model.init_from ": lambda path: build_student(ModelConfig(**SMALL, init_from=path)),
     "encoder": mpp.load_encoder,
-    "encoder ": load_frozen,
+    "encoder ": load_frozen_encoder,
     "objective.teacher": lambda path: create(path, key="objective.teacher"),
     "distill.teacher": lambda path: classifier_at(path, 3, "distill.teacher"),
 }

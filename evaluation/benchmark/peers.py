@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision import datasets, transforms
 
-from evaluation.frozen.encoder import load_frozen
+from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import (
     Config,
     CorruptionConfig,
@@ -221,7 +221,7 @@ def vit_pytorch(bench: Bench) -> Peer:
 
 def features(bench: Bench) -> Peer:
     """Features as the probes extract them, from pixels."""
-    frozen = load_frozen(bench.model, random=True).to(bench.accelerator.device)
+    frozen = load_frozen_encoder(bench.model, random=True).to(bench.accelerator.device)
     images = torch.randint(0, 256, (bench.batch_size, 3, *frozen.img_size), dtype=torch.uint8)
     images, last = images.to(bench.accelerator.device), len(frozen.stages)
 
@@ -234,7 +234,7 @@ def features(bench: Bench) -> Peer:
 
 def timm_forward(bench: Bench) -> Peer:
     """The bare model's forward pass, from normalised input."""
-    frozen = load_frozen(bench.model, random=True).to(bench.accelerator.device)
+    frozen = load_frozen_encoder(bench.model, random=True).to(bench.accelerator.device)
     images = torch.randn(bench.batch_size, 3, *frozen.img_size, device=bench.accelerator.device)
 
     def step() -> None:

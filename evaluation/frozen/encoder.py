@@ -1,6 +1,6 @@
-"""The contract through which evaluation sees an encoder: pixels in, features out, and what input it takes.
+"""Frozen encoders as evaluation sees them: pixels in, features out, and the input that they take.
 
-Vision Transformers, ResNets and hybrids of timm's satisfy it; nothing else here knows how they are built.
+Vision Transformers, ResNets and hybrids from timm satisfy this contract; nothing else here knows how they are built.
 """
 
 from collections.abc import Sequence
@@ -23,28 +23,35 @@ from mpp.objectives import palette_for, sum_of
 from mpp.runtime.hardware import uses_gpu
 
 Size = tuple[int, int]  # height and width
-GRID = 8  # cells per side of the colour floors
+CELLS_PER_SIDE = 8  # of the colour baselines
+BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
+BASELINE_CROP_PCT = 0.875
+
+
+class Unavailable(ValueError):
+    """An encoder or its images lack what a picture or an evaluation needs; the message names it."""
 
 
 class FrozenEncoder(nn.Module):
-    """An encoder that is only looked at.
+    """An encoder without gradients that normalises the pixels it is given.
 
     Args:
-        model: timm's, without a head.
-        img_size: side of the images it is shown, or height and width; None: its own.
+        model: timm model without a head.
+        img_size: side of the images it is shown, or height and width; None: the model's own.
     """
 
     def __init__(self, model: nn.Module, img_size: int | Size | None = None):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         data_config = resolve_model_data_config(model)
-        self.channels, self.img_size = data_config["input_size"][0], sides(img_size or data_config["input_size"][1:])
+        self.channels = data_config["input_size"][0]
+        self.img_size = sides(img_size or data_config["input_size"][1:])
         self.crop_pct = data_config["crop_pct"]
         self.normalize = Normalize(data_config["mean"], data_config["std"])
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """What depth counts."""
+        """The parts that depth counts: blocks of a ViT, stages of a ResNet."""
         return stages(self.model)
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
@@ -52,43 +59,47 @@ class FrozenEncoder(nn.Module):
         return features_at(self.model, self.normalize(images), depths, representation)
 
 
-class ColorFloor(nn.Module):
+class ColorBaseline(nn.Module):
     """Features without a model, which pre-training has to beat: colour statistics of an 8 x 8 grid over the image.
 
     Args:
-        kind: pixels: the mean colour of each cell (of RGB 192 numbers); colors: how many cells have each of the colours
-            of 3 bits a channel (of RGB 512), or each level of each channel where there are more than four channels.
+        kind: pixels: the mean colour of each cell (192 numbers for RGB); colors: the number of cells that have each of
+            the colours of 3 bits a channel (512 numbers for RGB), or each level of each channel where there are more
+            than four channels.
         img_size: side of the images, a multiple of 8, or height and width; None: 64.
-        channels: of the images.
+        channels: channels of the images.
     """
 
     stages = (None,)
 
     def __init__(self, kind: str, img_size: int | Size | None, channels: int = 3):
         super().__init__()
-        self.palette = palette_for(ObjectiveConfig(), channels)
         if kind not in ("pixels", "colors"):
             raise UserError(f"encoder is floor:{kind}; it must be floor:pixels or floor:colors")
-        self.kind, self.img_size, self.crop_pct = kind, sides(img_size or 64), 0.875
-        require(all(side % GRID == 0 for side in self.img_size), "img_size", img_size, f"a multiple of {GRID}")
+        self.kind = kind
+        self.palette = palette_for(ObjectiveConfig(), channels)
+        self.img_size = sides(img_size or BASELINE_SIZE)
+        self.crop_pct = BASELINE_CROP_PCT
+        fits = all(side % CELLS_PER_SIDE == 0 for side in self.img_size)
+        require(fits, "img_size", img_size, f"a multiple of {CELLS_PER_SIDE}")
+
+    @property
+    def model(self) -> nn.Module:
+        """A baseline has none: raises Unavailable."""
+        raise Unavailable("a colour baseline has no weights")
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
-        """As FrozenEncoder's; there is one depth and one representation."""
-        cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=GRID, w=GRID)
-        sums, most = sum_of(cells), 255 * cells[0, 0, 0].numel()  # (B, 64, C)
+        """As in FrozenEncoder; there is one depth and one representation."""
+        cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=CELLS_PER_SIDE, w=CELLS_PER_SIDE)
+        sums = sum_of(cells)  # (B, 64, C)
+        largest_sum = 255 * cells[0, 0, 0].numel()
         if self.kind == "pixels":
-            return [sums.flatten(1).float() / most]
-        classes = self.palette.classify(sums, most)  # (B, 64, S)
+            return [sums.flatten(1).float() / largest_sum]
+        classes = self.palette.classify(sums, largest_sum)  # (B, 64, S)
         return [F.one_hot(classes, self.palette.classes).sum(1).flatten(1).float()]
 
 
-def check_channels(encoder: FrozenEncoder, channels: int, key: str = "encoder") -> None:
-    """Raise UserError where an encoder takes other images than these."""
-    allowed = f"{channels}, as many as data.channels; a run's own data settings suit its encoder"
-    require(encoder.channels == channels, f"{key}'s input channels", encoder.channels, allowed)
-
-
-def load_frozen(
+def load_frozen_encoder(
     encoder: str,
     checkpoint: str | None = None,
     random: bool = False,
@@ -96,66 +107,74 @@ def load_frozen(
     seed: int = 0,
     channels: int | None = None,
     **changes: Any,
-) -> FrozenEncoder | ColorFloor:
-    """The encoder of a run folder, an encoder folder, or a timm model name; or a floor.
+) -> FrozenEncoder | ColorBaseline:
+    """Load the encoder of a run folder, an encoder folder, the hub or timm; or a colour baseline.
 
     Args:
-        encoder: a folder, hf-hub:NAME, or a timm name, whose published weights are downloaded; or `floor:pixels` or
-            `floor:colors`.
-        checkpoint: local .safetensors file with the weights of a timm name, in place of those.
-        random: the architecture with random weights, whatever weights there are.
+        encoder: a folder, hf-hub:NAME, or the name of a timm model, whose published weights are downloaded; or
+            `floor:pixels` or `floor:colors`.
+        checkpoint: local .safetensors file with the weights of a timm model, instead of the published ones.
+        random: take the architecture with random weights.
         img_size: another input size (ViTs resample their position embeddings).
-        seed: of random weights.
-        channels: of the images; None: those that the encoder takes.
-        changes: other arguments of timm's that differ from the encoder's own, such as `drop_path_rate`.
+        seed: seed of random weights.
+        channels: channels of the images; None: those that the encoder takes.
+        changes: other arguments of `timm.create_model` that differ from the encoder's own, such as `drop_path_rate`.
     Raises:
-        UserError: nothing of that name, or an encoder of another sort of input.
+        UserError: there is no such encoder, or it takes other images.
     """
     torch.manual_seed(seed)
     if encoder.startswith("floor:"):
-        return ColorFloor(encoder.removeprefix("floor:"), img_size, channels or 3)
-    options = {"in_chans": channels} if is_named(encoder) and channels not in (None, 3) else {}
-    model = create(encoder, img_size, not random, checkpoint, **options, **changes)
+        return ColorBaseline(encoder.removeprefix("floor:"), img_size, channels or 3)
+    if is_named(encoder) and channels not in (None, 3):
+        changes["in_chans"] = channels
+    model = create(encoder, img_size, not random, checkpoint, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
-    if hasattr(model, "patch_embed") and img_size is not None:
+    if img_size is not None and hasattr(model, "patch_embed"):
         check_grid(img_size, model.patch_embed.patch_size[0], "img_size")
     frozen = FrozenEncoder(model, img_size)
     check_channels(frozen, channels or frozen.channels)
     return frozen
 
 
-def encoder_of(config: WhichEncoderConfig) -> FrozenEncoder | ColorFloor:
-    """The encoder that a command's config names, for its images."""
-    which = (config.encoder, config.checkpoint, config.random, config.img_size, config.seed)
-    return load_frozen(*which, config.data.channels)
+def open_frozen_encoder(settings: WhichEncoderConfig) -> FrozenEncoder | ColorBaseline:
+    """Load the encoder that a command's settings name, for the channels of its images."""
+    return load_frozen_encoder(
+        settings.encoder,
+        settings.checkpoint,
+        settings.random,
+        settings.img_size,
+        settings.seed,
+        settings.data.channels,
+    )
 
 
-def depths_asked(depth: int | str, deepest: int) -> list[int]:
-    """The depths that `depth` means: a number from 1 to `deepest`, last, all or dev.
+def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:
+    """Raise UserError if an encoder takes images of another number of channels.
+
+    Args:
+        setting: the setting that names the encoder.
+    """
+    allowed = f"{channels}, as many as data.channels; a run's own data settings suit its encoder"
+    require(encoder.channels == channels, f"{setting}'s input channels", encoder.channels, allowed)
+
+
+def resolve_depths(depth: int | str, deepest: int) -> list[int]:
+    """The depths that the setting `depth` means: a number from 1 to `deepest`, last, all or dev.
 
     Raises:
         UserError: a number that is none of these.
     """
+    if depth == "last":
+        return [deepest]
     if not isinstance(depth, int):
-        return [deepest] if depth == "last" else list(range(1, deepest + 1))
+        return list(range(1, deepest + 1))
     require(1 <= depth <= deepest, "depth", depth, f"from 1 to {deepest}, last, all or dev")
     return [depth]
 
 
-class Unavailable(ValueError):
-    """An encoder does not have what a picture shows; the message says what it lacks."""
-
-
-def model_of(encoder: FrozenEncoder | ColorFloor) -> nn.Module:
-    """timm's model; a floor has none."""
-    if isinstance(encoder, ColorFloor):
-        raise Unavailable("a floor has no weights")
-    return encoder.model
-
-
-def grid_of(model: nn.Module) -> tuple[int, int]:
-    """Patches by height and width."""
+def patch_grid(model: nn.Module) -> tuple[int, int]:
+    """Number of patches by height and width. Raises Unavailable if a model has none."""
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     if grid is None or not hasattr(model, "num_prefix_tokens"):
         raise Unavailable(f"{type(model).__name__} has no sequence of patches")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import FeaturesConfig, ProbeDataConfig
-from evaluation.frozen.encoder import FrozenEncoder, depths_asked, encoder_of
+from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.labelled import load_labelled
 from mpp.config import require
 from mpp.data.dataset import ImageDataset
@@ -223,8 +223,8 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> Extrac
     Raises:
         UserError: no labels, or an encoder, images or depth that there is not.
     """
-    encoder = encoder_of(config)
-    depths = depths_asked(config.depth, len(encoder.stages))
+    encoder = open_frozen_encoder(config)
+    depths = resolve_depths(config.depth, len(encoder.stages))
     splits = load_labelled(config.data, accelerator, "" if config.random else config.checkpoint or config.encoder)
     encoder.to(accelerator.device)
     found = []

@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
-from evaluation.frozen.encoder import FrozenEncoder, grid_of
+from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from evaluation.frozen.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
 from evaluation.frozen.run_images import positions
 from mpp.config import require
@@ -48,7 +48,7 @@ NAMED = 3  # images or classes in a warning
 NUMBERS = 2**24  # of shares of classes, at a time: what bounds the memory
 
 
-class PatchFloor(NamedTuple):
+class PatchBaseline(NamedTuple):
     """In place of an encoder: all that is known of a patch is its mean colour and its position."""
 
     img_size: tuple[int, int]
@@ -58,11 +58,11 @@ class PatchFloor(NamedTuple):
 
 
 @torch.no_grad()
-def patch_features(encoder: FrozenEncoder | PatchFloor, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+def patch_features(encoder: FrozenEncoder | PatchBaseline, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
     """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
-    if isinstance(encoder, PatchFloor):
+    if isinstance(encoder, PatchBaseline):
         return [color_and_position(images, encoder.grid)]
-    grid, prefix = grid_of(encoder.model), encoder.model.num_prefix_tokens
+    grid, prefix = patch_grid(encoder.model), encoder.model.num_prefix_tokens
     tokens = tokens_at(encoder.model, encoder.normalize(images), depths)
     return [of_depth[:, prefix:].unflatten(1, grid).float().cpu() for of_depth in tokens]
 
@@ -225,7 +225,7 @@ def drawn(outline: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def masked_views(encoder: FrozenEncoder | PatchFloor, masked: Masked, data: MaskedDataConfig) -> MaskedViews:
+def masked_views(encoder: FrozenEncoder | PatchBaseline, masked: Masked, data: MaskedDataConfig) -> MaskedViews:
     """Images and masks as this encoder takes them."""
     views = views_for(encoder, masked[0], data)
     return MaskedViews(views.dataset, views.data, views.img_size, masks=masked[1])
@@ -240,7 +240,7 @@ class ExtractedPatches(NamedTuple):
 
 
 def extract_patches(
-    encoder: FrozenEncoder | PatchFloor,
+    encoder: FrozenEncoder | PatchBaseline,
     splits: Sequence[Masked],
     depths: Sequence[int],
     data: MaskedDataConfig,

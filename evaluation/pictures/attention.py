@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from evaluation.frozen.encoder import FrozenEncoder, Unavailable, grid_of
+from evaluation.frozen.encoder import FrozenEncoder, Unavailable, patch_grid
 from mpp.models.attention import is_known
 from mpp.models.encoder import has_class, set_attention
 
@@ -20,7 +20,7 @@ def see_attention(encoder: FrozenEncoder, images: Tensor, see: Callable[[int, Te
         see: called with the block's number (from 0) and weights (B, heads, T, T), rows of queries that sum to 1.
     """
     blocks = getattr(encoder.model, "blocks", ())
-    grid_of(encoder.model)
+    patch_grid(encoder.model)
     if not len(blocks) or not all(is_known(getattr(block, "attn", None)) for block in blocks):
         raise Unavailable(f"the blocks of this {type(encoder.model).__name__} have no plain attention")
     fused = [block.attn.fused_attn for block in blocks]
@@ -67,7 +67,7 @@ def mean_distance(weights: Tensor, apart: Tensor) -> Tensor:
 def spacing(encoder: FrozenEncoder) -> float:
     """Pixels of the input from one patch to the next: fewer than a patch has, where patches overlap."""
     ratio = getattr(encoder.model.patch_embed, "feat_ratio", None)
-    return float(ratio()) if ratio else encoder.img_size[0] / grid_of(encoder.model)[0]
+    return float(ratio()) if ratio else encoder.img_size[0] / patch_grid(encoder.model)[0]
 
 
 def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Ten
     Returns:
         (depth, heads), in pixels of the input.
     """
-    grid, prefix = grid_of(encoder.model), getattr(encoder.model, "num_prefix_tokens", 0)
+    grid, prefix = patch_grid(encoder.model), getattr(encoder.model, "num_prefix_tokens", 0)
     apart = distances(grid, spacing(encoder))
     totals: dict[int, Tensor] = {}
     count = 0
@@ -126,7 +126,7 @@ def attention_rollout(
         rollout = roll_out(rollout, weights, residual)
 
     see_attention(encoder, images, see)
-    prefix, grid = encoder.model.num_prefix_tokens, grid_of(encoder.model)
+    prefix, grid = encoder.model.num_prefix_tokens, patch_grid(encoder.model)
     rows = rollout[:, 0] if start == "class" else rollout[:, prefix:].mean(1)
     patches = rows[:, prefix:]
     return (patches / patches.mean(1, keepdim=True)).unflatten(1, grid).cpu()

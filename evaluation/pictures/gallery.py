@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation.config import ProbeDataConfig
-from evaluation.frozen.encoder import ColorFloor, FrozenEncoder
+from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder
 from evaluation.frozen.extraction import views_for
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import held_out_loader
@@ -38,7 +38,7 @@ class Shown(NamedTuple):
 
 @torch.no_grad()
 def look_at(
-    encoder: FrozenEncoder | ColorFloor,
+    encoder: FrozenEncoder | ColorBaseline,
     dataset: ImageDataset,
     data: ProbeDataConfig,
     accelerator: Accelerator,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from evaluation.frozen.encoder import Unavailable, grid_of
+from evaluation.frozen.encoder import Unavailable, patch_grid
 from mpp.models.attention import RELATIVE, Biases, RelativeKeys
 
 
@@ -32,7 +32,7 @@ def position_similarity(model: nn.Module) -> Tensor:
     Embeddings that are added: their cosine similarity. `relative`: that of the embedding of their offset with the
     embedding of no offset. `relative_bias`: the bias itself. The last two are means over blocks (and heads).
     """
-    rows, columns = grid_of(model)
+    rows, columns = patch_grid(model)
     patches = rows * columns
     position = getattr(model, "position", None)
     if position in RELATIVE and getattr(model, "mixing", None) == "axial":

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from evaluation.config import DistillConfig
-from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen
+from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
 from evaluation.frozen.provenance import learned_from
 from evaluation.frozen.run_images import run_folder
 from evaluation.supervision.deit import DistilledEncoder, averaged
@@ -98,7 +98,7 @@ def classifier_of_run(run: Path, channels: int, setting: str) -> Classifier:
     checkpoints = complete_checkpoints(run)[-1:]
     whole = bool(checkpoints) and not damaged_files(checkpoints[0])
     require(whole, setting, run, "a run whose newest checkpoint is there and whole: the head is in it")
-    saved, classes, frozen = saved_settings(run), outputs_of(checkpoints[0] / MODEL), load_frozen(str(run))
+    saved, classes, frozen = saved_settings(run), outputs_of(checkpoints[0] / MODEL), load_frozen_encoder(str(run))
     check_channels(frozen, channels, setting)
     network = as_trained(frozen, saved, classes)
     restore_trained(run, network, OptimConfig(**saved["optim"]))
