@@ -139,9 +139,9 @@ def note_waits(name: str, args, kwargs, there: bool, stays: bool) -> None:
 
 def compute_as_gpus_do() -> None:
     """Muon's products are bf16 there, whatever this CPU has."""
-    from mpp.training import optim
+    from mpp.training import muon
 
-    optim.bf16_is_native = lambda: True
+    muon.bf16_is_native = lambda: True
 
 
 def cast_automatically() -> None:

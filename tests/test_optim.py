@@ -1,7 +1,6 @@
 """Schedules at their corners, what decays, what Muon does and to which parameters."""
 
 from functools import partial
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ import torch
 from mpp.config import ModelConfig, OptimConfig
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
-from mpp.training import optim
-from mpp.training.optim import PolyakAverage, build_optimizer, learning_rate
+from mpp.training.optim import PolyakAverage, build_optimizer, learning_rate, parameter_groups
 
 QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt
     (4.0848, -6.8946, 2.9270),
@@ -112,7 +110,7 @@ def orthogonalized(matrix):
 @pytest.mark.parametrize(("native", "error"), [(True, 0.02), (False, 1e-5)], ids=["bf16", "fp32"])
 def test_muons_update_by_hand(native, error, monkeypatch):
     """Momentum (Nesterov's), Newton-Schulz, Adam's scale; the middle part in bf16 where the hardware has it."""
-    monkeypatch.setattr("mpp.training.optim.bf16_is_native", lambda: native)
+    monkeypatch.setattr("mpp.training.muon.bf16_is_native", lambda: native)
     torch.manual_seed(0)
     model = predictor(width=16, heads=2)
     config = OptimConfig(name="muon", lr=0.1, momentum=0.8, weight_decay=0.5)
@@ -138,25 +136,24 @@ def test_muons_update_by_hand(native, error, monkeypatch):
 @pytest.mark.parametrize("together", [2**24, 600], ids=["all of a shape", "one by one"])
 def test_matrices_of_a_shape_together_are_those_one_by_one(together, native, monkeypatch):
     """timm's own loop over matrices, to the bit."""
-    monkeypatch.setattr("mpp.training.optim.bf16_is_native", lambda: native)
-    monkeypatch.setattr("mpp.training.optim.TOGETHER", together)
-    dtype, iterate = torch.bfloat16 if native else torch.float32, timm.optim.muon.zeropower_via_newtonschulz
+    monkeypatch.setattr("mpp.training.muon.bf16_is_native", lambda: native)
+    monkeypatch.setattr("mpp.training.muon.MAX_BATCH_ELEMENTS", together)
+    dtype = torch.bfloat16 if native else torch.float32
+    in_dtype = partial(timm.optim.muon.zeropower_via_newtonschulz, dtype=dtype)
+    monkeypatch.setattr("timm.optim.muon.zeropower_via_newtonschulz", in_dtype)
     models = [predictor(width=16, heads=2), predictor(width=16, heads=2)]
     models[1].load_state_dict(models[0].state_dict())
-    ours, timms = (build_optimizer(model, OptimConfig(name="muon", lr=0.1)) for model in models)
-    by_shape = Mock(wraps=optim.muon_by_shape)  # of timm's, whose name for it may change
-    monkeypatch.setattr(optim, "muon_by_shape", by_shape)
+    config = OptimConfig(name="muon", lr=0.1)
+    ours = build_optimizer(models[0], config)
+    settings = dict(momentum=0.95, nesterov=True, betas=config.betas)
+    timms = timm.optim.Muon(parameter_groups(models[1], config), lr=0.1, **settings)
     for step in range(3):
         torch.manual_seed(step)
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             one.grad = torch.randn_like(one)
             other.grad = one.grad.clone()
         ours.step()
-        with monkeypatch.context() as patch:
-            in_dtype = partial(iterate, dtype=dtype)
-            patch.setattr("timm.optim.muon.zeropower_via_newtonschulz", in_dtype)
-            timm.optim.Muon.step(timms)
-    assert by_shape.call_count == 3
+        timms.step()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
 

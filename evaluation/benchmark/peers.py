@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import timm
@@ -40,7 +39,7 @@ from mpp.models.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
 from mpp.training.loop import Update
-from mpp.training.optim import Muon, build_optimizer
+from mpp.training.optim import build_optimizer, parameter_groups
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
 LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then
@@ -105,7 +104,12 @@ def set_up(bench: Bench) -> Framework:
 
 def mpp_update(bench: Bench) -> Peer:
     """The whole update: targets, forward, backward, clipping, the check for finite numbers, the optimiser."""
-    ours, calls = set_up(bench), count(1)
+    return update_of(set_up(bench), bench)
+
+
+def update_of(ours: Framework, bench: Bench) -> Peer:
+    """The whole update, with whatever optimiser it has."""
+    calls = count(1)
 
     def step() -> None:
         ours.update(0, [ours.batch], measure=False)
@@ -117,13 +121,12 @@ def mpp_update(bench: Bench) -> Peer:
 
 def muon_by_matrix(bench: Bench) -> Peer:
     """The same with Muon as timm has it: one matrix after the other. (In bf16, whatever the hardware has.)"""
-    peer = mpp_update(bench._replace(optimizer="muon"))
-
-    def step() -> None:
-        with patch.object(Muon, "step", timm.optim.Muon.step):
-            peer.step()
-
-    return peer._replace(step=step)
+    bench = bench._replace(optimizer="muon")
+    ours, optim = set_up(bench), bench.config.optim
+    settings = dict(lr=optim.lr, momentum=optim.inertia(), nesterov=True, betas=optim.betas)
+    groups = parameter_groups(ours.task.model, optim)
+    ours.update.optimizer.optimizer = timm.optim.Muon(groups, fallback_lr_scale=optim.adam_scale, **settings)
+    return update_of(ours, bench)
 
 
 def mpp_bare(bench: Bench) -> Peer:

@@ -199,7 +199,7 @@ def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. All else, such as rates, comes from the config."""
     state = optimizer.state_dict()["state"]
     named = ((f"{number}.{name}", value) for number, values in state.items() for name, value in values.items())
-    return {name: value for name, value in named if torch.is_tensor(value)}  # timm's Muon notes a bool, too
+    return {name: value for name, value in named if torch.is_tensor(value)}  # SGD without momentum has None
 
 
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import OptimConfig
 from mpp.corruption import Corruption
-from mpp.training.optim import Muon, parameter_groups
+from mpp.training.muon import Muon
+from mpp.training.optim import parameter_groups
 from mpp.training.parallel import without_weights
 from mpp.training.task import ImageTask
 
@@ -60,7 +61,7 @@ def muon_flops(shape: torch.Size) -> int:
     matrix = nn.Parameter(torch.empty(shape, device="meta"))
     matrix.grad = torch.empty_like(matrix)
     with flop_counter() as counter:
-        Muon([dict(params=[matrix], use_muon=True)]).step()
+        Muon([dict(params=[matrix], use_muon=True)], lr=1.0).step()
     return counter.get_total_flops()
 
 
