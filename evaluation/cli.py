@@ -10,19 +10,16 @@ import sys
 from importlib import import_module
 
 import mpp
+from evaluation.registry import EVALUATIONS
 from mpp.config.parsing import read, show_help
 from mpp.errors import UserError
 from mpp.runtime.output import steady_output, use_utf8
 
-COMMANDS = {
+BEFORE_EVALUATIONS = {
     "pretrain": "pre-train by masked patch prediction",
     "prepare": "turn images into shards that load fast",
-    "fewshot": "few-shot accuracy of frozen features",
-    "knn": "kNN accuracy of frozen features",
-    "linear": "linear probe of frozen features",
-    "finetune": "fine-tune on labelled images",
-    "masked": "accuracy on masked patches, beside trivial baselines",
-    "segmentation": "judge features of patches by masks",
+}
+AFTER_EVALUATIONS = {
     "features": "save frozen features",
     "embed": "features of a folder of images as a table (parquet)",
     "export": "an encoder as ONNX, torch.export or safetensors",
@@ -38,8 +35,18 @@ COMMANDS = {
 }
 
 
+def commands() -> dict[str, str]:
+    """One line of help by command, evaluations that were registered among them."""
+    evaluations = {evaluation.name: evaluation.help for evaluation in EVALUATIONS.values()}
+    return BEFORE_EVALUATIONS | evaluations | AFTER_EVALUATIONS
+
+
 def places(name: str) -> tuple[str, str, str]:
     """A command's module, which has `main`; the module and the name of its config."""
+    if name in EVALUATIONS:
+        evaluation = EVALUATIONS[name]
+        configs, _, config = evaluation.config.rpartition(".")
+        return evaluation.module, configs, config
     if name in ("pretrain", "prepare"):
         return f"mpp.{name}", "mpp.config", "Config" if name == "pretrain" else "PrepareConfig"
     if name in ("memory", "check"):  # of what is to be pre-trained
@@ -55,16 +62,16 @@ def main() -> None:
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         lines = ["usage: mpp COMMAND [--config FILE_OR_NAME ...] [--SETTING VALUE ...]", ""]
-        lines += [f"  {each:12} {does}" for each, does in COMMANDS.items()]
+        lines += [f"  {each:12} {does}" for each, does in commands().items()]
         lines += ["", "`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ..."]
         show_help("\n".join(lines))
     if name == "--version":
         show_help(f"mpp {mpp.__version__}")
     try:
-        if name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
+        if name not in commands():
+            near = difflib.get_close_matches(name, commands(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"unknown command {name}: {hint}allowed: {', '.join(COMMANDS)}")
+            raise UserError(f"unknown command {name}: {hint}allowed: {', '.join(commands())}")
         module, configs, config = places(name)
         read(getattr(import_module(configs), config), words, prog=f"mpp {name}")
     except UserError as error:

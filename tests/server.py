@@ -20,9 +20,12 @@ from pathlib import Path
 
 from conftest import HANGS, heed_interrupts, wait_until
 
-COMMANDS = ("supervised", "contrastive", "finetune", "compare", "features", "fewshot", "knn", "linear", "masked")
-COMMANDS = (*COMMANDS, "visualize")
-MODULES = {name: f"mpp.{name}" for name in ("pretrain", "prepare")} | {name: f"evaluation.{name}" for name in COMMANDS}
+from evaluation.registry import EVALUATIONS
+
+OTHER_COMMANDS = ("supervised", "contrastive", "compare", "features", "visualize")
+MODULES = {name: f"mpp.{name}" for name in ("pretrain", "prepare")}
+MODULES |= {name: evaluation.module for name, evaluation in EVALUATIONS.items()}
+MODULES |= {name: f"evaluation.{name}" for name in OTHER_COMMANDS}
 context = multiprocessing.get_context("forkserver")
 LATER = ("docstring_parser", "scipy.io", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 context.set_forkserver_preload([*MODULES.values(), *LATER])  # also what a run would import on its way

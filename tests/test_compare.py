@@ -12,7 +12,7 @@ from conftest import ROOT, encoded, picture, read_metrics
 from safetensors.torch import save_file
 from server import Command
 
-from evaluation import compare, masked
+from evaluation import compare, fewshot, finetune, knn, masked
 from evaluation.comparison import cases as plan
 from evaluation.comparison import run as jobs
 from evaluation.comparison.tables import Question, numbers_of, plot_question, table_of, write_findings
@@ -22,6 +22,7 @@ from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.extraction import Features
 from evaluation.frozen.run_images import record_of
+from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import Config, SourceConfig
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
@@ -53,8 +54,10 @@ def test_config_files_parse_and_say_command_time_and_result(path):
 def test_every_case_of_a_comparison_file_parses(path):
     config = parse(CompareConfig, ["--config", str(path)])
     assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
-    frozen = {entry["command"] for entry in config.evaluations} - set(plan.OF_LEARNED_WEIGHTS)
-    assert not frozen or any(entry["encoder"].startswith("floor:") for entry in config.encoders)  # and a floor
+    kinds = {EVALUATIONS[entry["command"]].kind for entry in config.evaluations}
+    assert "frozen features" not in kinds or any(
+        entry["encoder"].startswith("floor:") for entry in config.encoders
+    )  # and a floor
     asked = plan.plan(config)
     taught = {str(entry.get("train_options", {}).get("objective.teacher")) for entry in config.encoders}
     assert {case.encoder.encoder for case in asked.unasked} <= taught  # all others are judged
@@ -207,9 +210,9 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     text = (tmp_path / "out" / "table.md").read_text()
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
-    for commands in (jobs.EVALUATIONS, jobs.TRAININGS):
-        for name, (kind, _) in list(commands.items()):
-            monkeypatch.setitem(commands, name, (kind, lambda config: pytest.fail("done twice")))
+    monkeypatch.setattr(Evaluation, "run", lambda *_: pytest.fail("evaluated twice"))
+    for name, (kind, _) in list(jobs.TRAININGS.items()):
+        monkeypatch.setitem(jobs.TRAININGS, name, (kind, lambda *_: pytest.fail("trained twice")))
     compare.main(["--config", str(small)])
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
     config = yaml.safe_load(small.read_text())
@@ -306,9 +309,8 @@ def test_another_comparison_goes_on_from_published_results(small, tmp_path, monk
     config["encoders"] = config["encoders"][-1:]
     other = config | {"dir": str(tmp_path / "other"), "extends": str(tmp_path / "out" / "results.json")}
     small.write_text(yaml.safe_dump(other))
-    done, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
-    noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
-    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", noted)
+    done, run = [], fewshot.run
+    monkeypatch.setattr(fewshot, "run", lambda config: (done.append(config.shots), run(config))[1])
     compare.main(["--config", str(small)])
     second = json.loads((tmp_path / "other" / "results.json").read_text())
     assert done == [(2,)] * 2
@@ -342,9 +344,8 @@ def test_a_report_that_was_cut_off_is_none(floors, monkeypatch, tmp_path):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(jobs, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         floors(shots=[1])  # killed between its report and the mark of which images and weights it is
-    done, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
-    noted = (kind, lambda config: (done.append(config.shots), run(config))[1])
-    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", noted)
+    done, run = [], fewshot.run
+    monkeypatch.setattr(fewshot, "run", lambda config: (done.append(config.shots), run(config))[1])
     assert [row["case"] for row in floors(shots=[1])] == ["1"] * 3 and done == [(1,)]
     assert floors(shots=[5]) == whole and done == [(1,)]
 
@@ -382,7 +383,7 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     second = run()["summary"]["comparison"]["wild"]
     assert trained[2:] == [str(tmp_path / "encoders" / "1")] * 2  # the second time it is finished
     assert second["kNN 20"]["mean"] > 0 and second["fine-tuned"] == {"diverged": 1}
-    monkeypatch.setitem(jobs.EVALUATIONS, "finetune", (FinetuneConfig, lambda config: pytest.fail("again")))
+    monkeypatch.setattr(finetune, "run", lambda config: pytest.fail("again"))
     assert run()["summary"]["comparison"]["wild"] == second
 
 
@@ -459,7 +460,7 @@ def test_an_error_that_nobody_foresaw_leaves_the_others_too(floors, tmp_path, mo
     def fail(config):
         raise sort("CUDA error: of some sort")
 
-    monkeypatch.setitem(jobs.EVALUATIONS, "knn", (jobs.EVALUATIONS["knn"][0], fail))
+    monkeypatch.setattr(knn, "run", fail)
     config = yaml.safe_load((tmp_path / "compare.yaml").read_text())
     failing = {"name": "kNN", "command": "knn", "options": FAST}
     config = {key: config[key][-1:] for key in ("encoders", "datasets")} | {"dir": config["dir"]}
@@ -689,9 +690,8 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     """Other images are judged anew; an encoder that was trained on others is not passed off as theirs."""
     config = yaml.safe_load(small.read_text())
     config |= {"encoders": config["encoders"][-1:], "evaluations": config["evaluations"][:1]}
-    judged, (kind, run) = [], jobs.EVALUATIONS["fewshot"]
-    again = (kind, lambda settings: (judged.append(settings.data.path), run(settings))[1])
-    monkeypatch.setitem(jobs.EVALUATIONS, "fewshot", again)
+    judged, run = [], fewshot.run
+    monkeypatch.setattr(fewshot, "run", lambda settings: (judged.append(settings.data.path), run(settings))[1])
 
     def judge():
         record_of.cache_clear()  # as in a new process

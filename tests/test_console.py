@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, finished, start_command
 
-from evaluation.cli import COMMANDS, places
+from evaluation.cli import commands, places
 from mpp.config.parsing import CHANGED_FIRST, known_keys
 
 INSTALLED = str(Path(sys.executable).with_name("mpp"))
@@ -35,8 +35,8 @@ def console(*words):
 
 def test_help_lists_every_command_and_loads_no_torch():
     code, said, _, loaded = console("--help")
-    assert (code, loaded) == (0, "False False") and all(f"  {name} " in said for name in COMMANDS)
-    for name in COMMANDS:
+    assert (code, loaded) == (0, "False False") and all(f"  {name} " in said for name in commands())
+    for name in commands():
         assert hasattr(import_module(places(name)[0]), "main")
 
 
@@ -53,7 +53,7 @@ def test_what_is_misspelt_is_one_line_before_torch_is_loaded(words, error):
     assert (code, loaded) == (2, "False False") and said.startswith(error) and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", commands())
 def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
     module, configs, config = places(name)
     config_class = getattr(import_module(configs), config)

@@ -9,14 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 from evaluation.comparison.tables import Question
 from evaluation.config import CompareConfig
+from evaluation.registry import EVALUATIONS
 from mpp.config import require
 from mpp.errors import UserError
 
 Options = dict[str, Any]
 
 TRAININGS = ("pretrain", "supervised", "contrastive")  # commands that make encoders
-EVALUATIONS = ("fewshot", "knn", "linear", "segmentation", "finetune", "masked")  # commands that judge them
-OF_LEARNED_WEIGHTS = ("finetune", "masked")
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class EvaluationEntry:
 
     name: str
     """What the table calls it."""
-    command: Literal["fewshot", "knn", "linear", "segmentation", "finetune", "masked"]
-    """The command that judges."""
+    command: str
+    """Name in the registry of evaluations."""
     options: Options
     """Its settings."""
 
@@ -174,6 +173,8 @@ def choose(named: dict[str, Any], names: Iterable[str] | None, key: str) -> list
 
 def suits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
     """Whether there is something to evaluate: a floor has no weights, and only pre-training has predicted patches."""
+    kind = EVALUATIONS[evaluation.command].kind
     if entry.encoder.startswith("floor:"):
-        return evaluation.command not in OF_LEARNED_WEIGHTS
-    return evaluation.command != "masked" or not (entry.random or entry.train in ("supervised", "contrastive"))
+        return kind == "frozen features"
+    predicts_patches = not entry.random and entry.train not in ("supervised", "contrastive")
+    return kind != "masked patches" or predicts_patches

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from timm import is_model
 
-from evaluation import contrastive, fewshot, finetune, knn, linear, masked, segmentation, supervised
+from evaluation import contrastive, supervised
 from evaluation.comparison.cases import Case, Options, Plan
 from evaluation.comparison.tables import Row
 from evaluation.config import MaskedDataConfig
@@ -20,6 +20,7 @@ from evaluation.frozen.probing import forget_features
 from evaluation.frozen.provenance import stands_on
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import images_at, images_of_run, run_folder
+from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import HOW_READ, Config
 from mpp.config.parsing import as_command_line, differing, parse, plain, settings, to_yaml
 from mpp.data.identity import differences, short_digest
@@ -41,14 +42,6 @@ TRAININGS: dict[str, tuple[type, Callable[..., ImageTask]]] = {
     "pretrain": (Config, Pretraining),
     "supervised": (supervised.SupervisedConfig, supervised.build_task),
     "contrastive": (contrastive.ContrastiveConfig, contrastive.Contrastive),
-}
-EVALUATIONS: dict[str, tuple[type, Callable[[Any], dict]]] = {
-    "fewshot": (fewshot.FewshotConfig, fewshot.run),
-    "knn": (knn.KnnConfig, knn.run),
-    "linear": (linear.LinearConfig, linear.run),
-    "segmentation": (segmentation.SegmentationConfig, segmentation.run),
-    "finetune": (finetune.FinetuneConfig, finetune.run),
-    "masked": (masked.MaskedConfig, masked.run),
 }
 
 
@@ -121,6 +114,11 @@ class Job:
     teacher: "Job | None" = None
     """A job of the encoder whose features this one's training predicts, where the comparison has that encoder."""
 
+    @property
+    def command(self) -> Evaluation:
+        """The evaluation that the registry has by this name."""
+        return EVALUATIONS[self.case.evaluation.command]
+
     @cached_property
     def training_digest(self) -> str | None:
         """What the encoder's training is known by: its settings. None: nothing says how it is trained."""
@@ -159,11 +157,11 @@ class Job:
     def arguments(self, out: Path) -> list[str]:
         """The evaluation's command line."""
         entry, seed, evaluation, dataset = self.case
-        if evaluation.command == "masked":  # reads a run's folder: no images, no other settings
+        if self.command.kind == "masked patches":  # reads a run's folder: no images, no other settings
             return command_line(evaluation.options | {"encoder": entry.encoder, "out": str(out)}, seed)
         options = self.how_read() | dataset.options | evaluation.options | entry.options
         options |= {"encoder": entry.encoder, "out": str(out)}
-        if evaluation.command == "finetune":
+        if self.command.kind == "fine-tuning":
             options |= {"run.dir": str(self.folder / "finetuned" / out.stem), "run.seed": seed}
             options |= {"init": "random"} if entry.random else {}
         else:
@@ -190,7 +188,7 @@ class Job:
 
     def writing_to(self, out: Path) -> Any:
         """The evaluation's config with the place of its report."""
-        return parse(EVALUATIONS[self.case.evaluation.command][0], self.arguments(out))
+        return parse(self.command.config_class(), self.arguments(out))
 
     @cached_property
     def requested(self) -> Any:
@@ -291,9 +289,8 @@ class Job:
             if self.found() is not None:
                 return
             self.prepare()
-            evaluate = EVALUATIONS[self.case.evaluation.command][1]
             try:
-                evaluate(self.own(self.writing_to(self.report)))
+                self.command.run(self.own(self.writing_to(self.report)))
                 report = json.loads(self.report.read_text(encoding="utf-8"))
             except Diverged as error:  # fine-tuning
                 write_json(self.report, {"diverged": str(error), "comparison": self.looked_at()})
@@ -302,7 +299,7 @@ class Job:
 
     def own(self, config: Any) -> Any:
         """The config with a folder for these images and weights alone: a finished fine-tuning is not one of others."""
-        if self.case.evaluation.command != "finetune":
+        if self.command.kind != "fine-tuning":
             return config
         folder = f"{config.run.dir}-{digest_of(self.looked_at())}"
         return replace(config, run=replace(config.run, dir=folder))
@@ -326,7 +323,7 @@ class Job:
         by_depth, ranks = (report["protocol"].get(name, {}) for name in ("dev_accuracy_by_depth", "rank_by_depth"))
         dev = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
         ranks = [{"kind": "rank", "seed": 0, "depth": int(depth), "rank": each} for depth, each in ranks.items()]
-        tuned = report["results"] if evaluation.command == "finetune" else []
+        tuned = report["results"] if self.command.kind == "fine-tuning" else []
         dev += [{"kind": "dev", "seed": 0, "accuracy": of["dev_accuracy"]} for of in tuned if "dev_accuracy" in of]
         return [about | row for row in (*rows_of(self.case, report), *dev, *ranks)]
 
@@ -357,7 +354,7 @@ def executed(run: Path) -> float:
 def rows_of(case: Case, report: dict[str, Any]) -> list[Row]:
     """The results of a report on test images; of several depths the one that counts."""
     chosen = report["protocol"].get("chosen_depth")
-    key = {"fewshot": "shots", "knn": "neighbours"}.get(case.evaluation.command)
+    key = EVALUATIONS[case.evaluation.command].case_key
     return [
         {"kind": "test", "case": str(result.get("case", result.get(key, ""))), "seed": result.get("seed", 0)}
         | {"accuracy": result["accuracy"]}

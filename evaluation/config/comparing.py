@@ -59,7 +59,7 @@ class CompareConfig:
     encoders: tuple[dict[str, Any], ...] = ()
     """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed."""
     evaluations: tuple[dict[str, Any], ...] = ()
-    """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune or masked."""
+    """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune, masked, or one of yours."""
     datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
     """{name, options, group}: options have data.path and the like. Files are read as the encoder's own were, with its
     channels and range, unless options say otherwise."""

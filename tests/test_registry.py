@@ -1,0 +1,79 @@
+"""The registry of evaluations: what it names exists, and a file of a user adds another evaluation."""
+
+import json
+import sys
+from importlib import import_module
+
+import pytest
+from conftest import ROOT, encoded, picture
+
+from evaluation import cli, compare, registry
+from evaluation.registry import EVALUATIONS, Evaluation
+from mpp.errors import UserError
+
+
+@pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
+def test_an_evaluation_has_a_command_a_config_and_a_line_of_help(evaluation):
+    module = import_module(evaluation.module)
+    assert callable(module.main) and callable(module.run)
+    config = evaluation.config_class()()
+    assert hasattr(config, "encoder") and hasattr(config, "out")
+    assert cli.commands()[evaluation.name] == evaluation.help
+
+
+def test_a_name_is_given_once():
+    other = Evaluation("knn", "elsewhere", "elsewhere.Config", "frozen features", "another kNN")
+    with pytest.raises(UserError, match=r"evaluation knn is already that of evaluation\.knn; choose another name"):
+        registry.register(other)
+
+
+@pytest.fixture
+def nearest_centroid(tmp_path, monkeypatch):
+    """The module that evaluation/README.md shows, imported from a user's folder."""
+    page = (ROOT / "evaluation" / "README.md").read_text()
+    _, section = page.split("\n## Your own evaluation\n")
+    code = section.split("```python\n", 1)[1].split("```\n", 1)[0]
+    (tmp_path / "nearest_centroid.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module("nearest_centroid")
+    del EVALUATIONS["centroid"]
+    del sys.modules["nearest_centroid"]
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Images of two classes: dogs are red, cats are not."""
+    for number in range(24):
+        kind = "cat" if number % 2 else "dog"
+        file = tmp_path / "images" / kind / f"{number:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image = picture(number)
+        image[..., 0] = image[..., 0] // 2 if kind == "cat" else 255 - image[..., 0] // 2
+        file.write_bytes(encoded(image))
+    return tmp_path / "images"
+
+
+def test_the_evaluation_that_the_page_shows_is_a_command(nearest_centroid, images, tmp_path, monkeypatch, capsys):
+    words = ["--encoder=floor:pixels", "--img_size=32", f"--data.path={images}", "--data.eval_fraction=0.25"]
+    monkeypatch.setattr(sys, "argv", ["mpp", "centroid", *words, "--threads=1", f"--out={tmp_path / 'report.json'}"])
+    cli.main()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["results"] == [{"order": 2, "accuracy": 1.0, "depth": 1}]
+    monkeypatch.setattr(sys, "argv", ["mpp", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "  centroid     nearest-centroid accuracy\n" in capsys.readouterr().out
+
+
+def test_the_evaluation_that_the_page_shows_is_compared(nearest_centroid, images, tmp_path):
+    (tmp_path / "compare.yaml").write_text(
+        f"""
+        dir: {tmp_path / "compared"}
+        encoders: [{{name: colours, encoder: floor:pixels, options: {{img_size: 32}}}}]
+        evaluations: [{{name: nearest centroid, command: centroid, options: {{threads: 1}}}}]
+        datasets: [{{name: pets, options: {{data.path: {images}, data.eval_fraction: 0.25}}}}]
+        """
+    )
+    compare.main(["--config", str(tmp_path / "compare.yaml")])
+    summary = json.loads((tmp_path / "compared" / "results.json").read_text())["summary"]
+    assert summary["comparison"]["colours"]["nearest centroid"] == {"mean": 1.0, "std": 0.0, "count": 1}
