@@ -32,7 +32,9 @@ from mpp.config import PrepareConfig, require
 from mpp.config.parsing import changed_keys, parse, to_yaml
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
-from mpp.data.decoding.decode import read, to_ppm, white_is_zero
+from mpp.data.decoding.decode import read_values
+from mpp.data.decoding.pictures import to_ppm
+from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences, image_files, short_digest
 from mpp.data.labels import number_labels, read_labels
@@ -72,7 +74,7 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
         UnreadableImage: it cannot be decoded.
         UserError: the format cannot hold it.
     """
-    values = np.ascontiguousarray(read(image, config.data))  # an upright view may run backwards
+    values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
     small = min(values.shape[1:]) <= config.short_side
     plain = config.data.bands is None and config.data.nodata is None
     as_it_is = plain and isinstance(image, bytes) and not white_is_zero(image)  # else, shrunk or not, images differ

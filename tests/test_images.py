@@ -18,7 +18,8 @@ from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, ImagesConfig, resized_side
 from mpp.data.crops import LONGEST, augment, centre_crop, crop_box, random_crop
-from mpp.data.decoding.decode import decode, to_ppm
+from mpp.data.decoding.decode import decode
+from mpp.data.decoding.pictures import to_ppm
 from mpp.errors import UnreadableImage
 from mpp.models.descriptions import timm_crop_pct
 from mpp.runtime.randomness import Stream, random_words

@@ -16,8 +16,9 @@ from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.channels import LUMA
-from mpp.data.decoding.decode import decode, stored_orientation
+from mpp.data.decoding.channels import LUMA_WEIGHTS
+from mpp.data.decoding.decode import decode
+from mpp.data.decoding.orientation import stored_orientation
 from mpp.features.frozen import to_pixels
 
 CORNERS = np.kron(np.array([[20, 90], [160, 240]], np.uint8), np.ones((16, 32), np.uint8))
@@ -95,11 +96,11 @@ WAYS = {
 def test_every_decoder_of_jpeg_turns_alike(way, orientation, monkeypatch):
     settings, by_torchvision = WAYS[way]
     if not by_torchvision:
-        monkeypatch.setattr("mpp.data.decoding.decode.decode_jpeg", None)
+        monkeypatch.setattr("mpp.data.decoding.pictures.decode_jpeg", None)
     data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
     found, expected = decode(data, ImagesConfig(**settings)).numpy(), transposed(data)
     if found.shape[0] == 1:
-        expected = np.tensordot(LUMA, expected, 1)[None]
+        expected = np.tensordot(LUMA_WEIGHTS, expected, 1)[None]
     assert found.shape == expected.shape and abs(found - expected).max() <= 3
 
 

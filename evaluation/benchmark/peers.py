@@ -33,7 +33,8 @@ from mpp.config import (
     OptimConfig,
     RunConfig,
 )
-from mpp.data.decoding.decode import decode, to_ppm
+from mpp.data.decoding.decode import decode
+from mpp.data.decoding.pictures import to_ppm
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
 from mpp.models.encoder import build_encoder, set_attention
 from mpp.pretrain import Pretraining

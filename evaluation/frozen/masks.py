@@ -30,8 +30,9 @@ from mpp.config import require
 from mpp.data.crops import centre_crop
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset, contents, undecoded
-from mpp.data.decoding.decode import TURNED, read_mask, stored_orientation
-from mpp.data.decoding.kinds import JPEG
+from mpp.data.decoding.decode import read_mask
+from mpp.data.decoding.kinds import JPEG_START
+from mpp.data.decoding.orientation import TURNED, stored_orientation
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset, held_out_loader
 from mpp.data.workers import NOTHING, note_reading
@@ -180,7 +181,7 @@ def refuse_jpeg(masks: datasets.Dataset, data: MaskedDataConfig) -> None:
     with contextlib.suppress(UnreadableImage):
         file = contents(masks[0]["mask"], data.read_retries)
         allowed = "a column of lossless masks, such as PNG or TIFF: JPEG changes the numbers"
-        require(not file.startswith(JPEG), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
+        require(not file.startswith(JPEG_START), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
 
 
 def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source
 from mpp.data.decoding import decode
-from mpp.data.decoding.channels import check_numbers
+from mpp.data.decoding.checks import check_numbers
 from mpp.data.listing import tars
 from mpp.data.listing.formats import ARRAYS
 from mpp.data.listing.table import as_path

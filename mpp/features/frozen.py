@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from mpp.config import ImagesConfig, Representation, require
 from mpp.data.crops import centre_crop
-from mpp.data.decoding.channels import as_asked
-from mpp.data.decoding.decode import from_pil
+from mpp.data.decoding.channels import select_channels
+from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
 from mpp.errors import UserError
 from mpp.models.encoder import Normalize, has_class
@@ -90,7 +90,7 @@ def extract_features(
 def to_pixels(image: Tensor | Image.Image, config: ImagesConfig) -> Tensor:
     """One of the images of `extract_features`, (C, H, W) from 0 to 255."""
     if isinstance(image, Image.Image):
-        values, kind = as_asked(from_pil(image, config), config), f"a PIL image of mode {image.mode}"
+        values, kind = select_channels(from_pil(image, config), config), f"a PIL image of mode {image.mode}"
         require(
             values.dtype == np.uint8, "images", kind, f"of 8 bits, or a tensor (B, {config.channels}, H, W), scaled"
         )

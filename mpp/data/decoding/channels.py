@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import ImagesConfig
+from mpp.data.decoding.checks import check_numbers
 from mpp.errors import UnreadableImage
 
-LUMA = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
+LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
 
 
 def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
@@ -24,44 +25,46 @@ def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
     if pixels.ndim != 3:
         raise UnreadableImage(f"an array of shape {pixels.shape}, which is no image (H, W, bands) or (bands, H, W)")
     first, middle, last = pixels.shape
-    asked = None if config.bands else config.channels
-    guess = first == middle or (middle != last and last <= first)
-    at_end = last == asked or (first != asked and guess)
-    return pixels.transpose(2, 0, 1) if at_end else pixels
+    expected = None if config.bands else config.channels
+    last_is_left = first == middle or (middle != last and last <= first)
+    are_last = last == expected or (first != expected and last_is_left)
+    return pixels.transpose(2, 0, 1) if are_last else pixels
 
 
-def as_asked(pixels: NDArray, config: ImagesConfig) -> NDArray:
-    """The bands (n, H, W) that the settings ask for, (C, H, W), with a value everywhere."""
+def select_channels(pixels: NDArray, config: ImagesConfig) -> NDArray:
+    """The channels (C, H, W) that the settings ask for, of bands (n, H, W), with a value everywhere."""
     check_numbers(pixels.dtype)
     if pixels.dtype == bool:
         pixels = pixels.astype(np.uint8) * 255
     if config.bands:
         if max(config.bands) > len(pixels):
-            raise UnreadableImage(f"{in_words(len(pixels))}; data.bands asks for {max(config.bands)}")
+            raise UnreadableImage(f"{count_bands(pixels)}; data.bands asks for {max(config.bands)}")
         pixels = pixels[[band - 1 for band in config.bands]]
-    return as_channels(with_values(pixels, config.nodata), config.channels)
+    return convert_channels(fill_missing(pixels, config.nodata), config.channels)
 
 
-def in_words(count: int) -> str:
-    """A number of bands in words: "1 band", "3 bands"."""
-    return f"{count} band{'s' * (count != 1)}"
+def count_bands(pixels: NDArray) -> str:
+    """The number of bands in words: "1 band", "3 bands"."""
+    return "1 band" if len(pixels) == 1 else f"{len(pixels)} bands"
 
 
-def as_channels(pixels: NDArray, channels: int) -> NDArray:
-    """(n, H, W) to (C, H, W): all, or grey and RGB of each other."""
+def convert_channels(pixels: NDArray, channels: int) -> NDArray:
+    """(n, H, W) to (C, H, W): the same number, or grey and RGB to each other."""
     count = len(pixels)
     if count == channels:
         return pixels
     if (count, channels) == (1, 3):
         return pixels.repeat(3, 0)
     if (count, channels) == (3, 1):
-        grey = np.tensordot(LUMA, pixels, 1)[None]
-        return (grey if pixels.dtype.kind == "f" else grey.round()).astype(pixels.dtype)
-    raise UnreadableImage(f"{in_words(count)}; data.channels is {channels}, and data.bands can choose so many")
+        grey = np.tensordot(LUMA_WEIGHTS, pixels, 1)[None]
+        if pixels.dtype.kind != "f":
+            grey = grey.round()
+        return grey.astype(pixels.dtype)
+    raise UnreadableImage(f"{count_bands(pixels)}; data.channels is {channels}, and data.bands can choose so many")
 
 
-def with_values(pixels: NDArray, nodata: float | str | None) -> NDArray:
-    """The same with the mean of its channel in the place of what has no value."""
+def fill_missing(pixels: NDArray, nodata: float | str | None) -> NDArray:
+    """Pixels (C, H, W) with the mean of their channel in place of values that are missing: `nodata` or not finite."""
     if nodata is None and pixels.dtype.kind != "f":
         return pixels
     missing = ~np.isfinite(pixels)
@@ -75,47 +78,61 @@ def with_values(pixels: NDArray, nodata: float | str | None) -> NDArray:
     if not missing.any():
         return pixels
     pixels = pixels.copy()
-    for number, (channel, without) in enumerate(zip(pixels, missing, strict=True), start=1):
-        if without.all():
+    for number, (channel, is_missing) in enumerate(zip(pixels, missing, strict=True), start=1):
+        if is_missing.all():
             raise UnreadableImage(f"no value in channel {number}")
-        mean = channel[~without].mean(dtype=np.float64)
-        channel[without] = mean if channel.dtype.kind == "f" else np.rint(mean)
+        mean = channel[~is_missing].mean(dtype=np.float64)
+        channel[is_missing] = mean if channel.dtype.kind == "f" else np.rint(mean)
     return pixels
 
 
-def scaled(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tensor:
-    """Values (C, H, W) of any type to [0, 255]: see `data.range`."""
+def scale_to_255(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tensor:
+    """Values (C, H, W) of any type to [0, 255].
+
+    Args:
+        limits: the values that become 0 and 255, for all channels or each: see `data.range`. None: those of the type.
+    """
     if pixels.dtype == np.uint8 and all(tuple(pair) == (0, 255) for pair in limits):
-        return torch.from_numpy(pixels if min(pixels.strides) >= 0 else pixels.copy())
+        runs_backwards = min(pixels.strides) < 0  # which torch does not take
+        return torch.from_numpy(pixels.copy() if runs_backwards else pixels)
     if not limits:
         if pixels.dtype.kind == "f" or pixels.dtype.itemsize > 2:
             raise UnreadableImage(f"{pixels.dtype} values have no agreed range; data.range says which")
         limits = [(np.iinfo(pixels.dtype).min, np.iinfo(pixels.dtype).max)]
-    exact = np.float32 if pixels.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
-    low, high = (np.array(ends, exact)[:, None, None] for ends in zip(*limits, strict=True))
-    values = (pixels.astype(exact) - low) * 255 / (high - low)
+    exact_type = np.float32 if pixels.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
+    low, high = lows_and_highs(limits, exact_type)
+    values = (pixels.astype(exact_type) - low) * 255 / (high - low)
     return torch.from_numpy(np.clip(values, 0, 255).astype(np.float32, copy=False))
 
 
-def black_is_zero(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
-    """Integers (C, H, W) from white to black, from black to white; limits: see `data.range`."""
-    low, high = (np.array(ends, np.float64)[:, None, None] for ends in zip(*limits, strict=True))
+def invert(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
+    """Integers (C, H, W) that run from white to black, from black to white; limits as in `scale_to_255`."""
+    low, high = lows_and_highs(limits, np.float64)
     return np.clip(low + high - pixels, 0, np.iinfo(pixels.dtype).max).astype(pixels.dtype)
 
 
-def on_white(pixels: NDArray, white_is_most: bool = True, premultiplied: bool = False) -> NDArray:
-    """Integers (n + 1, H, W), the last of which is opacity (that may be in the others already), laid on white."""
+def lows_and_highs(limits: Sequence[tuple[float, float]], dtype: type[np.floating]) -> tuple[NDArray, NDArray]:
+    """The lower and the upper limits, (C, 1, 1) or (1, 1, 1) each."""
+    pairs = np.array(limits, dtype)[..., None, None]
+    return pairs[:, 0], pairs[:, 1]
+
+
+def lay_on_white(pixels: NDArray, white_is_most: bool = True, premultiplied: bool = False) -> NDArray:
+    """Integers (n + 1, H, W), the last of which is opacity, laid on white: (n, H, W).
+
+    Args:
+        white_is_most: whether white is the largest value, else 0.
+        premultiplied: whether the values are multiplied by the opacity already.
+    """
     if pixels.dtype.kind == "f":
         raise UnreadableImage("opacity of floating-point pixels has no agreed range; data.bands chooses the others")
+    values = pixels[:-1]
     if not pixels[-1].any():  # some programs write zeros where there is no opacity: all would be white
-        return pixels[:-1]
+        return values
     most = np.iinfo(pixels.dtype).max
     opacity = pixels[-1] / most
-    laid = pixels[:-1] * (1 if premultiplied else opacity) + white_is_most * most * (1 - opacity)
-    return np.rint(np.minimum(laid, most)).astype(pixels.dtype)
-
-
-def check_numbers(dtype: np.dtype) -> None:
-    """Refuse what is no number, such as objects, which could run code."""
-    if dtype.kind not in "uifb":
-        raise UnreadableImage(f"{dtype} values, which are no integers or floating-point numbers")
+    if not premultiplied:
+        values = values * opacity
+    if white_is_most:
+        values = values + most * (1 - opacity)
+    return np.rint(np.minimum(values, most)).astype(pixels.dtype)

@@ -1,20 +1,23 @@
-"""What kind of file begins with these bytes: a picture, a file that must be converted first, or no image."""
+"""The kind of a file by its first bytes: a picture, a file that must be converted first, or no image."""
 
 import codecs
 import re
 
-TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # + is BigTIFF
-NPY, ZIP, PNG, JPEG = b"\x93NUMPY", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-PICTURES = {  # first bytes of the files that PIL or tifffile reads
-    "a JPEG file": re.escape(JPEG),
-    "a PNG file": re.escape(PNG),
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # + is BigTIFF
+NPY_START = b"\x93NUMPY"
+ZIP_START = b"PK\x03\x04"  # of .npz, too
+PNG_START = b"\x89PNG\r\n\x1a\n"
+JPEG_START = b"\xff\xd8\xff"
+PICTURE_STARTS = {  # of the files that PIL or tifffile reads
+    "a JPEG file": re.escape(JPEG_START),
+    "a PNG file": re.escape(PNG_START),
     "a WebP file": rb"RIFF....WEBP",
     "a GIF file": rb"GIF8[79]a",
     "a BMP file": rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0",  # the size of its second header: text may begin so
-    "a TIFF file": b"|".join(map(re.escape, TIFF)),
+    "a TIFF file": b"|".join(map(re.escape, TIFF_STARTS)),
     "a PPM file": rb"P[1-6f]\s+[#\d-]",
 }
-CONVERTIBLE = {
+CONVERTIBLE_STARTS = {
     "a JPEG 2000 file": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
     "a JPEG XL file": rb"\0\0\0\x0cJXL |\xff\x0a",
     "an AVIF file": rb"....ftypavi[fs]",
@@ -33,17 +36,19 @@ CONVERTIBLE = {
     "a gzip file": rb"\x1f\x8b",
     "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
 }
-STAND_INS = {  # instead of images that were not fetched or not written
+STAND_IN_STARTS = {  # instead of images that were not fetched or not written
     "an empty file": rb"\Z",
     "a file of zeros": rb"\0{16,}\Z",
     "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
     "an XML file": rb"\s*<\?xml(?!.*<svg[\s>])",
     "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
 }
-HEAD = 1024  # first bytes of a file that tell its kind
-PICTURE = re.compile(b"|".join(PICTURES.values()), re.DOTALL)
-KINDS = {kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_INS | CONVERTIBLE).items()}
-KINDS |= {kind: re.compile(start, re.DOTALL) for kind, start in PICTURES.items()}
+KIND_BYTES = 1024  # first bytes of a file that tell its kind
+ANY_PICTURE = re.compile(b"|".join(PICTURE_STARTS.values()), re.DOTALL)
+OTHER_KINDS = {
+    kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_IN_STARTS | CONVERTIBLE_STARTS).items()
+}
+PICTURE_KINDS = {kind: re.compile(start, re.DOTALL) for kind, start in PICTURE_STARTS.items()}
 
 
 def is_picture(head: bytes) -> bool:
@@ -51,16 +56,20 @@ def is_picture(head: bytes) -> bool:
 
     `.npy` and `.npz` are none: such files hold arrays of any kind.
     """
-    return PICTURE.match(head) is not None
+    return ANY_PICTURE.match(head) is not None
 
 
 def kind_of(head: bytes) -> str | None:
     """The kind of a file, such as "a JPEG 2000 file"; None: unknown.
 
     Args:
-        head: its first HEAD bytes, or all of a shorter file.
+        head: its first KIND_BYTES bytes, or all of a shorter file.
     """
-    return next((kind for kind, start in KINDS.items() if start.match(head[:HEAD].removeprefix(codecs.BOM_UTF8))), None)
+    start = head[:KIND_BYTES].removeprefix(codecs.BOM_UTF8)
+    for kind, pattern in (OTHER_KINDS | PICTURE_KINDS).items():
+        if pattern.match(start):
+            return kind
+    return None
 
 
 def unidentified(data: bytes) -> str:
@@ -68,8 +77,8 @@ def unidentified(data: bytes) -> str:
     kind = kind_of(data)
     if kind is None:
         return "no image file of a known sort"
-    if kind in STAND_INS:
+    if kind in STAND_IN_STARTS:
         return f"{kind} instead of an image"
-    if kind in CONVERTIBLE:
+    if kind in CONVERTIBLE_STARTS:
         return f"{kind}, which mpp does not read; convert it to PNG or TIFF"
     return f"{kind} whose header cannot be read"

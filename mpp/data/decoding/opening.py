@@ -1,0 +1,40 @@
+"""How PIL and tifffile open files here: which formats, how large, and without their warnings."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    from tifffile import TiffFile
+
+PIL_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
+Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, and is checked before decoding, too
+
+
+@contextlib.contextmanager
+def ignoring_warnings_as_errors() -> Iterator[None]:
+    """Ignore warnings where they are errors (`python -W error`): a decoder's warning does not make an image broken."""
+    if not any(entry[0] == "error" for entry in warnings.filters):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def open_with_pil(data: bytes) -> Image.Image:
+    """An image file whose header PIL has read."""
+    return Image.open(io.BytesIO(data), formats=PIL_FORMATS)
+
+
+def open_with_tifffile(data: bytes) -> "TiffFile":
+    """A TIFF whose header tifffile has read."""
+    import tifffile  # reads TIFF alone, and takes a tenth of a second
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # unreadable images have a message of ours
+    return tifffile.TiffFile(io.BytesIO(data))

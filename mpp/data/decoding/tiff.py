@@ -1,0 +1,106 @@
+"""TIFF files of any bands and depth, by tifffile, and by PIL where a picture of 8 bits is wanted."""
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from numpy.typing import NDArray
+from PIL import UnidentifiedImageError
+
+from mpp.config import ImagesConfig
+from mpp.data.decoding.channels import lay_on_white
+from mpp.data.decoding.checks import check_size
+from mpp.data.decoding.kinds import TIFF_STARTS
+from mpp.data.decoding.opening import open_with_tifffile
+from mpp.data.decoding.orientation import ORIENTATION_TAG, UPRIGHT, turn_upright
+from mpp.data.decoding.pictures import JPEG_IS_LOSSY, read_with_pil
+from mpp.data.decoding.wanted import StoredPixels, Wanted
+from mpp.errors import UnreadableImage
+
+if TYPE_CHECKING:
+    from tifffile import TiffPage, TiffPageSeries
+
+PREMULTIPLIED, OPACITY = 1, 2  # kinds of extra samples
+WHITE_IS_ZERO = 0  # a photometric interpretation
+SIGNED_INTEGERS = 2  # a sample format
+JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
+
+
+def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
+    """The samples of the first page; or the channels or pages, where each has one sample.
+
+    Of a picture, the pages are frames, of which the first counts, and a sample may be opacity, which is laid on white.
+    """
+    with open_with_tifffile(data) as file:
+        series = file.series[0]
+        page = series.pages[0]
+        if wanted is Wanted.MASK:
+            if page.compression in JPEG_COMPRESSIONS:
+                raise UnreadableImage(JPEG_IS_LOSSY)
+            if page.bitspersample == 1 or page.photometric == WHITE_IS_ZERO:
+                return StoredPixels(read_with_pil(data, wanted, config))
+        elif is_for_pil(series, page, wanted, config):
+            with contextlib.suppress(UnidentifiedImageError):  # some compressions
+                pixels = read_with_pil(data, wanted, config)
+                if pixels.any() or PREMULTIPLIED not in (page.extrasamples or ()):
+                    return StoredPixels(pixels)  # else PIL may have dropped colours, because nothing is opaque
+        pixels = read_bands(series, page, wanted, config)
+        orientation = page.tags.valueof(ORIENTATION_TAG, UPRIGHT)
+        extra_samples = set(page.extrasamples or ())
+        is_inverted = wanted is Wanted.PICTURE and page.photometric == WHITE_IS_ZERO and pixels.dtype.kind == "u"
+        inverted_bits = page.bitspersample if is_inverted else 0
+
+    pixels = turn_upright(pixels, orientation)
+    if wanted is Wanted.PICTURE and extra_samples & {PREMULTIPLIED, OPACITY}:
+        pixels = lay_on_white(pixels, white_is_most=not is_inverted, premultiplied=PREMULTIPLIED in extra_samples)
+    return StoredPixels(pixels, inverted_bits)
+
+
+def is_for_pil(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> bool:
+    """Whether PIL reads the file: pictures of up to 8 bits, and faxes, which older releases of tifffile cannot read."""
+    if wanted is not Wanted.PICTURE and page.bitspersample != 1:
+        return False
+    if page.bitspersample > 8 or "C" in series.axes:
+        return False
+    if page.sampleformat == SIGNED_INTEGERS:  # PIL takes them for unsigned
+        return False
+    means_stored_values = config.range or config.nodata is not None  # which PIL inverts where white is zero
+    return not (page.bitspersample == 8 and page.photometric == WHITE_IS_ZERO and means_stored_values)
+
+
+def read_bands(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> NDArray:
+    """The bands (n, H, W) of a page, or of a series of pages with one band each, as they are stored."""
+    check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
+    is_frame = wanted is Wanted.PICTURE and "C" not in series.axes
+    if page.samplesperpixel > 1 or len(series.pages) == 1 or is_frame:
+        check_size(page.shape, config)
+        return to_bands_first(page.asarray(), page.axes)
+    if None in series.pages:
+        raise UnreadableImage("some of its channels are in other files")
+    check_size(series.shape, config)
+    return to_bands_first(series.asarray(), series.axes)
+
+
+def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
+    """(n, H, W): bands are samples (S), channels (C), or the first other axis; of all other axes the first entry.
+
+    Args:
+        axes: of `pixels`, a letter each, as tifffile has them.
+    """
+    band_axis = ""
+    for axis in ("S", "C", *axes):
+        if axis in axes and axis not in "YX":
+            band_axis = axis
+            break
+    kept = f"{band_axis}YX"
+    pixels = pixels[tuple(slice(None) if axis in kept else 0 for axis in axes)]
+    order = [axis for axis in axes if axis in kept]
+    pixels = pixels.transpose([order.index(axis) for axis in kept])
+    return pixels if band_axis else pixels[None]
+
+
+def white_is_zero(image: bytes) -> bool:
+    """Whether an image file is a TIFF whose values run from white to black."""
+    if not image.startswith(TIFF_STARTS):
+        return False
+    with open_with_tifffile(image) as file:
+        return file.pages[0].photometric == WHITE_IS_ZERO

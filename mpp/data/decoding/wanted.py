@@ -1,0 +1,32 @@
+"""What is read from an image file: a picture, its bands or a mask."""
+
+from enum import Enum
+from typing import NamedTuple
+
+from numpy.typing import NDArray
+
+from mpp.config import ImagesConfig
+
+
+class Wanted(Enum):
+    """What is read from an image file."""
+
+    PICTURE = "RGB or grey, as a viewer shows the file"
+    BANDS = "all bands, with the values that are stored"
+    MASK = "one whole number a pixel, as it is stored"
+
+
+def wanted_by(config: ImagesConfig) -> Wanted:
+    """PICTURE for 1 or 3 channels, unless the settings choose bands; else BANDS."""
+    if config.bands is None and config.channels in (1, 3):
+        return Wanted.PICTURE
+    return Wanted.BANDS
+
+
+class StoredPixels(NamedTuple):
+    """The values of an image, with the type that the file has."""
+
+    pixels: NDArray
+    """(n, H, W), upright."""
+    inverted_bits: int = 0
+    """Bits of values that run from white (0) to black, and are still to be inverted; 0: black is zero."""
