@@ -36,6 +36,7 @@ from mpp.data.sources import load_splits
 from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
 from mpp.errors import UnreadableImage
+from mpp.runtime.files import complete
 from mpp.runtime.lock import hold
 from mpp.runtime.messages import tell
 from mpp.runtime.output import printable
@@ -202,10 +203,9 @@ def write_parts(
                 file = folder / f"{number:03d}-{first:012d}.parquet"
                 files.append(file)
                 if not is_of(file, about):
-                    aside = file.with_suffix(".partial")
                     found = features_of(numbers, dataset, chosen, config, accelerator)
-                    pq.write_table(table_of(counted(found, bar), dataset, about), aside)
-                    aside.replace(file)
+                    with complete(file) as partial:
+                        pq.write_table(table_of(counted(found, bar), dataset, about), partial)
                 else:
                     bar.update(len(chosen))
     return files
@@ -220,11 +220,9 @@ def counted(batches: Iterator[tuple], bar: Any) -> Iterator[tuple]:
 
 def join(files: Sequence[Path], out: Path) -> None:
     """One file of all parts, one part in memory at a time."""
-    aside = files[0].with_name("whole.partial")
-    with pq.ParquetWriter(aside, pq.read_schema(files[0])) as writer:
+    with complete(out) as partial, pq.ParquetWriter(partial, pq.read_schema(files[0])) as writer:
         for file in files:
             writer.write_table(pq.read_table(file))
-    aside.replace(out)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -43,7 +43,7 @@ from mpp.features.frozen import pool
 from mpp.models.encoder import set_attention
 from mpp.models.exporting import export_encoder
 from mpp.models.opening import load_encoder
-from mpp.runtime.files import aside_of
+from mpp.runtime.files import complete
 from mpp.runtime.start import command, start_alone
 from mpp.runtime.weights import encoder_folder, fingerprint
 
@@ -370,10 +370,9 @@ def write_checked(config: ExportConfig, check: Check, reference: Exported, out: 
     count = EXAMPLE if config.batch == "dynamic" else config.batch
     images = check.prepared(some[torch.arange(count) % len(some)])
     about = describe_file(config, check.encoder, images)
-    aside = aside_of(out)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        aside = Path(folder)
         file = aside / out.name
         with torch.no_grad():
             reference(images)  # a [class] token that there is not
@@ -410,9 +409,8 @@ def write_checked(config: ExportConfig, check: Check, reference: Exported, out: 
         size = bytes_in(aside)
         out.with_name(f"{out.name}.data").unlink(missing_ok=True)  # of an earlier export
         for each in aside.iterdir():
-            each.replace(out.parent / each.name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            with complete(out.parent / each.name) as partial:
+                each.replace(partial)
     write_json(out.with_name(f"{out.name}.json"), report)
     print(f"wrote {out} ({size / 1e6:.1f} MB) and {out.name}.json")
     return report

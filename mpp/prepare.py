@@ -42,7 +42,7 @@ from mpp.data.overview import announce_splits
 from mpp.data.sources import load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
-from mpp.runtime.files import sync, write_whole
+from mpp.runtime.files import complete, write_complete
 from mpp.runtime.hardware import cores
 from mpp.runtime.lock import hold
 from mpp.runtime.output import printable
@@ -126,12 +126,10 @@ def write_shard(shard: Shard) -> None:
         notes["kept"] += 1
         notes["bytes_before"] += memoryview(data).nbytes
         notes["bytes_after"] += len(prepared)
-    aside = shard.notes.with_suffix(".partial")
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(aside)  # without compression of images
-    sync(aside)
-    shard.notes.write_text(json.dumps(notes), encoding="utf-8")
     shard.file.parent.mkdir(exist_ok=True)
-    aside.replace(shard.file)
+    with complete(shard.file) as partial:
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(partial)  # without compression of images
+        write_complete(shard.notes, json.dumps(notes))
 
 
 def name_of(cell: Any, root: str | None) -> str | None:
@@ -217,8 +215,8 @@ def open_folder(config: PrepareConfig, images: dict[str, Any]) -> None:
     if changed:
         raise UserError(f"out is {config.out}, prepared of other images ({'; '.join(changed)})")
     saved.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(saved, to_yaml(config))
-    write_whole(saved.with_name(IMAGES), json.dumps(images))
+    write_complete(saved, to_yaml(config))
+    write_complete(saved.with_name(IMAGES), json.dumps(images))
 
 
 def begin() -> None:
@@ -277,7 +275,7 @@ def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     dropped = sorted(line for each in notes for line in each["dropped"])
     kept, before, after = (sum(each[key] for each in notes) for key in ("kept", "bytes_before", "bytes_after"))
     listed = Path(config.out) / NOTES / "dropped.txt"
-    write_whole(listed, "".join(f"{line}\n" for line in dropped))
+    write_complete(listed, "".join(f"{line}\n" for line in dropped))
     print(f"wrote {config.out}: {kept} images, {before / 1e6:.1f} MB became {after / 1e6:.1f} MB")
     if dropped:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listed}:")

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
-from mpp.runtime.files import write_whole
+from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -84,7 +84,7 @@ def test_a_full_disk_is_not_taken_for_a_terminal_that_is_gone():
 def test_names_that_are_no_utf_8_are_written_as_escapes(tmp_path):
     name = os.fsdecode(b"caf\xe9 \xc3\xa4.jpg")
     assert printable(name) == "caf\\udce9 ä.jpg"
-    write_whole(tmp_path / "names.txt", f"{name}\n")
+    write_complete(tmp_path / "names.txt", f"{name}\n")
     assert (tmp_path / "names.txt").read_bytes() == b"caf\\udce9 \xc3\xa4.jpg\n"
 
 

@@ -126,7 +126,7 @@ def test_a_broken_off_command_goes_on(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "write_all", lambda shards, workers: stop_after(2, shards))
     with pytest.raises(KeyboardInterrupt):
         main(options(folder, tmp_path / "out"))
-    (tmp_path / "out" / NOTES / "train-00003-of-00004.partial").write_bytes(b"half")
+    (tmp_path / "out" / "data" / ".train-00003-of-00004.parquet.partial").write_bytes(b"half")
     monkeypatch.undo()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("data/*.parquet")}
     assert len(before) == 2

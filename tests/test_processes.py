@@ -51,7 +51,7 @@ def test_two_processes_are_one_run(tmp_path):
 
 def apart(folder: Path) -> None:
     """Each process has a place of its own for the run's folder, as nodes have that do not share it."""
-    files.PATIENCE = 0.5
+    files.APPEARS_WITHIN_S = 0.5
     os.chdir(tempfile.mkdtemp(dir=folder))
 
 

@@ -17,7 +17,7 @@ from evaluation.figures import DPI, Curves, plot_bars, plot_depths, plot_lines
 from evaluation.frozen.results import percent, table, write_json
 from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_page
 from mpp.config import require
-from mpp.runtime.files import write_whole
+from mpp.runtime.files import write_complete
 from mpp.training.run_folder import REPORT
 
 Row = dict[str, Any]
@@ -286,7 +286,7 @@ def write_findings(
     about = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
     write_json(folder / "results.json", {"summary": summary, "results": rows, "versions": about, "settings": settings})
     text = "\n\n".join(texts) or "no results yet"
-    write_whole(folder / "table.md", f"{text}\n")
+    write_complete(folder / "table.md", f"{text}\n")
     write_page(folder / REPORT, page_of(folder, rows, sections, about))
     print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT, *drawn])}; see reports/")
     return {"results": rows, "summary": summary}

@@ -1,7 +1,6 @@
 """Frozen features of an encoder: which, extracted once, saved, loaded."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features.frozen import extract
 from mpp.runtime.arrays import in_blocks, let_go, map_array, select
+from mpp.runtime.files import complete
 from mpp.runtime.messages import warn
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
@@ -100,14 +100,9 @@ NAMES = ("train_features", "train_labels", "test_features", "test_labels")
 def save_features(path: Path, features: Features) -> None:
     """Write one depth's features as .npz, complete or not at all: who has mapped an earlier file keeps it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with aside.open("wb") as file:  # a file: numpy would add .npz to a name without
-            np.savez(file, **dict(zip(NAMES, features, strict=True)))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-        let_go(features.train)
+    with complete(path, shared=True) as partial, partial.open("wb") as file:  # numpy would add .npz to a name without
+        np.savez(file, **dict(zip(NAMES, features, strict=True)))
+    let_go(features.train)
 
 
 def load_features(path: Path) -> Features:

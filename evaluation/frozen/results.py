@@ -1,7 +1,6 @@
 """How results are written: JSON, a table a person can paste, TensorBoard."""
 
 import json
-import os
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 
 from evaluation.figures import DPI, plot_by_depth
 from mpp.errors import UserError
+from mpp.runtime.files import complete
 from mpp.runtime.weights import encoder_folder, run_of
 from mpp.training.log import event_writer
 
@@ -67,9 +67,8 @@ def percent(summary: dict[str, float]) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")  # others may write the same
-    aside.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    aside.replace(path)
+    with complete(path, shared=True) as partial:
+        partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
 def events_of(path: Path) -> Path:

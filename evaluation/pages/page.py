@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from evaluation.figures import DPI
-from mpp.runtime.files import write_whole
+from mpp.runtime.files import write_complete
 
 TEMPLATE = "page.html"
 INK = "#010203"  # stands for the colour of the page's text, which no chart knows
@@ -117,7 +117,7 @@ def render(page: Page) -> str:
 def write_page(path: Path, page: Page) -> None:
     """Write the page, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, render(page))
+    write_complete(path, render(page))
 
 
 def chart(title: str, draw: Callable[[], Figure], table: Table | None = None) -> Chart:

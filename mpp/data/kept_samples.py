@@ -21,7 +21,7 @@ from mpp.config import ImagesConfig
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.listing.formats import SHARDS
 from mpp.errors import UserError, one_line
-from mpp.runtime.files import sync
+from mpp.runtime.files import complete, write_complete
 from mpp.runtime.lock import hold
 
 FOLDER = "mpp_stream_samples"  # in the cache: one folder for each sample, and nothing else
@@ -67,22 +67,14 @@ def is_whole(folder: Path) -> bool:
 def write(folder: Path, rows: Iterable[dict[str, Any]], features: datasets.Features, identity: dict[str, Any]) -> None:
     """Write the rows block by block, then the notes that call them complete."""
     (folder / NOTES).unlink(missing_ok=True)
-    aside = folder / f"{ROWS}.partial"
-    try:
-        file = pa.OSFile(str(aside), "wb")
+    with complete(folder / ROWS) as partial:
+        file = pa.OSFile(str(partial), "wb")
         with file, ArrowWriter(stream=file, features=features, writer_batch_size=BLOCK) as writer:
             for row in rows:
                 writer.write(row)
             writer.finalize()
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    notes = folder / f"{NOTES}.partial"
-    notes.write_text(json.dumps({"bytes": aside.stat().st_size, "of": identity}, indent=1), encoding="utf-8")
-    for part in (aside, notes):
-        sync(part)
-        part.replace(part.with_suffix(""))
-        sync(folder)
+    notes = {"bytes": (folder / ROWS).stat().st_size, "of": identity}
+    write_complete(folder / NOTES, json.dumps(notes, indent=1))
 
 
 def list_files(config: ImagesConfig) -> Files | None:

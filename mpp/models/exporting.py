@@ -5,7 +5,6 @@ mpp/models/vit.py, else without mpp.
 """
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from mpp.config import require, sides
 from mpp.models.descriptions import timm_crop_pct
 from mpp.models.encoder import FIXED
 from mpp.models.positions import Grid
-from mpp.runtime.files import aside_of, put
+from mpp.runtime.files import complete
 
 
 def export_encoder(
@@ -48,8 +47,6 @@ def export_encoder(
     Raises:
         UserError: a head for another number of classes.
     """
-    aside = aside_of(folder)
-    shutil.rmtree(aside, ignore_errors=True)
     data_config = dict(mean=tuple(mean), std=tuple(std), interpolation="bilinear")
     data_config |= dict(input_size=(len(mean), *sides(img_size)), crop_pct=timm_crop_pct(img_size, crop_pct))
     ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not those of published weights
@@ -64,12 +61,12 @@ def export_encoder(
         count, allowed = len(label_names), f"{encoder.num_classes}, the outputs of the model's head"
         require(encoder.num_classes in (0, count), "the number of label_names", count, allowed)
         ours["label_names"] = list(label_names)  # which timm moves into pretrained_cfg
-    save_for_hf(encoder, str(aside), model_config=ours, safe_serialization=True, data_config=data_config)
-    saved = json.loads((aside / "config.json").read_text(encoding="utf-8"))
-    saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers would give it twice
-    if label_names or not encoder.num_classes:
-        saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
-    (aside / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
-    if card:
-        (aside / "README.md").write_text(card, encoding="utf-8")
-    put(aside, folder)
+    with complete(folder) as partial:
+        save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
+        saved = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
+        if label_names or not encoder.num_classes:
+            saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
+        (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
+        if card:
+            (partial / "README.md").write_text(card, encoding="utf-8")

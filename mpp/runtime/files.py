@@ -1,14 +1,87 @@
-"""Files that survive the machine."""
+"""Crash-safe files: written beside their place, synced to disk, then renamed."""
 
 import os
 import shutil
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mpp.runtime.output import printable
 
-PATIENCE = 90  # seconds
+APPEARS_WITHIN_S = 90  # NFS looks for new files of other machines after a minute at the latest
+
+
+@contextmanager
+def complete(path: Path, shared: bool = False) -> Iterator[Path]:
+    """Write a file or a folder that is complete or absent at every moment, even if the machine crashes.
+
+    The caller writes to the temporary path that this yields, which lies beside `path`. At the end of the `with` block
+    it is synced and takes the place of what was at `path`. After an exception it is deleted, and `path` is as before.
+    Files in a folder get the permissions of any new file.
+
+    Args:
+        shared: whether other processes may write the same path at the same time; each then has a temporary path of
+            its own.
+    Raises:
+        OSError: the file or folder cannot be written.
+    """
+    partial = partial_path(path)
+    if shared:
+        partial = partial_path(path.with_name(f"{path.name}.{os.getpid()}"))
+    delete(partial)
+    try:
+        yield partial
+        if partial.is_dir():
+            finish_folder(partial)
+            replace_folder(partial, path)
+        else:
+            sync(partial)
+            partial.replace(path)
+            sync(path.parent)
+    except BaseException:
+        delete(partial)
+        raise
+
+
+def partial_path(path: Path) -> Path:
+    """The temporary path beside `path`, at which it is written until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_complete(file: Path, text: str) -> None:
+    """Write a text file that is complete or absent: UTF-8, whatever the locale and whatever file names are in it."""
+    with complete(file) as partial:
+        partial.write_text(printable(text), encoding="utf-8")
+
+
+def finish_folder(folder: Path) -> None:
+    """Give a folder's files the usual permissions, and sync all to disk."""
+    files = list(folder.iterdir())
+    for file in files:
+        use_default_permissions(file)
+    for path in (*files, folder):
+        sync(path)
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Rename a finished folder to `folder`, in place of the one that is there."""
+    earlier = folder.with_name(f".{folder.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if folder.exists():
+        folder.replace(earlier)  # not deleted where it lies: a crash could leave half of it
+    partial.replace(folder)
+    sync(folder.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -20,55 +93,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def aside_of(path: Path) -> Path:
-    """Where a file or folder is written until it is complete."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file that is complete or absent: UTF-8, whatever the locale and whatever names of files are in it."""
-    aside = aside_of(file)
-    aside.write_text(printable(text), encoding="utf-8")
-    sync(aside)
-    aside.replace(file)
-
-
-def appears(file: Path) -> bool:
-    """Whether a file that another machine may have written is there: NFS looks again after a minute at the latest."""
-    end = time.monotonic() + PATIENCE
-    while not file.exists() and time.monotonic() < end:
-        time.sleep(0.2)
-    return file.exists()
-
-
-def share(file: Path) -> None:
+def use_default_permissions(file: Path) -> None:
     """Give a file the permissions of any new file beside it: safetensors writes for the owner only."""
-    usual = file.with_name(f".{file.name}.usual")
-    usual.touch()  # asks the umask, which other threads may not see changed, and the folder's access control list
-    mode = usual.stat().st_mode
-    usual.unlink()
+    probe = file.with_name(f".{file.name}.usual")
+    probe.touch()  # asks the umask, which other threads may not see changed, and the folder's access control list
+    mode = probe.stat().st_mode
+    probe.unlink()
     if file.stat().st_mode != mode:  # not all file systems let modes be set
         file.chmod(stat.S_IMODE(mode))
 
 
-def put(aside: Path, folder: Path) -> None:
-    """Let a folder of files that was written aside take the place of `folder`, if there is one; durably.
-
-    Both lie in the same folder. At every moment `folder` is whole or absent. Its files have the permissions of any
-    new file.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
-    files = list(aside.iterdir())
-    for file in files:
-        share(file)
-    for path in (*files, aside):
-        sync(path)
-    earlier = folder.with_name(f".{folder.name}.earlier")
-    shutil.rmtree(earlier, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, earlier)  # not deleted where it lies: a crash could leave half of it
-    os.replace(aside, folder)
-    sync(folder.parent)
-    shutil.rmtree(earlier, ignore_errors=True)
+def appears(file: Path) -> bool:
+    """Whether a file that another machine may have written is there; waits for it up to APPEARS_WITHIN_S."""
+    deadline = time.monotonic() + APPEARS_WITHIN_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return file.exists()

@@ -21,7 +21,7 @@ from torch import nn
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
-from mpp.runtime.files import aside_of, put
+from mpp.runtime.files import complete
 from mpp.runtime.hashing import sha256_of
 from mpp.runtime.processes import on_main_process
 from mpp.training.optim import averages, build_optimizer, swap
@@ -93,17 +93,14 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursor
         UserError: it cannot be written; earlier checkpoints are as they were.
     """
     final = folder / "checkpoints" / f"step_{step:08d}"
-    aside = aside_of(final)
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        write_checkpoint(aside, tensors, cursors)
-        put(aside, final)
+        with complete(final) as partial:
+            write_checkpoint(partial, tensors, cursors)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
         earlier = [path.name for path in complete_checkpoints(folder)]
         kept = f"{earlier[-1]} is kept, and the same command goes on from it" if earlier else "there is no earlier one"
         raise UserError(
-            f"{aside.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
+            f"{final.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
         ) from error
     ours = [path for path in complete_checkpoints(folder) if step_of(path) <= step]
     for other in set(complete_checkpoints(folder)) - set(ours[-keep:]):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mpp.config.parsing import flatten, to_yaml
 from mpp.errors import UserError
-from mpp.runtime.files import write_whole
+from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable
 from mpp.training.feed import Feed
 from mpp.training.health import EVALUATED
@@ -149,7 +149,7 @@ def keep_until(folder: Path, step: int) -> None:
     """Cut a run's metrics after `step`; a torn last line goes with what it would have said."""
     if (folder / METRICS).exists():
         kept = (json.dumps(line) + "\n" for line in metrics_of(folder) if line["step"] <= step)
-        write_whole(folder / METRICS, "".join(kept))
+        write_complete(folder / METRICS, "".join(kept))
 
 
 def last_evaluation(folder: Path) -> dict[str, float]:

@@ -28,7 +28,7 @@ from mpp.data.kept_samples import list_files
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime import lock
-from mpp.runtime.files import aside_of, write_whole
+from mpp.runtime.files import partial_path, write_complete
 from mpp.runtime.output import printable
 from mpp.runtime.signals import MARKER
 from mpp.training.checkpoint import newest_step
@@ -88,7 +88,7 @@ def is_ours(folder: Path) -> bool:
     """Whether a folder is a run's, or has nothing in it but what a check or a run leaves that ended before it began."""
     if (folder / CONFIG).is_file() or not folder.is_dir():
         return True
-    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER, CHECK, aside_of(folder / CONFIG).name}
+    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER, CHECK, partial_path(folder / CONFIG).name}
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -108,7 +108,7 @@ def write_config(config: Any, folder: Path) -> None:
     """
     check_owner(config, folder)  # once more: building the task may have taken long
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / CONFIG, to_yaml(with_absolute_paths(config)))
+    write_complete(folder / CONFIG, to_yaml(with_absolute_paths(config)))
 
 
 def with_absolute_paths(config: Any) -> Any:
@@ -141,7 +141,7 @@ def write_record(folder: Path, images: dict[str, Any]) -> None:
         when = "now" if part in not_listed(images) else "when the run began"
         unknown = f"the files could not be listed {when}; whether they are those that the run began with is unknown"
         print(f"warning: {folder}: {part}: {unknown}", file=sys.stderr)
-    write_whole(folder / IMAGES, json.dumps(together(before, images), indent=1))
+    write_complete(folder / IMAGES, json.dumps(together(before, images), indent=1))
 
 
 def moved_along(file: str | None, before: str, now: str) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
-from mpp.runtime.files import write_whole
+from mpp.runtime.files import write_complete
 from mpp.training.health import Facts, findings
 from mpp.training.log import Tracker, metrics_of
 from mpp.training.verdict import is_best, verdict
@@ -58,7 +58,7 @@ class Watch:
         self.tracker.log_text(step, "verdict", "\n\n".join([line, *lines]))
         about = {"model": self.task.describe_model(), "images": self.task.describe_images()}
         said = about | {"step": step, "line": line, "warnings": before + new, "off": [each.check for each in found]}
-        write_whole(self.folder / VERDICT, json.dumps(said | {"facts": asdict(self.facts)}, indent=1))
+        write_complete(self.folder / VERDICT, json.dumps(said | {"facts": asdict(self.facts)}, indent=1))
 
     def best(self) -> bool:
         """Whether the features were never better than at the evaluation that was logged last."""
