@@ -40,9 +40,9 @@ from mpp.data.views import Batch, held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
 from mpp.features.frozen import pool
-from mpp.models.encoder import set_attention
+from mpp.models.encoder import load_encoder
 from mpp.models.exporting import export_encoder
-from mpp.models.opening import load_encoder
+from mpp.models.timm_models import set_attention
 from mpp.runtime.files import complete
 from mpp.runtime.start import command, start_alone
 from mpp.runtime.weights import encoder_folder, fingerprint

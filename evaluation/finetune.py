@@ -29,7 +29,7 @@ from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
 from mpp.data.views import BatchLayout
 from mpp.errors import Diverged, UserError
-from mpp.models.encoder import checkpoint_activations
+from mpp.models.timm_models import checkpoint_activations
 from mpp.runtime.start import command
 from mpp.runtime.weights import fingerprint
 from mpp.training.log import Tracker, last_evaluation, last_scalars

@@ -18,8 +18,8 @@ from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.data.views import BatchLayout
-from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
+from mpp.models.timm_models import cell_grid
 from mpp.runtime.start import command
 from mpp.training.optim import build_optimizer
 

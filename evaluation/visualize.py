@@ -42,7 +42,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features.probe import RANKED, effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
-from mpp.models.encoder import has_class
+from mpp.models.timm_models import has_class
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import FIXED

@@ -16,7 +16,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["Config", "extract_features", "load_encoder", "pretrain"]
-PLACES = {"Config": "mpp.config", "extract_features": "mpp.features.frozen", "load_encoder": "mpp.models.opening"}
+PLACES = {"Config": "mpp.config", "extract_features": "mpp.features.frozen", "load_encoder": "mpp.models.encoder"}
 
 
 def __dir__() -> list[str]:

@@ -30,9 +30,9 @@ from mpp.errors import UserError
 from mpp.features.metrics import Sums, measure, measure_features, summarize
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.descriptions import how_read, learned_labels
-from mpp.models.encoder import cell_grid
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
+from mpp.models.timm_models import cell_grid
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.start import command
 from mpp.training.checkpoint import restore_trained

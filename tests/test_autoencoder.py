@@ -8,8 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
 from mpp.corruption import Corruption, draw
 from mpp.models.autoencoder import MaskedAutoencoder, decoder_numbers, others
-from mpp.models.encoder import build_encoder, has_fused_attention, set_attention
+from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
+from mpp.models.timm_models import has_fused_attention, set_attention
 from mpp.training.flops import executed_flops
 
 HALVES = ((0.5,) * 3, (0.5,) * 3)

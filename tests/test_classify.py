@@ -23,8 +23,9 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, BatchLayout
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import learned_labels
-from mpp.models.encoder import build_encoder, checkpoint_activations
+from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
+from mpp.models.timm_models import checkpoint_activations
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
 

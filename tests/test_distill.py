@@ -25,7 +25,8 @@ from mpp.config import ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.views import BatchLayout
 from mpp.errors import UserError
-from mpp.models.encoder import build_encoder, set_attention
+from mpp.models.encoder import build_encoder
+from mpp.models.timm_models import set_attention
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.flops import executed_flops
 

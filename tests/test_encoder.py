@@ -17,7 +17,6 @@ from mpp.config import ModelConfig, resized_side
 from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
-from mpp.models.opening import create
 
 
 def export(encoder, folder):
@@ -88,19 +87,18 @@ RGB_MOMENTS, GREY_MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)), ((0.2,), (0.5,))
     ],
 )
 def test_a_changed_encoder_says_what_it_takes(exported, changes, input_size, moments, pretrained):
-    for build in (mpp.load_encoder, lambda folder, **how: create(str(folder), **how)):
-        encoder = build(exported[1], pretrained=pretrained, **changes)
-        size, *found = described(encoder)
-        assert size == input_size and len(found[0]) == input_size[0]
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(moments))
-        assert encoder.pretrained_cfg["num_classes"] == changes.get("num_classes", 0)
-        assert encoder(torch.randn(1, *input_size)).shape[0] == 1
+    encoder = mpp.load_encoder(exported[1], pretrained=pretrained, **changes)
+    size, *found = described(encoder)
+    assert size == input_size and len(found[0]) == input_size[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(moments))
+    assert encoder.pretrained_cfg["num_classes"] == changes.get("num_classes", 0)
+    assert encoder(torch.randn(1, *input_size)).shape[0] == 1
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224"])
 def test_a_changed_model_of_timms_says_what_it_takes(name):
     size = (96, 64) if name == "vit_tiny_patch16_224" else (256, 256)
-    model = create(name, size, pretrained=False, in_chans=2)
+    model = mpp.load_encoder(name, pretrained=False, img_size=size, in_chans=2)
     (mean,), (std,) = ({sum(each) / 3} for each in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     mean, std = (0.5, 0.5) if name == "vit_tiny_patch16_224" else (mean, std)
     assert described(model) == ((2, *size), (mean,) * 2, (std,) * 2)
@@ -183,7 +181,7 @@ def test_an_encoder_says_whether_it_learned_labels(tmp_path):
 
 def test_a_network_for_any_size_says_the_size_that_is_asked_for(tmp_path):
     export_encoder(timm.create_model("resnet10t", num_classes=0), tmp_path, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
-    model = create(str(tmp_path), (48, 48))
+    model = mpp.load_encoder(tmp_path, img_size=(48, 48))
     assert described(model)[0] == (3, 48, 48) and extraction_crop(model, 48) == 55
 
 

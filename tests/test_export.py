@@ -16,8 +16,8 @@ from evaluation import export
 from evaluation.config import ExportConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.features.frozen import features_at
-from mpp.models.encoder import set_attention
 from mpp.models.exporting import export_encoder
+from mpp.models.timm_models import set_attention
 from mpp.runtime.weights import fingerprint
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[export]'")

@@ -10,8 +10,9 @@ from evaluation.comparison.run import with_compute
 from mpp.config import Config, ModelConfig, OptimConfig
 from mpp.config.parsing import parse_saved
 from mpp.corruption import Corruption
-from mpp.models.encoder import build_encoder, set_attention
+from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.timm_models import set_attention
 from mpp.training.flops import executed_flops, flop_counter, optimizer_flops
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 10, 8

@@ -9,8 +9,9 @@ from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, corrupt, draw
 from mpp.models.attention import RELATIVE, take
 from mpp.models.blocks import block_at
-from mpp.models.encoder import build_encoder, set_attention
+from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.timm_models import set_attention
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
 

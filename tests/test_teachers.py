@@ -20,9 +20,8 @@ from mpp.config.parsing import to_yaml
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError
 from mpp.features.metrics import add, measure_features, spread_of, summarize
-from mpp.models.encoder import Normalize
+from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.networks import build_model
-from mpp.models.opening import create, load_encoder
 from mpp.models.teachers import Teacher, as_targets, decay_at, follow
 from mpp.objectives import build_objective
 from mpp.training.flops import executed_flops
@@ -496,7 +495,7 @@ def test_weights_that_are_not_a_teachers_are_refused(tmp_path, pretrain):
     words = (*FEATURES, "--objective.teacher=resnet18", f"--objective.teacher_checkpoint={file}")
     with pytest.raises(UserError, match=r"teacher_checkpoint is .*; it must be the weights of resnet18; it lacks"):
         pretrain(*words, dir=tmp_path / "run")
-    teacher = create("vit_tiny_patch16_224", 32, checkpoint=str(file))
+    teacher = load_encoder("vit_tiny_patch16_224", checkpoint=str(file), img_size=32, num_classes=0)
     assert torch.equal(teacher.norm.weight, load_file(file)["norm.weight"])
     saved = tmp_path / "taught" / "config.yaml"
     saved.parent.mkdir()

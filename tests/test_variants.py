@@ -15,10 +15,11 @@ from evaluation.pictures.positions import position_similarity
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, draw
 from mpp.models.attention import RELATIVE, PositionedAttention, attention_at
-from mpp.models.encoder import build_encoder, cell_grid, set_attention
+from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.models.positions import AbsolutePositions, interpolate_offsets
 from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.timm_models import cell_grid, set_attention
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
 KINDS = {

@@ -18,9 +18,8 @@ from evaluation.supervision.deit import build_student
 from evaluation.supervision.teachers import classifier_at
 from mpp.config import ModelConfig
 from mpp.errors import UserError
-from mpp.models.encoder import build_encoder
+from mpp.models.encoder import build_encoder, load_encoder
 from mpp.models.exporting import export_encoder
-from mpp.models.opening import create
 from mpp.runtime.weights import PICKLES, wrapper_of
 
 SMALL = dict(img_size=32, patch_size=8, width=16, depth=2, heads=2)
@@ -48,7 +47,7 @@ def weights_in(file: Path) -> dict[str, torch.Tensor]:
 
 
 def of_name(folder, key="encoder"):
-    return create(NAME, checkpoint=str(folder / "model.safetensors"), key=key, **BUILT)
+    return load_encoder(NAME, checkpoint=str(folder / "model.safetensors"), setting=key, num_classes=0, **BUILT)
 
 
 WAYS = {  # a setting -> the encoder with the weights of a folder that it names
@@ -56,7 +55,7 @@ WAYS = {  # a setting -> the encoder with the weights of a folder that it names
     "model.init_from ": lambda folder: build_encoder(ModelConfig(**SMALL, init_from=str(folder / "model.safetensors"))),
     "encoder": lambda folder: mpp.load_encoder(folder),
     "encoder ": lambda folder: load_frozen_encoder(str(folder)).model,
-    "objective.teacher": lambda folder: create(str(folder), key="objective.teacher"),
+    "objective.teacher": lambda folder: load_encoder(str(folder), setting="objective.teacher", num_classes=0),
     "checkpoint": of_name,
     "objective.teacher_checkpoint": partial(of_name, key="objective.teacher"),
 }
@@ -103,7 +102,7 @@ PICKLED_WAYS = {
     "model.init_from ": lambda path: build_student(ModelConfig(**SMALL, init_from=path)),
     "encoder": mpp.load_encoder,
     "encoder ": load_frozen_encoder,
-    "objective.teacher": lambda path: create(path, key="objective.teacher"),
+    "objective.teacher": lambda path: load_encoder(path, setting="objective.teacher"),
     "distill.teacher": lambda path: classifier_at(path, 3, "distill.teacher"),
 }
 
@@ -140,7 +139,7 @@ def test_a_pickled_checkpoint_is_refused(tmp_path, key):
     with pytest.raises(
         UserError, match=rf"^{setting} is .*vit\.pth; it must be a \.safetensors file: mpp reads no pickled"
     ):
-        create(NAME, checkpoint=str(file), key=key)
+        load_encoder(NAME, checkpoint=str(file), setting=key)
 
 
 @pytest.mark.parametrize("below", [None, "model", "state_dict"])
@@ -198,9 +197,8 @@ def test_no_weight_is_left_random_below_a_new_head(folder, name):
     weights = weights_in(file)
     del weights[name]
     save_file(weights, file)
-    for build in (partial(mpp.load_encoder, folder, num_classes=3), partial(create, str(folder), num_classes=3)):
-        with pytest.raises(UserError, match=rf"it lacks 1 weight \({name}\)$"):
-            build()
+    with pytest.raises(UserError, match=rf"it lacks 1 weight \({name}\)$"):
+        mpp.load_encoder(folder, num_classes=3)
     save_file({f"what.{each}": tensor for each, tensor in enumerate(weights.values())}, file)
     with pytest.raises(UserError, match="it lacks"):
         mpp.load_encoder(folder, num_classes=3)
@@ -212,7 +210,7 @@ def test_a_head_that_is_not_asked_for_is_no_weight_left_over(folder, tmp_path):
         assert torch.equal(WAYS[way](tmp_path / "headed").norm.weight, mpp.load_encoder(folder).norm.weight)
     timms = timm.create_model("levit_128s", num_classes=5)  # its head has a batch norm beside the classifier
     export_encoder(timms, tmp_path / "levit", 224, (0.5,) * 3, (0.5,) * 3, 0.875)
-    assert create(str(tmp_path / "levit")).num_classes == 0
+    assert load_encoder(tmp_path / "levit", num_classes=0).num_classes == 0
 
 
 def test_weights_of_other_shapes_are_named(folder):

@@ -36,7 +36,8 @@ from mpp.config import (
 from mpp.data.decoding.decode import decode
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
-from mpp.models.encoder import build_encoder, set_attention
+from mpp.models.encoder import build_encoder
+from mpp.models.timm_models import set_attention
 from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
 from mpp.training.loop import Update

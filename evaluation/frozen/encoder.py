@@ -17,8 +17,8 @@ from mpp.config import ObjectiveConfig, Representation, check_grid, require, sid
 from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
-from mpp.models.encoder import Normalize, set_attention
-from mpp.models.opening import create
+from mpp.models.encoder import Normalize, load_encoder
+from mpp.models.timm_models import set_attention
 from mpp.objectives import palette_for, sum_of
 from mpp.runtime.hardware import uses_gpu
 
@@ -127,7 +127,7 @@ def load_frozen_encoder(
         return ColorBaseline(encoder.removeprefix("floor:"), img_size, channels or 3)
     if is_named(encoder) and channels not in (None, 3):
         changes["in_chans"] = channels
-    model = create(encoder, img_size, not random, checkpoint, **changes)
+    model = load_encoder(encoder, not random, checkpoint, img_size=img_size, num_classes=0, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
     if img_size is not None and hasattr(model, "patch_embed"):

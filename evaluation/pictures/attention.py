@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evaluation.frozen.encoder import FrozenEncoder, Unavailable, patch_grid
 from mpp.models.attention import is_known
-from mpp.models.encoder import has_class, set_attention
+from mpp.models.timm_models import has_class, set_attention
 
 
 @torch.no_grad()

@@ -21,8 +21,9 @@ from evaluation.config import DistillConfig, Pooling
 from evaluation.supervision.heads import HeadedEncoder
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
-from mpp.models.encoder import architecture, build_encoder, fix_positions, has_fused_attention, set_attention
+from mpp.models.encoder import architecture, build_encoder
 from mpp.models.loading import load_weights
+from mpp.models.timm_models import fix_positions, has_fused_attention, set_attention
 from mpp.runtime.weights import weight_names, weights_file
 
 DISTILLED = "deit_base_distilled_patch16_224"  # timm's ViT with a distillation token, built to other numbers

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evaluation.config import HeadKind, Pooling
 from mpp.config import ModelConfig, require, sides
 from mpp.features.frozen import pool
-from mpp.models.encoder import Normalize, build_encoder, checkpoint_activations, has_class
-from mpp.models.opening import create
+from mpp.models.encoder import Normalize, build_encoder, load_encoder
+from mpp.models.timm_models import checkpoint_activations, has_class
 
 VITS = ("vision_transformer", "vision_transformer_hybrid")
 
@@ -55,7 +55,9 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, t
     for name in ("position", "position_at", "stride", "mixing", "arguments", "attention"):
         value, usual = getattr(config, name), getattr(ModelConfig(), name)
         require(value == usual, f"model.{name}", value, f"{'null' if usual is None else usual} with {config.name}")
-    encoder = create(config.name, config.img_size, False, key="model.name", in_chans=channels)
+    encoder = load_encoder(
+        config.name, pretrained=False, setting="model.name", img_size=config.img_size, in_chans=channels, num_classes=0
+    )
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])

@@ -16,9 +16,9 @@ from evaluation.supervision.deit import DistilledEncoder, averaged
 from evaluation.supervision.heads import HeadedEncoder, build_head
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.models.encoder import set_attention
-from mpp.models.opening import create
+from mpp.models.encoder import load_encoder
 from mpp.models.teachers import resized
+from mpp.models.timm_models import set_attention
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
@@ -82,7 +82,7 @@ def classifier_at(encoder: str, channels: int, setting: str) -> Classifier:
 
 def classifier_of_timm(folder: str, channels: int, setting: str) -> Classifier:
     """What timm's own folder has, with its head."""
-    model = create(folder, num_classes=None, key=setting)
+    model = load_encoder(folder, setting=setting)
     classes = getattr(model, "num_classes", 0)
     require(classes > 0, setting, folder, A_TEACHER)
     if not uses_gpu():

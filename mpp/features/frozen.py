@@ -21,7 +21,8 @@ from mpp.data.decoding.channels import select_channels
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
 from mpp.errors import UserError
-from mpp.models.encoder import Normalize, has_class
+from mpp.models.encoder import Normalize
+from mpp.models.timm_models import has_class
 from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
 from mpp.runtime.processes import hosts
 

@@ -15,8 +15,9 @@ from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
 from mpp.models.attention import take
 from mpp.models.blocks import block_at, through
-from mpp.models.encoder import Normalize, has_fused_attention, set_attention
+from mpp.models.encoder import Normalize
 from mpp.models.positions import sincos_2d
+from mpp.models.timm_models import has_fused_attention, set_attention
 from mpp.models.vit import VariantViT
 
 WIDTH, DEPTH, HEAD = 512, 8, 32  # MAE's decoder: 16 heads of 32

@@ -1,35 +1,49 @@
-"""Build an encoder from settings: any Vision Transformer that timm has, and those of mpp/models/vit.py."""
+"""The two doors to an encoder: `build_encoder` makes one from settings, `load_encoder` opens one that exists.
+
+Behind them stand vit.py (architectures that timm lacks), timm_models.py (properties of timm's models), loading.py
+(weights of a file) and descriptions.py (config.json). `Normalize` makes the input of an encoder.
+"""
 
 import difflib
 import inspect
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from timm.layers import PatchEmbed
+from safetensors import SafetensorError
+from timm.models import is_model_in_modules
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from mpp.config import ModelConfig, check_grid, require
+from mpp.config import ModelConfig, require
 from mpp.errors import UserError, one_line
-from mpp.models.loading import load_weights, note_other_moments
-from mpp.models.positions import Grid, sincos_2d
-from mpp.models.vit import OverlappingPatchEmbed, VariantViT
+from mpp.models.descriptions import describe_changes, is_named, saved_config, trained_on
+from mpp.models.loading import WeightsFile, load_hybrid, load_timm_model, load_weights, note_other_moments
+from mpp.models.timm_models import (
+    FIXED,
+    check_cells,
+    checkpoint_activations,
+    fix_positions,
+    hold_positions,
+    set_attention,
+)
+from mpp.models.vit import VariantViT
 from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.weights import encoder_folder, refuse_pickle
 
-FIXED = "sincos_2d"  # positions that are not learned
-PLAIN = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
+PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
+HYBRIDS = ("vision_transformer_hybrid",)  # timm's module of ViTs on convolutions
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
-BAD_VALUES = (AttributeError, KeyError, RuntimeError, ValueError)  # how timm answers to senseless arguments
+VALUE_ERRORS = (AttributeError, KeyError, RuntimeError, ValueError)  # errors of timm for arguments of senseless values
 
 
 def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
-    """The ViT that the config describes, without a classification head.
+    """Build the ViT that the settings describe, without a classification head.
 
     Its weights are random, from torch's global generator, or those of `init_from` with position embeddings and patch
     filters resampled where the sizes differ, and filters on RGB repeated or summed where the channels do (timm's way).
@@ -39,27 +53,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
     Raises:
         UserError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
     """
-    name, arguments = architecture(config)
-    arguments |= {"in_chans": channels} if channels != 3 else {}
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
-        raise UserError(f"model.name is {name}; it must be a timm Vision Transformer, such as {near or PLAIN}")
-    refusals = (AssertionError, TypeError, *(BAD_VALUES if config.arguments else ()))
-    try:
-        encoder = timm.create_model(name, num_classes=0, **arguments)
-    except UserError:
-        raise
-    except refusals as error:
-        key, value = ("model.name", name) if not config.arguments else ("model.arguments", config.arguments)
-        reason = one_line(error)
-        raise UserError(f"{key} is {value}, which timm cannot build to these numbers: {reason}") from error
-    if not isinstance(encoder, VisionTransformer):
-        raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a timm VisionTransformer")
-    if encoder.attn_pool is not None:
-        raise UserError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
-    check_cells(encoder)
-    without = config.position != "none" or getattr(encoder, "pos_embed", None) is None
-    require(without, "model.position", config.position, f"learned with {name}, which has position embeddings")
+    encoder = create_vit(config, channels)
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
     if config.activation_checkpointing:
@@ -69,6 +63,122 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
         note_other_moments(config, channels)
     if config.position == FIXED and not isinstance(encoder, VariantViT):
         fix_positions(encoder)
+    return encoder
+
+
+def load_encoder(
+    source: str | Path,
+    pretrained: bool = True,
+    checkpoint: str | None = None,
+    setting: str = "encoder",
+    **changes: Any,
+) -> nn.Module:
+    """Open an encoder that exists: the library's front door.
+
+    Positions that were fixed stay so: they are a buffer, and no parameter.
+
+    Args:
+        source: a run folder, an encoder folder, hf-hub:NAME, or the name of a timm model.
+        pretrained: with weights: a folder's own, those in `checkpoint`, or those that timm has published. False: the
+            architecture with random weights.
+        checkpoint: .safetensors file with the weights of a timm model.
+        setting: name of the setting that holds `source`, for messages.
+        changes: arguments of `timm.create_model` that differ, such as `img_size=96` (position embeddings are resampled
+            in 2-D), `num_classes=10` (a new head) or `num_classes=0` (no head).
+    Returns:
+        The timm model. That of a folder is in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first,
+        of images that are normalised: `timm.data.resolve_model_data_config(model)` says size, mean, std and crop,
+        after `changes`. Calling it gives [class] (B, D), which masked patch prediction did not train; with
+        `global_pool="avg", fc_norm=False` the mean.
+    Raises:
+        UserError: no encoder there, or weights that cannot be read or are not this model's.
+    """
+    source = str(source)
+    changes = {argument: value for argument, value in changes.items() if value is not None}
+    named = is_named(source)
+    checkpoint_setting = "checkpoint" if setting == "encoder" else f"{setting}_checkpoint"
+    weights = None
+    if checkpoint:
+        if not named:
+            raise UserError(f"{checkpoint_setting} goes with the name of a timm model; a folder has its own weights")
+        weights = WeightsFile(Path(checkpoint), checkpoint_setting, model=f"of {source}")
+    if named and not timm.is_model(source):
+        raise UserError(f"{setting} is {source}: no folder of that name, and no timm model")
+    if weights:
+        refuse_pickle(weights.path, checkpoint_setting)
+        weights.names()  # a file that cannot be read is refused also where random weights are asked for
+
+    if named:
+        eval_crop = None
+        load = partial(load_named, source, pretrained, weights)
+    else:
+        folder = encoder_folder(Path(source), setting)
+        eval_crop = saved_config(folder).get("eval_crop")
+        load = partial(load_folder, folder, pretrained, setting)
+    try:
+        model = load_at_size(load, changes)
+    except UserError:
+        raise
+    except (*VALUE_ERRORS, AssertionError, OSError, SafetensorError, TypeError) as error:
+        hint = ""
+        if named and pretrained and not checkpoint:
+            hint = f"; without a network, {checkpoint_setting} names a file with its weights"
+            if setting == "encoder":
+                hint += " (random true, or init random, takes none)"
+        raise UserError(f"{setting} is {source}, which cannot be loaded: {one_line(error)}{hint}") from error
+    describe_changes(model, changes, eval_crop)
+    return model
+
+
+class Normalize(nn.Module):
+    """Pixels (B, C, H, W) from 0 to 255, uint8 or float32, to an encoder's float32 input.
+
+    Args:
+        mean, std: of the channels, for pixels scaled to [0, 1].
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.mean = tuple(mean)
+        self.std = tuple(std)
+        self.register_buffer("shift", 255 * torch.tensor(self.mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("scale", 255 * torch.tensor(self.std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images - self.shift) / self.scale
+
+
+def create_vit(config: ModelConfig, channels: int) -> VisionTransformer:
+    """The ViT that the settings describe, with random weights, as timm creates it.
+
+    Raises:
+        UserError: an unknown name, a model that is not a ViT, or one that does not fit the settings.
+    """
+    name, arguments = architecture(config)
+    if channels != 3:
+        arguments["in_chans"] = channels
+    if not timm.is_model(name):
+        similar = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
+        raise UserError(f"model.name is {name}; it must be a timm Vision Transformer, such as {similar or PLAIN_VIT}")
+    setting = f"model.name is {name}"
+    refusals: tuple[type[Exception], ...] = (AssertionError, TypeError)
+    if config.arguments:
+        setting = f"model.arguments is {config.arguments}"
+        refusals += VALUE_ERRORS
+    try:
+        encoder = timm.create_model(name, num_classes=0, **arguments)
+    except UserError:
+        raise
+    except refusals as error:
+        raise UserError(f"{setting}, which timm cannot build to these numbers: {one_line(error)}") from error
+    if not isinstance(encoder, VisionTransformer):
+        raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a timm VisionTransformer")
+    if encoder.attn_pool is not None:
+        raise UserError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
+    check_cells(encoder)
+    has_positions = getattr(encoder, "pos_embed", None) is not None
+    allowed = f"learned with {name}, which has position embeddings"
+    require(config.position != "none" or not has_positions, "model.position", config.position, allowed)
     return encoder
 
 
@@ -90,103 +200,69 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         drop_path_rate=config.drop_path or None,
         pos_embed="none" if config.position == "none" else None,
     )
-    name = config.name or PLAIN
+    refused = set(SET_ELSEWHERE)
+    name = config.name or PLAIN_VIT
     if config.is_variant():
         name = "mpp_vit"
-        arguments |= dict(position=config.position, position_at=config.position_at)
-        arguments |= dict(stride=config.stride, mixing=config.mixing, pos_embed=None)
-    given = config.arguments or {}
-    fixed = SET_ELSEWHERE | ({"no_embed_class"} if config.is_variant() else set())
-    fixed |= {"class_token", "reg_tokens", "global_pool", "fix_init"} if config.mixing == "axial" else set()
-    free = sorted(set(inspect.signature(VisionTransformer).parameters) - set(arguments) - fixed)
-    for key in given:
-        require(key in free, "model.arguments", key, f"some of {', '.join(free)}")
-    return name, {key: value for key, value in (arguments | given).items() if value is not None}
+        arguments |= dict(
+            position=config.position,
+            position_at=config.position_at,
+            stride=config.stride,
+            mixing=config.mixing,
+            pos_embed=None,
+        )
+        refused.add("no_embed_class")
+    if config.mixing == "axial":
+        refused |= {"class_token", "reg_tokens", "global_pool", "fix_init"}
+
+    known_to_timm = set(inspect.signature(VisionTransformer).parameters)
+    allowed = sorted(known_to_timm - set(arguments) - refused)
+    for argument, value in (config.arguments or {}).items():
+        require(argument in allowed, "model.arguments", argument, f"some of {', '.join(allowed)}")
+        arguments[argument] = value
+    return name, {argument: value for argument, value in arguments.items() if value is not None}
 
 
-def check_cells(encoder: VisionTransformer) -> None:
-    """Raise UserError where the image is no whole number of cells (see `cell_grid`)."""
-    side = cell_grid(encoder)[1]
-    if not isinstance(encoder.patch_embed, PatchEmbed):  # a hybrid's steps are a power of two; it fills up what is left
-        side = 2 ** math.ceil(math.log2(side))
-    check_grid(encoder.patch_embed.img_size, side)
-
-
-def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
-    """The grid of squares, one beside the other, that an image consists of, and the side of one in pixels.
-
-    They are the patches. Where patches overlap, they are as large; of a hybrid they are as large as its steps.
-    """
-    embed = encoder.patch_embed
-    side = embed.patch_size[0] if isinstance(embed, OverlappingPatchEmbed) else embed.feat_ratio()
-    return tuple(size // side for size in embed.img_size), side
-
-
-def fix_positions(encoder: VisionTransformer) -> None:
-    """Put sines and cosines in the place of the learned positions; [class] and registers have none.
-
-    Raises:
-        UserError: the encoder has no table of positions, or a width that is no multiple of 4.
-    """
-    asked, width = ("model.position", FIXED), encoder.embed_dim
-    require(encoder.pos_embed is not None, *asked, "learned with a model that has no table of position embeddings")
-    require(width % 4 == 0, *asked, f"learned with a width ({width}) that is no multiple of 4")
-    of_patches, table = sincos_2d(encoder.patch_embed.grid_size, width), torch.zeros_like(encoder.pos_embed.data)
-    table[0, -len(of_patches) :] = of_patches
-    hold_positions(encoder, table)
-
-
-def hold_positions(encoder: VisionTransformer, table: Tensor) -> None:
-    """Make these the positions for good: under timm's name a buffer, which nothing trains, in place of a parameter."""
-    del encoder.pos_embed
-    encoder.register_buffer("pos_embed", table)
-
-
-class Normalize(nn.Module):
-    """Pixels (B, C, H, W) from 0 to 255, uint8 or float32, to an encoder's float32 input.
-
-    Args:
-        mean, std: of the channels, for pixels scaled to [0, 1].
-    """
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]):
-        super().__init__()
-        self.mean, self.std = tuple(mean), tuple(std)
-        self.register_buffer("shift", 255 * torch.tensor(self.mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("scale", 255 * torch.tensor(self.std).view(-1, 1, 1), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return (images - self.shift) / self.scale
-
-
-def set_attention(encoder: nn.Module, fused: bool) -> None:
-    """Compute attention by torch's fused kernel, or step by step: the same result at another speed."""
-    for module in encoder.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = fused
-
-
-def has_fused_attention(encoder: nn.Module) -> bool:
-    """Whether attention is computed by torch's fused kernel: see `set_attention`."""
-    return any(getattr(module, "fused_attn", False) for module in encoder.modules())
-
-
-def checkpoint_activations(encoder: nn.Module, key: str) -> None:
-    """Keep few activations of a timm model, and compute the rest again in the backward pass.
-
-    Args:
-        key: the setting that asks for it.
-    Raises:
-        UserError: timm has none for this model, or it has batch norms: their statistics would count each batch twice.
-    """
-    batch_norms = any(name.endswith("running_mean") for name, _ in encoder.named_buffers())
-    require(not batch_norms, key, True, "false for this model: its batch norms would see each batch twice")
+def load_at_size(load: Callable[[dict[str, Any]], nn.Module], changes: dict[str, Any]) -> nn.Module:
+    """`load(changes)`; without `img_size` for networks of timm that take any size and lack that argument."""
     try:
-        encoder.set_grad_checkpointing(True)
-    except (AssertionError, AttributeError):
-        raise UserError(f"{key} is True; it must be false: timm has none for this model") from None
+        return load(changes)
+    except TypeError:
+        if "img_size" not in changes:
+            raise
+    return load({argument: value for argument, value in changes.items() if argument != "img_size"})
 
 
-def has_class(encoder: nn.Module) -> bool:
-    """Whether a timm model has a [class] token; not all of timm's modules have `has_class_token`."""
-    return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
+def load_named(name: str, pretrained: bool, weights: WeightsFile | None, changes: dict[str, Any]) -> nn.Module:
+    """The timm model of that name, with the weights of a file or else those that timm has published."""
+    if weights is None or not pretrained:
+        return timm.create_model(name, pretrained, **changes)
+    create = partial(timm.create_model, name, **changes)
+    return load_timm_model(create, weights, {"file": str(weights.path), "custom_load": False})
+
+
+def load_folder(folder: Path, pretrained: bool, setting: str, changes: dict[str, Any]) -> nn.Module:
+    """The encoder of a folder in eval mode; its `pretrained_cfg` is that of the folder.
+
+    Args:
+        setting: the setting that names the folder.
+        pretrained, changes: see `load_encoder`.
+    """
+    weights = WeightsFile(folder / "model.safetensors", setting, model="that its config.json is about")
+    description = saved_config(folder)
+    create = partial(timm.create_model, f"local-dir:{folder}", **changes)
+    hybrid = is_model_in_modules(description.get("architecture", ""), HYBRIDS)
+    if not pretrained:
+        encoder = create(pretrained=False)
+    elif hybrid and "img_size" in changes:
+        encoder = create(pretrained=False)
+        load_hybrid(encoder, weights, trained_on(folder, "input_size"))
+    else:
+        encoder = load_timm_model(create, weights, changes.get("pretrained_cfg_overlay") or {})
+
+    if description.get("position") == FIXED:
+        if pretrained:
+            hold_positions(encoder, encoder.pos_embed.data)
+        else:
+            fix_positions(encoder)
+    return encoder.eval()

@@ -14,8 +14,8 @@ from torch import nn
 
 from mpp.config import require, sides
 from mpp.models.descriptions import timm_crop_pct
-from mpp.models.encoder import FIXED
 from mpp.models.positions import Grid
+from mpp.models.timm_models import FIXED
 from mpp.runtime.files import complete
 
 

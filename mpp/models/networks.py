@@ -14,9 +14,10 @@ from torch import nn
 from mpp.config import Config, NetworkConfig
 from mpp.errors import UserError
 from mpp.models.autoencoder import MaskedAutoencoder
-from mpp.models.encoder import Normalize, build_encoder, cell_grid
+from mpp.models.encoder import Normalize, build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.models.teachers import Taught, build_teacher
+from mpp.models.timm_models import cell_grid
 from mpp.objectives import Objective, build_objective
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import Corruption, Kind, corrupt
-from mpp.models.encoder import cell_grid
+from mpp.models.timm_models import cell_grid
 from mpp.objectives import patchify
 
 

@@ -22,9 +22,9 @@ from mpp.config import ObjectiveConfig, check_grid, require, sides
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.attention import take
-from mpp.models.encoder import Normalize, cell_grid, has_fused_attention, set_attention
-from mpp.models.opening import create
+from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.positions import Grid
+from mpp.models.timm_models import cell_grid, has_fused_attention, set_attention
 from mpp.models.vit import OverlappingPatchEmbed
 
 SETTING = "objective.teacher"
@@ -179,7 +179,9 @@ def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize
             average.set_grad_checkpointing(False)  # there is no backward pass
         return Teacher(average, normalize, grid, config, encoder.patch_embed.img_size)
     trained, file = torch.get_default_device().type != "meta", config.teacher_checkpoint
-    model = create(config.teacher, config.teacher_img_size, trained, file, key=SETTING)
+    model = load_encoder(
+        config.teacher, trained, file, setting=SETTING, img_size=config.teacher_img_size, num_classes=0
+    )
     set_attention(model, has_fused_attention(encoder))
     wanted, channels = resolve_model_data_config(model), len(normalize.mean)
     require(wanted["input_size"][0] == channels, f"{SETTING}'s input channels", wanted["input_size"][0], f"{channels}")

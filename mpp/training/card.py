@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from mpp.models.encoder import has_class
+from mpp.models.timm_models import has_class
 from mpp.models.vit import VariantViT
 from mpp.training.log import last_evaluation
 
