@@ -33,9 +33,9 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.start import command, start_alone
 from mpp.training.feed import Feed
 from mpp.training.health import RECENT, UNREADABLE, Facts, findings
-from mpp.training.loop import Update
 from mpp.training.run import settled, with_moments
 from mpp.training.run_folder import CHECK, check_owner
+from mpp.training.step import Update
 from mpp.training.verdict import duration
 
 LOOK = 20.0  # seconds for the images
@@ -123,7 +123,7 @@ def timed(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[B
     cuda = task.accelerator.device.type == "cuda"
     memory = torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss
     kept = [each for state in update.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
-    size = sum(tensor.nbytes for tensor in [*update.bare.state_dict().values(), *kept])
+    size = sum(tensor.nbytes for tensor in [*update.model.state_dict().values(), *kept])
     return Timing(seconds / max(done, 1), feed.waited / max(done, 1), memory / 1e9, size), seen
 
 

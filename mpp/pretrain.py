@@ -112,7 +112,7 @@ class Pretraining(ImageTask):
         targets = self.objective.targets(images, corruption.positions)
         return found, targets, targets
 
-    def updated(self, model: nn.Module, step: int) -> dict[str, float]:
+    def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, where it is the moving average."""
         if not self.moving:
             return {}

@@ -139,7 +139,7 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch, step: int) -> None:
     """Stop a run in this process just before update `step` (from 0) is done."""
-    from mpp.training.loop import Update
+    from mpp.training.step import Update
 
     update = Update.__call__
 

@@ -261,7 +261,8 @@ def pretend_in_libraries() -> None:
 def pretend_in_ours() -> None:
     """The place that asks for a GPU by name; and what is under way, by the loop's own functions."""
     from mpp.runtime import hardware
-    from mpp.training.loop import Loop, Update
+    from mpp.training.loop import Loop
+    from mpp.training.step import Update
     from mpp.training.task import ImageTask
 
     replace_everywhere(hardware.device, lambda: DEVICE)

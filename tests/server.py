@@ -147,7 +147,7 @@ def environments_of(processes: int, sharded: bool) -> list[dict[str, str]]:
 
 def at_update(step: int | None, act: Callable[..., None]) -> None:
     """In each process: call `act` with the rank before update `step` (from 0), or before each."""
-    from mpp.training.loop import Update
+    from mpp.training.step import Update
 
     update = Update.__call__
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import mpp
 from mpp.training.checkpoint import newest_step
-from mpp.training.loop import Update
+from mpp.training.step import Update
 
 CLUSTER = ("--model.attention=fused", "--model.activation_checkpointing=true", "--model.drop_path=0.1")
 

@@ -554,7 +554,7 @@ def test_a_bomb_is_refused_in_little_memory(tally):
 def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp.data.decoding import decode
-    from mpp.training.loop import Update
+    from mpp.training.step import Update
 
     decode, call = decode.decode, Update.__call__
     decode.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
@@ -580,7 +580,7 @@ def stuck() -> None:
 
     from mpp.data.decoding import decode
     from mpp.errors import UserError
-    from mpp.training.loop import Update
+    from mpp.training.step import Update
 
     decode, calls = decode.decode, count()
     decode.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
@@ -621,7 +621,7 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally):
 
 def poison() -> None:
     """On the second of two processes, the gradient of update 5 is infinite."""
-    from mpp.training.loop import Update
+    from mpp.training.step import Update
 
     call = Update.__call__
 

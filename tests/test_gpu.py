@@ -20,8 +20,8 @@ from mpp.models.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.start import command, start
-from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer
+from mpp.training.step import Update
 
 DEVICE = os.environ.get("GPU_SUITE_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"

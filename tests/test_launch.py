@@ -27,7 +27,7 @@ from mpp.runtime.start import (
     choose_threads,
     user_message,
 )
-from mpp.training.loop import Update
+from mpp.training.step import Update
 
 OWN = "10.0.0.2"  # an address of this machine
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -24,7 +24,7 @@ from mpp.models.exporting import export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.loop import Update
+from mpp.training.step import Update
 
 
 def weights(folder):
@@ -405,7 +405,7 @@ def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeyp
     call, weights = Update.__call__, {}
 
     def poisoned(self, step, micro, measure):
-        self.finite.at_once = False
+        self.finite.verifies_each_step = False
         if step == 2:
             micro = [batch._replace(images=batch.images * float("nan")) for batch in micro]
         result = call(self, step, micro, measure)

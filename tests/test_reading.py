@@ -18,7 +18,7 @@ from mpp.data.views import ViewDataset, held_out_loader
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
 from mpp.training.feed import FEW, RECENT, Feed
-from mpp.training.loop import Update
+from mpp.training.step import Update
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from mpp.errors import UserError
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime.start import check_sharding, start
 from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
-from mpp.training.optim import build_optimizer, skips_what_is_not_finite
+from mpp.training.optim import build_optimizer, skips_nonfinite_steps
 from mpp.training.parallel import units, without_weights
 
 TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
@@ -287,7 +287,7 @@ def test_no_share_changes_where_an_update_is_not_finite(group_of_one, name, as_o
         monkeypatch.setattr("timm.optim.nadamw._resolve_foreach", lambda *_, **__: True)
     model = sharded_stack()
     optimizer = build_optimizer(model, OptimConfig(name=name))
-    assert skips_what_is_not_finite(optimizer)
+    assert skips_nonfinite_steps(optimizer)
     optimizer.grad_scale, optimizer.found_inf = None, torch.zeros(())
     for broken in (False, True):
         model(torch.ones(1, 8)).sum().backward()
@@ -303,8 +303,8 @@ def test_no_share_changes_where_an_update_is_not_finite(group_of_one, name, as_o
 
 def test_shares_have_no_fused_sgd(group_of_one):
     """So the loop looks at each verdict before the step."""
-    assert not skips_what_is_not_finite(build_optimizer(sharded_stack(), OptimConfig(name="sgd")))
-    assert skips_what_is_not_finite(build_optimizer(Stack(), OptimConfig(name="sgd")))
+    assert not skips_nonfinite_steps(build_optimizer(sharded_stack(), OptimConfig(name="sgd")))
+    assert skips_nonfinite_steps(build_optimizer(Stack(), OptimConfig(name="sgd")))
 
 
 def test_the_last_block_of_a_stack_is_no_unit():

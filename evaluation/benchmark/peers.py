@@ -40,8 +40,8 @@ from mpp.models.encoder import build_encoder
 from mpp.models.timm_models import set_attention
 from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
-from mpp.training.loop import Update
 from mpp.training.optim import build_optimizer, parameter_groups
+from mpp.training.step import Update
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
 LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then
@@ -116,7 +116,7 @@ def update_of(ours: Framework, bench: Bench) -> Peer:
     def step() -> None:
         ours.update(0, [ours.batch], measure=False)
         if next(calls) % LOOKED_AT == 0:
-            ours.update.finite.check()
+            ours.update.finite.verify()
 
     return counted(step, bench, ours.task.model)
 
@@ -138,7 +138,7 @@ def mpp_bare(bench: Bench) -> Peer:
     targets = ours.task.objective.targets(images, corruption.positions)
 
     def step() -> None:
-        ours.task.objective.loss(ours.update.model(images, corruption), targets).backward()
+        ours.task.objective.loss(ours.update.wrapped(images, corruption), targets).backward()
         ours.update.optimizer.step()
         ours.update.optimizer.zero_grad()
 

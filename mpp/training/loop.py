@@ -4,76 +4,30 @@ It knows a model, a loss, batches, an optimiser and a schedule, and nothing of w
 step, the weights and the optimiser's, so that a killed run goes on exactly.
 """
 
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 
-from mpp.config import OptimConfig
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
-from mpp.features.metrics import Sums, add, total
+from mpp.features.metrics import Sums, total
 from mpp.runtime.processes import largest
 from mpp.runtime.progress import progress_bar
-from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import resume, save
 from mpp.training.feed import Feed
-from mpp.training.finite import FiniteCheck
 from mpp.training.health import EVALUATED
 from mpp.training.log import Speed, Tracker, last_step
-from mpp.training.optim import averaged_weights, learning_rate
-from mpp.training.parallel import prepare, start_compilers, whole_tensor
+from mpp.training.optim import averaged_weights
+from mpp.training.parallel import start_compilers
+from mpp.training.step import Update
 from mpp.training.task import ImageTask
 from mpp.training.watch import Watch
-
-
-class Update:
-    """One optimiser update: forward, loss, backward, clip, check, step."""
-
-    def __init__(self, task: ImageTask, optim: OptimConfig):
-        self.task, self.optim = task, optim
-        self.accelerator, self.layout, self.run = task.accelerator, task.layout, task.run
-        self.parallel = prepare(task.model, self.accelerator, optim, self.run)
-        self.model, self.bare, self.optimizer = self.parallel.trained, self.parallel.model, self.parallel.optimizer
-        self.finite = FiniteCheck(self.accelerator, self.optimizer, task.name)
-
-    def __call__(self, step: int, micro: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
-        """Do update `step` (from 0); its loss, gradient norm and learning rate, and the task's sums if `measure`."""
-        self.model.train()
-        rate = learning_rate(self.optim, step, self.run.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
-        losses, sums = [], {}
-        for number, batch in enumerate(micro):
-            torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place
-            last = number == len(micro) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss, measured = self.task.loss(self.model, batch, measure)
-                self.accelerator.backward(loss / self.layout.parts(number))
-            losses.append(loss.detach())
-            sums = add(sums, measured)
-        norm = whole_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip or math.inf))
-        shared = sum(each / self.layout.parts(number) for number, each in enumerate(losses))
-        loss = self.accelerator.reduce(shared, "mean")
-        self.finite.note(step, loss, norm, losses, micro)
-        if measure or self.finite.at_once:
-            self.finite.check()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm} | self.task.updated(self.bare, step), sums
-
-    def seed_of(self, step: int, micro: int) -> int:
-        """The seed of everything that is drawn inside the model: distinct for (seed, step, micro-step, rank)."""
-        place = micro * self.layout.world_size + self.layout.rank
-        return int(random_words(Stream.MODEL, self.run.seed, step, place, 1)[0] >> np.uint64(1))
 
 
 class Loop:
@@ -135,7 +89,7 @@ class Loop:
             if due(done, run.checkpoint_every, run.steps):
                 self.save(done)
         self.bar.close()
-        with self.trained() as model:
+        with self.averaged_model() as model:
             if self.accelerator.is_main_process:
                 self.task.export(model, self.folder)
 
@@ -175,7 +129,7 @@ class Loop:
     def begin(self) -> None:
         """Log what the untrained features know: what those of each evaluation are compared with."""
         self.model.eval()
-        with self.reading(0), self.parallel.whole() as model:
+        with self.reading(0), self.parallel.whole_model() as model:
             scalars = self.task.begin(model)
         if scalars:
             self.tracker.log(0, scalars)
@@ -185,7 +139,7 @@ class Loop:
         self.model.eval()
         for buffer in self.model.buffers():
             broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
-        with self.reading(done), self.trained() as model:
+        with self.reading(done), self.averaged_model() as model:
             self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
             if self.run.keep_best and self.accelerator.is_main_process and self.watch.best():
                 self.task.export(model, self.folder, BEST)
@@ -209,17 +163,17 @@ class Loop:
         return any(gather_object([logged]))
 
     @contextmanager
-    def trained(self) -> Iterator[nn.Module]:
+    def averaged_model(self) -> Iterator[nn.Module]:
         """The whole model as it is evaluated and exported: its weights are their Polyak average, where there is one."""
         averaged = averaged_weights(self.optimizer, average=self.optim.average is not None)
-        with averaged, self.parallel.whole() as model:
+        with averaged, self.parallel.whole_model() as model:
             yield model
 
     def save(self, step: int) -> None:
         """Write a checkpoint, of finite updates alone, unless it is there."""
         if step == self.saved:
             return
-        self.update.finite.check()
+        self.update.finite.verify()
         with self.speed.paused():
             keep = self.run.keep_checkpoints
             save(self.accelerator, self.folder, step, self.model, self.optimizer, self.cursors, keep)

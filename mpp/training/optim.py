@@ -47,7 +47,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     return optimizer
 
 
-def skips_what_is_not_finite(optimizer: torch.optim.Optimizer) -> bool:
+def skips_nonfinite_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step changes no weight while `found_inf`, on the device, is 1."""
     return isinstance(optimizer, Muon) or bool(optimizer.defaults.get("fused"))
 

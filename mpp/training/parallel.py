@@ -33,11 +33,11 @@ class Parallel(Protocol):
 
     model: nn.Module
     """What holds the weights: no wrapper is in their names."""
-    trained: nn.Module
+    wrapped: nn.Module
     """What is called in a step: `model`, or its wrapper."""
     optimizer: AcceleratedOptimizer
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
         """A model of the present weights that a process may call alone: for evaluation and export."""
 
 
@@ -69,13 +69,13 @@ class Replicated:
         if run.compile:
             model.compile()
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
-        self.trained, self.optimizer = accelerator.prepare(model, build_optimizer(model, optim))
-        if isinstance(self.trained, DistributedDataParallel):
-            self.trained.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
-        self.model = accelerator.unwrap_model(self.trained)
+        self.wrapped, self.optimizer = accelerator.prepare(model, build_optimizer(model, optim))
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self.wrapped.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
+        self.model = accelerator.unwrap_model(self.wrapped)
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def whole_model(self) -> Iterator[nn.Module]:
         yield self.model
 
 
@@ -97,7 +97,7 @@ class Sharded:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):  # as DDP does: the main process's are everybody's
                 tensor.copy_(broadcast(tensor.detach().to(self.device)))
-        self.model = self.trained = accelerator.prepare_model(model, **unprepared)
+        self.model = self.wrapped = accelerator.prepare_model(model, **unprepared)
         reduced = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if run.reduction == "bf16" else None)
         mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         again = sharding(accelerator).reshard_after_forward
@@ -117,7 +117,7 @@ class Sharded:
         self.optimizer = accelerator.prepare(build_optimizer(model, optim))
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def whole_model(self) -> Iterator[nn.Module]:
         self.aside.to_empty(device=self.device)
         with torch.no_grad():
             for target, own in zip(tensors_of(self.aside), tensors_of(self.model), strict=True):

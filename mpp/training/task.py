@@ -159,8 +159,8 @@ class ImageTask:
         """What a person finds a training image by."""
         return self.train.name(index)
 
-    def updated(self, model: nn.Module, step: int) -> dict[str, float]:
-        """What is to be done after update `step` (from 0), and scalars of it. `model` is without wrappers."""
+    def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
         return {}
 
     def check(self, scalars: dict[str, float]) -> None:
