@@ -1,0 +1,101 @@
+"""Digests of short runs: the same before and after a change that must not change a bit.
+
+    python tests/digests.py > before.txt               # on the commit before; some two minutes
+    python tests/digests.py --against before.txt       # on the commit after: names the runs that differ
+    python tests/digests.py default muon               # these runs alone
+
+Each run takes 12 steps on the photographs of the package, in one thread. A line has the name of the run, and digests of
+its encoder, of its optimiser's state and of its metrics without those that depend on the clock or the machine.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[1]
+SHORT = ["--run.steps=12", "--run.threads=1", "--run.report=false", "--data.workers=0"]
+PRETRAIN = ["mpp/pretrain.py", *SHORT, "--run.eval_every=12"]
+NO_PROBE = ["--probe.every=0"]
+SMALL_BATCH = ["--data.batch_size=32", "--optim.global_batch_size=32"]
+DISTILLATION = ["--config=configs/rivals/feature_distillation.yaml", "--objective.teacher={default}"]
+MACHINE_METRICS = ("speed/",)
+
+# Run -> its command; {name} is the folder of an earlier run.
+COMMANDS = {
+    "default": [*PRETRAIN, *NO_PROBE],
+    "probe": [*PRETRAIN, "--probe.every=12"],
+    "adam": [*PRETRAIN, *NO_PROBE, "--optim.name=adam", "--optim.average=0.9"],
+    "accumulation": [*PRETRAIN, *NO_PROBE, "--optim.global_batch_size=24", "--data.batch_size=10"],
+    "mae_bf16": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/mae.yaml", "--run.precision=bf16"],
+    "simmim": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/simmim.yaml"],
+    "maskfeat": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/maskfeat.yaml"],
+    "data2vec": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/data2vec.yaml"],
+    "ijepa": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/ijepa.yaml"],
+    "frozen_teacher": [*PRETRAIN, *NO_PROBE, *DISTILLATION],
+    "supervised": ["evaluation/supervised.py", *SHORT, *SMALL_BATCH],
+    "finetune": ["evaluation/finetune.py", "--encoder={default}", *SHORT, *SMALL_BATCH, "--lrs=[0.01]"],
+    "simclr": ["evaluation/contrastive.py", *SHORT, *NO_PROBE, "--config=configs/rivals/simclr.yaml"],
+}
+
+
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def metrics_digest(path: Path) -> str:
+    """Digest of the scalars that depend on the run alone."""
+    kept = []
+    for line in path.read_text().splitlines():
+        scalars = json.loads(line)
+        kept.append({name: scalars[name] for name in sorted(scalars) if not name.startswith(MACHINE_METRICS)})
+    return sha256_of(json.dumps(kept).encode())
+
+
+def digests_of(run: Path) -> str:
+    encoder = sha256_of((run / "encoder" / "model.safetensors").read_bytes())
+    (checkpoint,) = run.glob("checkpoints/step_*")
+    optimizer = sha256_of((checkpoint / "optimizer.safetensors").read_bytes())
+    return f"{encoder} {optimizer} {metrics_digest(run / 'metrics.jsonl')}"
+
+
+def carry_out(name: str, folder: Path) -> str:
+    """Train in `folder`/`name`; return the line of digests."""
+    run = folder / name
+    words = [word.format(default=folder / "default") for word in COMMANDS[name]]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *words, f"--run.dir={run}"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        sys.exit(f"{name} failed: {' '.join(words)}\n{ended.stderr.strip().splitlines()[-1]}")
+    if name == "finetune":
+        run = run / "lr_0.01"
+    return f"{name} {digests_of(run)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(COMMANDS)}")
+    parser.add_argument("--against", type=Path, help="an earlier output to compare with")
+    arguments = parser.parse_args()
+    expected = arguments.against.read_text().splitlines() if arguments.against else []
+    names = arguments.names or list(COMMANDS)
+    if "default" not in names:
+        names = ["default", *names]  # others begin with its encoder
+    different = []
+    with TemporaryDirectory() as folder:
+        for name in names:
+            line = carry_out(name, Path(folder))
+            print(line, flush=True)
+            if arguments.against and line not in expected:
+                different.append(name)
+    if different:
+        sys.exit(f"other digests than in {arguments.against}: {', '.join(different)}")
+
+
+if __name__ == "__main__":
+    main()
