@@ -23,10 +23,11 @@ from evaluation.pictures.gallery import sheet
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
+from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments
-from mpp.data.stream import Shards
+from mpp.data.shards import Shards
 from mpp.data.survey import Survey, survey
-from mpp.data.views import Batch, BatchLayout
+from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining

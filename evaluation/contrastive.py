@@ -23,8 +23,9 @@ from evaluation.supervision.simclr import Everyone, TwoViews, nt_xent
 from mpp.config import require
 from mpp.config.parsing import parse
 from mpp.data.dataset import ImageDataset
+from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import Batch, BatchLayout
+from mpp.data.views import Batch
 from mpp.errors import UserError
 from mpp.features.frozen import extract
 from mpp.features.metrics import Sums

@@ -28,12 +28,13 @@ from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_
 from evaluation.frozen.run_images import parse_with_images
 from evaluation.supervision.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
+from mpp.data.columns import find_image_column
 from mpp.data.crops import Size, centre_crop
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
-from mpp.data.identity import record
+from mpp.data.dataset import ImageDataset
+from mpp.data.identity import identify_images
+from mpp.data.loader import build_loader
 from mpp.data.sources import load_splits
-from mpp.data.views import loader
 from mpp.data.workers import NOTHING, deaths_explained, note_reading
 from mpp.errors import UnreadableImage
 from mpp.runtime.files import complete
@@ -78,7 +79,7 @@ def all_images(data: ProbeDataConfig) -> list[ImageDataset]:
     splits = load_splits(data)
     columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
     tell(f"{describe_source(data)}: {', '.join(f'{len(rows)} {name}' for name, rows in splits.items())}")
-    return [dataset_of(rows, columns[name], None, name) for name, rows in splits.items() if len(rows)]
+    return [ImageDataset.from_column(rows, columns[name], None, name) for name, rows in splits.items() if len(rows)]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def features_of(
     views = OrBroken(dataset, config.data, numbers.img_size)
     size = config.data.batch_size or 64
     batches = [list(chosen[first : first + size]) for first in range(0, len(chosen), size)]
-    for indices, (images, errors) in zip(batches, loader(views, batches, together), strict=True):
+    for indices, (images, errors) in zip(batches, build_loader(views, batches, together), strict=True):
         with torch.no_grad(), accelerator.autocast():
             found = numbers.of(images.to(accelerator.device))
         yield indices, found.float().cpu().numpy(), errors
@@ -182,7 +183,7 @@ def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, A
     elif config.checkpoint:
         kept += ("encoder",)  # a name of timm's, which says how the weights are used
     read = {name: getattr(config.data, name) for name in (*HOW_READ, "max_pixels", "eval_crop")}
-    images = [record(each, labels=False, retries=config.data.read_retries) for each in splits]
+    images = [identify_images(each, labels=False, retries=config.data.read_retries) for each in splits]
     return {name: getattr(config, name) for name in kept} | read | {"weights": weights, "images": images}
 
 

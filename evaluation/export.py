@@ -36,7 +36,8 @@ from evaluation.frozen.run_images import load_shown, parse_with_images, run_fold
 from evaluation.supervision.teachers import averaged, classifier_at
 from mpp.config import RunConfig, require
 from mpp.data.dataset import ImageDataset
-from mpp.data.views import Batch, held_out_loader
+from mpp.data.loader import held_out_batches
+from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
 from mpp.features.frozen import pool
@@ -236,7 +237,7 @@ class Check(NamedTuple):
 
     def batches(self, dataset: ImageDataset) -> Iterable[Batch]:
         """Images as an encoder takes them, before its normalisation."""
-        return held_out_loader(views_for(self.encoder, dataset, self.config.data), self.config.data.batch_size or 64)
+        return held_out_batches(views_for(self.encoder, dataset, self.config.data), self.config.data.batch_size or 64)
 
     def prepared(self, images: Tensor) -> Tensor:
         """Images as the file takes them."""

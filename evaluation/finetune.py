@@ -27,7 +27,7 @@ from evaluation.frozen.run_images import parse_with_images
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
-from mpp.data.views import BatchLayout
+from mpp.data.loader import BatchLayout
 from mpp.errors import Diverged, UserError
 from mpp.models.timm_models import checkpoint_activations
 from mpp.runtime.start import command

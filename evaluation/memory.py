@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
-from mpp.data.views import BatchLayout
+from mpp.data.loader import BatchLayout
 from mpp.models.networks import build_model
 from mpp.models.timm_models import cell_grid
 from mpp.runtime.start import command

@@ -23,7 +23,8 @@ from evaluation.supervision.deit import DistilledEncoder, averaged, build_studen
 from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
 from evaluation.supervision.teachers import load_teacher
 from mpp.config.parsing import parse
-from mpp.data.views import BatchLayout, collate
+from mpp.data.loader import BatchLayout
+from mpp.data.views import collate
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.start import command
 from mpp.training.flops import executed_flops

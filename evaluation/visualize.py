@@ -36,8 +36,8 @@ from evaluation.pictures.similarity import look_through, patch_similarity, sprea
 from mpp.config import RunConfig, require
 from mpp.corruption import Grid
 from mpp.data.dataset import ImageDataset
+from mpp.data.loader import held_out_batches
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import held_out_loader
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features.probe import RANKED, effective_ranks
@@ -75,7 +75,7 @@ class Subject(NamedTuple):
         """A seeded choice of held-out images as the encoder takes them, in batches (B, C, H, W)."""
         chosen = self.held_out.choose(count, self.config.data.cut_seed)
         views = views_for(self.encoder, chosen, self.config.data)
-        for batch in held_out_loader(views, self.config.data.batch_size or BATCH):
+        for batch in held_out_batches(views, self.config.data.batch_size or BATCH):
             for failure in batch.unreadable:
                 tqdm.write(f"warning: unreadable image, another takes its place: {failure}")
             yield batch.images.to(self.accelerator.device)

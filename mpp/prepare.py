@@ -30,13 +30,14 @@ from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.config.parsing import changed_keys, parse, to_yaml
+from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import contents, dataset_of, file_of, find_image_column, numbers_of, undecoded
+from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.decode import read_values
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
-from mpp.data.identity import differences, image_files, short_digest
+from mpp.data.identity import differences, short_digest, split_fingerprint
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.overview import announce_splits
 from mpp.data.sources import load_splits
@@ -112,11 +113,11 @@ def write_shard(shard: Shard) -> None:
     notes: dict[str, Any] = {"kept": 0, "dropped": [], "bytes_before": 0, "bytes_after": 0}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     columns: dict[str, list] = {column: [] for column in features}
-    numbers = numbers_of(shard.rows.features["image"])
+    numbers = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
         name = name_of(row["image"], shard.config.data.path)
         try:
-            data = contents(row["image"], shard.config.data.read_retries, numbers)
+            data = read_cell(row["image"], shard.config.data.read_retries, numbers)
             prepared = prepare_image(data, shard.config, name)
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
@@ -134,7 +135,7 @@ def write_shard(shard: Shard) -> None:
 
 def name_of(cell: Any, root: str | None) -> str | None:
     """A file's name, from the dataset's folder on where it is in there: nothing of the machine. An array has none."""
-    path = Path(printable(file_of(cell) or ""))
+    path = Path(printable(cell_file_name(cell) or ""))
     folder = Path(root or "").expanduser().absolute()
     if root and path.is_absolute() and path.is_relative_to(folder):
         return printable(str(path.relative_to(folder)))
@@ -160,8 +161,8 @@ def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[st
             raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
         rows = rows.select_columns([*dict.fromkeys(name for name in (image_column, label_column) if name)])
         rows = rows if image_column == "image" else rows.rename_column(image_column, "image")
-        rows = undecoded(rows, "image")
-        files = short_digest(image_files(rows, "image", config.data.read_retries))
+        rows = without_decoding(rows, "image")
+        files = short_digest(split_fingerprint(rows, "image", config.data.read_retries))
         images[split] = {"images": len(rows), "files": files, "revision": commit}
         if label_column:
             labels = rows.select_columns([label_column]).with_format("arrow")[:].column(0)
@@ -184,7 +185,7 @@ def say_what_is_there(config: PrepareConfig, splits: dict[str, datasets.Dataset]
         columns = [find_image_column(config.data, rows.features) for rows in known.values()]
         named = zip(known.items(), columns, labels.parts, strict=True)
         parts = [
-            dataset_of(rows, column, numbers, name, labels.names, labels.classes)
+            ImageDataset.from_column(rows, column, numbers, name, labels.names, labels.classes)
             for (name, rows), column, numbers in named
         ]
         announce_splits(source, parts, {})

@@ -23,9 +23,10 @@ from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
 from mpp.config.parsing import as_command_line, parse, parse_saved, plain
 from mpp.corruption import Corruption, draw
 from mpp.data.identity import short_digest
+from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
-from mpp.data.stream import load_streamed
-from mpp.data.views import Batch, BatchLayout, collate
+from mpp.data.stream_sources import load_streamed
+from mpp.data.views import Batch, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, measure, measure_features, summarize
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel

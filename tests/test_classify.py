@@ -19,8 +19,9 @@ from evaluation.frozen.labelled import load_labelled
 from evaluation.supervision.classification import Classification, largest_class
 from evaluation.supervision.heads import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
+from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import Batch, BatchLayout
+from mpp.data.views import Batch
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder

@@ -22,8 +22,8 @@ from evaluation.supervision.simclr import TwoViews, nt_xent
 from mpp.config import DataConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import random_crop
+from mpp.data.loader import BatchLayout, held_out_batches, training_loader
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import BatchLayout, held_out_loader, training_loader
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
 
@@ -114,7 +114,7 @@ def test_views_are_the_same_from_any_number_of_loader_processes():
         views = two_views(workers=workers)
         torch.manual_seed(workers)
         drawn[workers] = [batch.images for batch in training_loader(views, layout, 0, 3)]
-        drawn[workers].append(next(iter(held_out_loader(dataclasses.replace(views, dataset=few), 4))).images)
+        drawn[workers].append(next(iter(held_out_batches(dataclasses.replace(views, dataset=few), 4))).images)
     assert drawn[0][0].shape == (4, 2, 3, 32, 32) and drawn[0][0].dtype == torch.uint8
     assert all(torch.equal(*pair) for pair in zip(drawn[0], drawn[2], strict=True))
 

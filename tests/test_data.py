@@ -17,19 +17,14 @@ from conftest import dataset_of, encoded, picture
 from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
-from mpp.data.dataset import ImageDataset, decode_cell
+from mpp.data.columns import decode_cell
+from mpp.data.dataset import ImageDataset
+from mpp.data.decoded_cache import cache_decoded
 from mpp.data.decoding.decode import decode
 from mpp.data.hub import announce_hub_lookup
+from mpp.data.loader import BatchLayout, HeldOutLoader, TrainingBatchSampler, held_out_batches, training_loader
 from mpp.data.sources import load_image_datasets, load_splits
-from mpp.data.views import (
-    BatchLayout,
-    EvaluationLoader,
-    TrainingBatchSampler,
-    ViewDataset,
-    cache_decoded,
-    held_out_loader,
-    training_loader,
-)
+from mpp.data.views import ViewDataset
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UnreadableImage, UserError
 from mpp.pretrain import Pretraining
@@ -336,7 +331,7 @@ def test_loading_draws_nothing_from_torchs_generator():
 def test_held_out_images_are_each_seen_once_in_one_view():
     _, test = load_image_datasets(DataConfig())
     test = test.choose(11, 0)
-    parts = [list(held_out_loader(views(test, workers=0), 4, 2, rank)) for rank in range(2)]
+    parts = [list(held_out_batches(views(test, workers=0), 4, 2, rank)) for rank in range(2)]
     assert sorted(int(i) for part in parts for batch in part for i in batch.indices) == list(range(11))
     assert torch.equal(views(test)[FIXED, 3].images, views(test)[FIXED, 3].images)
     assert not torch.equal(views(test)[0, 3].images, views(test)[1, 3].images)
@@ -374,17 +369,17 @@ def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(p
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sets_are_loaded_again_and_again(workers):
     train, test = load_image_datasets(DataConfig())
-    loader = EvaluationLoader(BatchLayout.of(8, 4, 2, 1), workers)
+    loader = HeldOutLoader(4, workers, world_size=2, rank=1)
     sets = [loader.add(views(part.choose(count, 0))) for part, count in ((train, 11), (test, 5))]
     for each in (0, 1, 0, 0, 1):
-        for found, expected in zip(loader.batches(sets[each]), held_out_loader(sets[each], 4, 2, 1), strict=True):
+        for found, expected in zip(loader.batches(sets[each]), held_out_batches(sets[each], 4, 2, 1), strict=True):
             assert torch.equal(found.images, expected.images) and torch.equal(found.indices, expected.indices)
-        next(loader.batches(sets[1 - each]))  # one that is left early
+        next(iter(loader.batches(sets[1 - each])))  # one that is left early
 
 
 def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loads(image_folder, monkeypatch):
     dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
-    loader = EvaluationLoader(BatchLayout.of(2, 2, 1, 0), 1)
+    loader = HeldOutLoader(2, workers=1)
     fine, deadly = (loader.add(views(dataset.select(np.array(chosen)))) for chosen in ([0, 1], [2, 3]))
     data = dataset.rows[3]["image"]["bytes"] or Path(dataset.name(3)).read_bytes()
 

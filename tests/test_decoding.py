@@ -17,10 +17,10 @@ from imagecodecs import png_encode
 from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
+from mpp.data.decoded_cache import cache_decoded
 from mpp.data.decoding.decode import decode
 from mpp.data.decoding.kinds import is_picture, kind_of
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import cache_decoded
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import main as prepare
 

@@ -23,7 +23,7 @@ from evaluation.supervision.deit import averaged, build_student, distillation_lo
 from evaluation.supervision.teachers import load_teacher
 from mpp.config import ModelConfig
 from mpp.config.parsing import parse
-from mpp.data.views import BatchLayout
+from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.models.timm_models import set_attention

@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig
-from mpp.data.identity import record
+from mpp.data.identity import identify_images
 from mpp.data.listing.folders import SPLITS, Walk
 from mpp.data.listing.images import list_images
 from mpp.data.sources import load_image_datasets
@@ -219,7 +219,7 @@ def test_images_that_are_moved_are_the_same(tmp_path, name):
     known = []
     for place in (tmp_path / "here", shutil.copytree(tmp_path / "here", tmp_path / "else" / "where")):
         train, held_out = load_image_datasets(DataConfig(path=str(place)))
-        known.append([record(part, labels=True) for part in (train, held_out)])
+        known.append([identify_images(part, labels=True) for part in (train, held_out)])
     assert known[0] == known[1]
 
 

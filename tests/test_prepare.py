@@ -24,7 +24,7 @@ from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.data_path import BIRDS_FOLDER
 from mpp.data.decoding.decode import decode
 from mpp.data.sources import load_image_datasets
-from mpp.data.stream import load_streamed
+from mpp.data.stream_sources import load_streamed
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import NOTES, main, prepare_image
 from mpp.runtime.lock import hold

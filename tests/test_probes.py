@@ -31,8 +31,8 @@ from evaluation.linear import fit_lbfgs
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import centre_crop
+from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import BatchLayout
 from mpp.errors import UserError
 from mpp.features.frozen import features_at
 from mpp.features.probe import effective_ranks, knn_predict, nearest

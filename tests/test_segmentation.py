@@ -30,7 +30,8 @@ from evaluation.frozen.masks import (
     warn_of_turned,
 )
 from evaluation.frozen.probing import judge
-from mpp.data.dataset import ImageDataset, undecoded
+from mpp.data.columns import without_decoding
+from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_splits
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.runtime.randomness import FIXED
@@ -312,7 +313,7 @@ def test_the_birds_outlines_follow_the_settings(settings, counts):
     known, splits = json.loads(OUTLINES.read_text()), load_splits(data)
     for (images, masks), count in zip(load_masked(data), counts, strict=True):
         of_split = known[images.origin.split]
-        rows = undecoded(splits[images.origin.split].select(images.origin.indices), "image")
+        rows = without_decoding(splits[images.origin.split].select(images.origin.indices), "image")
         assert images.rows["image"] == rows["image"] and len(images) == count
         assert [mask["bytes"] for mask in masks["mask"]] == [drawn(of_split[name]) for name in rows["id"]]
 

@@ -20,7 +20,7 @@ from test_folders import AWKWARD, BYTES, NAMES
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.decoding.decode import decode
 from mpp.data.sources import load_image_datasets, load_splits
-from mpp.data.stream import load_streamed
+from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.runtime.output import printable
 

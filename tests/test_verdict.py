@@ -22,7 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation import contrastive
 from mpp.config import DataConfig
-from mpp.data.dataset import ImageDataset, undecoded
+from mpp.data.columns import without_decoding
+from mpp.data.dataset import ImageDataset
 from mpp.data.survey import look
 from mpp.errors import ReadFailed
 from mpp.features.probe import Probe, agreement
@@ -243,7 +244,7 @@ def test_neighbours_agree_where_features_do_and_by_chance_elsewhere():
 
 
 def images_of(arrays, labels=None) -> ImageDataset:
-    rows = undecoded(dataset_of([encoded(array) for array in arrays]), "image")
+    rows = without_decoding(dataset_of([encoded(array) for array in arrays]), "image")
     return ImageDataset(rows, "image", None if labels is None else np.array(labels), "train")
 
 
@@ -269,7 +270,7 @@ def test_images_that_share_a_horizon_are_no_copies():
 
 
 def test_what_cannot_be_decoded_is_counted():
-    rows = undecoded(dataset_of([encoded(picture(0)), b"no image", encoded(picture(1))]), "image")
+    rows = without_decoding(dataset_of([encoded(picture(0)), b"no image", encoded(picture(1))]), "image")
     found = look(ImageDataset(rows, "image", None, "train"), images_of([picture(5)]), DataConfig(), 60)
     assert len(found.broken) == 1 and found.training == 2
 

@@ -35,7 +35,8 @@ from mpp.config import (
 )
 from mpp.data.decoding.decode import decode
 from mpp.data.decoding.pictures import to_ppm
-from mpp.data.views import Batch, BatchLayout, ViewDataset, collate, training_loader
+from mpp.data.loader import BatchLayout, training_loader
+from mpp.data.views import Batch, ViewDataset, collate
 from mpp.models.encoder import build_encoder
 from mpp.models.timm_models import set_attention
 from mpp.pretrain import Pretraining

@@ -24,7 +24,7 @@ from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import HOW_READ, Config
 from mpp.config.parsing import as_command_line, differing, parse, plain, settings, to_yaml
 from mpp.data.identity import differences, short_digest
-from mpp.data.views import BatchLayout
+from mpp.data.loader import BatchLayout
 from mpp.errors import Diverged, UserError
 from mpp.models.descriptions import how_read
 from mpp.pretrain import Pretraining

@@ -20,7 +20,8 @@ from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolv
 from evaluation.frozen.labelled import load_labelled
 from mpp.config import require
 from mpp.data.dataset import ImageDataset
-from mpp.data.views import Batch, ViewDataset, held_out_loader
+from mpp.data.loader import held_out_batches
+from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features.frozen import extract
@@ -227,7 +228,7 @@ def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> Extrac
         for split in splits:
             views = views_for(encoder, split, config.data)
             size, rank, processes = config.data.batch_size or 64, accelerator.process_index, accelerator.num_processes
-            loader = held_out_loader(views, size, processes, rank)
+            loader = held_out_batches(views, size, processes, rank)
             bar = progress_bar(loader, desc="features", disable=not accelerator.is_main_process)
             batches = Readable(bar, split.split, config.strict, rank, processes)
             encode = partial(encoder, representation=config.representation, depths=depths)

@@ -27,14 +27,16 @@ from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from evaluation.frozen.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
 from evaluation.frozen.run_images import positions
 from mpp.config import require
+from mpp.data.columns import read_cell, without_decoding
 from mpp.data.crops import centre_crop
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
-from mpp.data.dataset import ImageDataset, contents, undecoded
+from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.decode import read_mask
 from mpp.data.decoding.kinds import JPEG_START
 from mpp.data.decoding.orientation import TURNED, stored_orientation
+from mpp.data.loader import held_out_batches
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
-from mpp.data.views import Batch, ViewDataset, held_out_loader
+from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UnreadableImage, UserError
 from mpp.features.frozen import tokens_at
@@ -133,7 +135,7 @@ def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
 
 def mask_contents(cell: Any, config: MaskedDataConfig) -> bytes | NDArray:
     """The file of a mask, or its array."""
-    return contents(cell, config.read_retries) if isinstance(cell, dict) else np.asarray(cell)
+    return read_cell(cell, config.read_retries) if isinstance(cell, dict) else np.asarray(cell)
 
 
 Masked = tuple[ImageDataset, datasets.Dataset]
@@ -168,7 +170,7 @@ def with_masks(dataset: ImageDataset, splits: dict[str, Any], data: MaskedDataCo
     rows, chosen = splits[dataset.origin.split], dataset.origin.indices
     if data.mask_column not in rows.features:
         raise UserError(f"data.mask_column is {data.mask_column}; {dataset.origin.split} has no such column")
-    rows = undecoded(rows.select_columns([data.mask_column]), data.mask_column)
+    rows = without_decoding(rows.select_columns([data.mask_column]), data.mask_column)
     rows = rows.rename_column(data.mask_column, "mask") if data.mask_column != "mask" else rows
     refuse_jpeg(rows, data)
     return dataset, rows if chosen is None else rows.select(chosen)
@@ -179,7 +181,7 @@ def refuse_jpeg(masks: datasets.Dataset, data: MaskedDataConfig) -> None:
     if not len(masks) or not isinstance(masks[0]["mask"], dict):
         return
     with contextlib.suppress(UnreadableImage):
-        file = contents(masks[0]["mask"], data.read_retries)
+        file = read_cell(masks[0]["mask"], data.read_retries)
         allowed = "a column of lossless masks, such as PNG or TIFF: JPEG changes the numbers"
         require(not file.startswith(JPEG_START), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
 
@@ -251,7 +253,7 @@ def extract_patches(
     """Features of patches after each depth; what is large lies in temporary files."""
     found = []
     for masked in splits:
-        loader = held_out_loader(masked_views(encoder, masked, data), data.batch_size or 64)
+        loader = held_out_batches(masked_views(encoder, masked, data), data.batch_size or 64)
         batches = Readable(progress_bar(loader, desc="features of patches"), masked[0].split, strict)
         encode = partial(patch_features, encoder, depths=depths)
         found.append(extract_readable(batches, encode, len(masked[0]), accelerator))
@@ -313,7 +315,7 @@ def turned_alone(masked: Masked, data: MaskedDataConfig) -> Iterator[str]:
     images, masks = masked
     for index in range(len(images)):
         with contextlib.suppress(UnreadableImage):  # it is named when its turn comes
-            image = contents(images.rows[index][images.image_column], data.read_retries, images.numbers_type)
+            image = read_cell(images.rows[index][images.image_column], data.read_retries, images.array_dtype)
             if stored_orientation(image) not in TURNED:
                 continue
             if stored_orientation(mask_contents(masks[index]["mask"], data)) not in TURNED:

@@ -14,9 +14,10 @@ from timm import is_model
 
 from evaluation.frozen.run_images import place, positions, run_folder, settings_of_run
 from mpp.config import SourceConfig
+from mpp.data.columns import is_encoded, read_encoded
 from mpp.data.data_path import is_local
-from mpp.data.dataset import ImageDataset, encoded_bytes, is_encoded
-from mpp.data.identity import record
+from mpp.data.dataset import ImageDataset
+from mpp.data.identity import identify_images
 from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
@@ -102,7 +103,7 @@ def seen(dataset: ImageDataset, here: SourceConfig, learned: Learned) -> Seen:
     nothing = Seen(0, len(dataset), learned.source)
     if same_place(here, learned.source):
         source = learned.source
-    elif began.get("files") is not None and began["files"] == record(dataset, labels=False)["files"]:
+    elif began.get("files") is not None and began["files"] == identify_images(dataset, labels=False)["files"]:
         source = replace(learned.source, path=here.path, name=here.name, revision=here.revision)
     elif is_cheap(learned.source.path, began):
         train = training_images(learned.source)
@@ -157,7 +158,7 @@ def digests(dataset: ImageDataset) -> Iterator[bytes]:
     for block in dataset.rows.with_format("arrow").iter(READ_AT_ONCE):  # row by row takes ten times as long
         for cell in block.column(dataset.image_column).to_pylist():
             with suppress(UnreadableImage, ReadFailed):
-                yield hashlib.sha256(encoded_bytes(cell)).digest()
+                yield hashlib.sha256(read_encoded(cell)).digest()
 
 
 def same_place(one: SourceConfig, other: SourceConfig) -> bool:

@@ -19,9 +19,9 @@ from mpp.config import HOW_READ, SourceConfig, refuse_idle, sides
 from mpp.config.parsing import as_words, files_first, read
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
-from mpp.data.identity import record, short_digest
+from mpp.data.identity import identify_images, short_digest
 from mpp.data.sources import image_arguments, load_image_datasets
-from mpp.data.stream import load_streamed
+from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import on_first_process
@@ -214,4 +214,4 @@ def images_at(data: SourceConfig) -> dict[str, Any] | None:
 def record_of(source: SourceConfig) -> dict[str, Any]:
     """The record of both splits, looked at once."""
     splits = zip(("train", "held_out"), load_image_datasets(source), strict=True)
-    return {part: record(dataset, labels=True, retries=source.read_retries) for part, dataset in splits}
+    return {part: identify_images(dataset, labels=True, retries=source.read_retries) for part, dataset in splits}

@@ -18,7 +18,7 @@ from evaluation.config import ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder
 from evaluation.frozen.extraction import views_for
 from mpp.data.dataset import ImageDataset
-from mpp.data.views import held_out_loader
+from mpp.data.loader import held_out_batches
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining
 
@@ -47,7 +47,7 @@ def look_at(
 ) -> Shown:
     """Features of all these images after `depth` blocks, and the images as the encoder takes them."""
     features, pixels, labels, indices = [], [], [], []
-    for batch in held_out_loader(views_for(encoder, dataset, data), data.batch_size or BATCH):
+    for batch in held_out_batches(views_for(encoder, dataset, data), data.batch_size or BATCH):
         images = batch.images.to(accelerator.device)
         with accelerator.autocast():
             features.append(encoder(images, representation, [depth])[0].float().cpu())

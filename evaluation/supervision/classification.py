@@ -11,7 +11,8 @@ from torchvision.transforms import v2
 
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.dataset import ImageDataset
-from mpp.data.views import Batch, BatchLayout, ViewDataset, collate
+from mpp.data.loader import BatchLayout
+from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED

@@ -1,122 +1,155 @@
-"""Which images a run is of: a record that is quick to make and to compare.
+"""Records of images, which tell whether a run continues on those that it began with; quick to make and to compare.
 
-A file that is added, taken away or renamed shifts the indices of the others, and a seeded cut with them: what was held
-out would be trained on. So a run notes its images, and goes on with the same alone.
+A file that is added, taken away or renamed shifts the indices of the others, and a random cut with them: held-out
+images would be trained on. So a run saves a record of its images, and continues only on the same.
 """
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from mpp.data.dataset import ImageDataset, encoded_bytes, is_encoded
+from mpp.data.columns import is_encoded, read_encoded
+from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
 
-SAMPLED = 64  # image files of a split whose bytes enter the record
-NAMES = 100_000  # names that are held at a time
-THE_FILES = "the files (their names, or the bytes of one of those that are looked at)"
-NAMES_OF_CLASSES = "classes"  # noted for people; labels have a digest
-MEANING = {
+SAMPLED_FILES = 64  # image files of a split whose bytes enter its record
+NAMES_PER_PIECE = 100_000  # file names in memory at a time
+FILES_IN_WORDS = "the files (their names, or the bytes of one of those that are looked at)"
+FIELDS_IN_WORDS = {
     "split": "split",
     "images": "number of images",
     "shards": "number of shards",
-    "files": THE_FILES,
-    "names": THE_FILES,
+    "files": FILES_IN_WORDS,
+    "names": FILES_IN_WORDS,
     "chosen": "which of them are chosen",
     "labels": "labels",
     "revision": "revision on the hub",
     "weights": "weights",
 }
+PLAIN_FIELDS = ("split", "images", "shards", "revision")  # values that a person can read: the others are digests
+CLASS_NAMES_FIELD = "classes"  # not compared: the digest of the labels is
 
 
-def record(dataset: ImageDataset, labels: bool, retries: int = 0, revision: str | None = None) -> dict[str, Any]:
-    """What these images are.
+def identify_images(
+    dataset: ImageDataset, labels: bool, retries: int = 0, revision: str | None = None
+) -> dict[str, Any]:
+    """The record of a dataset's images.
 
     Args:
-        labels: whether their labels count.
+        labels: whether it includes their labels.
         retries: see `data.read_retries`.
         revision: the commit of a hub dataset.
     Returns:
-        The split, how many they are, and digests: of all names and some files of the split, of which images are
-        chosen from it, of the labels.
+        The split, the number of images, and digests: of all names and some files of the split, of the indices of the
+        images that are chosen from it, of the labels.
     Raises:
         ReadFailed: a file cannot be read.
     """
     whole, split, chosen = dataset.origin
-    return {
+    record = {
         "split": split,
         "images": len(dataset),
-        "files": short_digest(image_files(whole, dataset.image_column, retries)),
-        "chosen": None if chosen is None else short_digest([chosen.astype(np.int64).tobytes()]),
-        "labels": short_digest([dataset.labels.tobytes()]) if labels and dataset.labels is not None else None,
+        "files": short_digest(split_fingerprint(whole, dataset.image_column, retries)),
+        "chosen": None,
+        "labels": None,
         "revision": revision,
     }
+    if chosen is not None:
+        record["chosen"] = short_digest([chosen.astype(np.int64).tobytes()])
+    if labels and dataset.labels is not None:
+        record["labels"] = short_digest([dataset.labels.tobytes()])
+    return record
 
 
-def short_digest(parts: Iterator[bytes] | list[bytes]) -> str:
-    """The first 16 digits of the SHA-256 of all parts."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()[:16]
+def short_digest(pieces: Iterable[bytes]) -> str:
+    """The first 16 digits of the SHA-256 of all pieces."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()[:16]
 
 
-def image_files(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:
-    """What the image files of a split are known by: number, names from their common folder on, bytes of some."""
+def split_fingerprint(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:
+    """Number of a split's images, their names from their common folder on, and digests of some files' bytes.
+
+    Arrays, which have no names, are known by the values of some.
+    """
     yield f"{len(rows)}\n".encode()
-    looked_at = np.unique(np.linspace(0, len(rows) - 1, SAMPLED).astype(int)).tolist() if len(rows) else []
-    if not is_encoded(rows.features[column]):  # arrays have no names
-        cells = (rows[index][column] for index in looked_at)
-        yield from (repr(cell.tolist() if isinstance(cell, np.ndarray) else cell).encode() for cell in cells)
+    sampled = []
+    if len(rows):
+        sampled = np.unique(np.linspace(0, len(rows) - 1, SAMPLED_FILES).astype(int)).tolist()
+    if not is_encoded(rows.features[column]):
+        for index in sampled:
+            cell = rows[index][column]
+            yield repr(cell.tolist() if isinstance(cell, np.ndarray) else cell).encode()
         return
-    paths = pc.struct_field(rows.data.column(column), "path")
-    ends = pc.min_max(paths)
-    first_and_last = [ends[each].as_py() or "" for each in ("min", "max")]
-    shared = os.path.commonprefix(first_and_last).rfind("/") + 1  # noqa: RUF071  characters, up to a folder's end
-    for first in range(0, len(paths), NAMES):
-        names = paths.slice(first, NAMES).to_pylist()
-        yield "\n".join((name or "")[shared:] for name in names).encode()
-    for index in looked_at:
+    yield from names_from_common_folder(pc.struct_field(rows.data.column(column), "path"))
+    for index in sampled:
         try:
-            yield hashlib.sha256(encoded_bytes(rows[index][column], retries)).digest()
+            yield hashlib.sha256(read_encoded(rows[index][column], retries)).digest()
         except UnreadableImage:
             yield b"unreadable"
 
 
-def listed(files: list[list[str]] | None) -> str | None:
-    """What the files of a stream are known by: names and sizes; None: they are unknown.
+def names_from_common_folder(paths: pa.ChunkedArray) -> Iterator[bytes]:
+    """Paths without the folder that they share, a line each."""
+    ends = pc.min_max(paths)
+    first = ends["min"].as_py() or ""
+    last = ends["max"].as_py() or ""
+    common = os.path.commonprefix([first, last])  # noqa: RUF071  characters, up to a folder's end
+    start = common.rfind("/") + 1
+    for offset in range(0, len(paths), NAMES_PER_PIECE):
+        names = paths.slice(offset, NAMES_PER_PIECE).to_pylist()
+        yield "\n".join((name or "")[start:] for name in names).encode()
+
+
+def digest_listing(files: list[list[str]] | None) -> str | None:
+    """Digest of the names and sizes of a stream's files; None: they are unknown.
 
     Args:
         files: name, size and stamp of each: see `mpp.data.kept_samples`.
     """
-    return short_digest([f"{name}\t{size}\n".encode() for name, size, *_ in files]) if files else None
+    if not files:
+        return None
+    return short_digest(f"{name}\t{size}\n".encode() for name, size, *_ in files)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What changed of what is known, in words, part by part: "train: number of images was 633, is 634"."""
-    unlisted = not_listed(before) | not_listed(now)
+    """Differences between the records of images, by part and field: "train: number of images was 633, is 634".
+
+    Args:
+        before, now: part, such as `train` -> its record.
+    """
+    unlisted = unlisted_parts(before) | unlisted_parts(now)
     changed = []
-    for part, known in before.items():
-        for key, value in now.get(part, {}).items():
-            was = known.get(key)
-            unlisted_now = key == "files" and part in unlisted
-            unasked = key == "revision" and was is None  # the hub did not answer when the run began
-            if was != value and key != NAMES_OF_CLASSES and not (unlisted_now or unasked):
-                plain = key in ("split", "images", "shards", "revision")
-                changed.append(f"{part}: {MEANING[key]} {f'was {was}, is {value}' if plain else 'changed'}")
+    for part, record in before.items():
+        for field, value in now.get(part, {}).items():
+            value_before = record.get(field)
+            if value == value_before or field == CLASS_NAMES_FIELD:
+                continue
+            if field == "files" and part in unlisted:
+                continue
+            if field == "revision" and value_before is None:  # the hub did not answer when the run began
+                continue
+            change = f"was {value_before}, is {value}" if field in PLAIN_FIELDS else "changed"
+            changed.append(f"{part}: {FIELDS_IN_WORDS[field]} {change}")
     return changed
 
 
-def not_listed(images: dict[str, Any]) -> set[str]:
-    """The parts of a record whose files are unknown: those of a stream that could not be listed."""
-    return {part for part, known in images.items() if known.get("files", "") is None}
+def unlisted_parts(images: dict[str, Any]) -> set[str]:
+    """Parts whose files are unknown: those of a stream that could not be listed."""
+    return {part for part, record in images.items() if "files" in record and record["files"] is None}
 
 
-def together(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The record of now, with the files of before where they are unknown now."""
-    earlier = {part: {"files": before.get(part, {}).get("files")} for part in not_listed(now)}
-    return {part: known | earlier.get(part, {}) for part, known in now.items()}
+def keep_known_files(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The records of now, with the files of before where they are unknown now."""
+    merged = dict(now)
+    for part in unlisted_parts(now):
+        merged[part] = now[part] | {"files": before.get(part, {}).get("files")}
+    return merged

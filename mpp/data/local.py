@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
+from mpp.data.columns import BINARY_TYPES, CELL_FIELDS, find_array_dtype, is_cell
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import BINARY, NAMES, is_cell, numbers_of
 from mpp.data.listing import tars
 from mpp.data.listing.archives import ARCHIVES, is_archive, unpacked
 from mpp.data.listing.folders import Tree, Walk
@@ -126,7 +126,10 @@ def holds_images(table: str) -> bool:
     except LOADING_ERRORS:
         return False
     return any(
-        isinstance(each, datasets.Image) or is_cell(each) or getattr(each, "dtype", "") in BINARY or numbers_of(each)
+        isinstance(each, datasets.Image)
+        or is_cell(each)
+        or getattr(each, "dtype", "") in BINARY_TYPES
+        or find_array_dtype(each)
         for each in features.values()
     )
 
@@ -208,7 +211,9 @@ def with_paths_from(rows: datasets.Dataset, folders: list[str]) -> datasets.Data
         if paths is None:
             continue
         found = [path and find_below(path, folders) for path in paths.to_pylist()]
-        cells = pa.StructArray.from_arrays([pa.nulls(len(found), pa.binary()), pa.array(found, pa.string())], NAMES)
+        cells = pa.StructArray.from_arrays(
+            [pa.nulls(len(found), pa.binary()), pa.array(found, pa.string())], CELL_FIELDS
+        )
         order = rows.column_names
         rows = rows.remove_columns([column]).add_column(column, cells, feature=datasets.Image(decode=False))
         rows = rows.select_columns(order)
@@ -220,9 +225,9 @@ def paths_in(rows: datasets.Dataset, column: str, feature: Any) -> pa.ChunkedArr
     if not (isinstance(feature, datasets.Image) or is_cell(feature)) or len(rows) == 0:
         return None
     cells = rows.with_format("arrow").select_columns([column])[:].column(0)
-    if pc.struct_field(cells, NAMES[0]).null_count < len(cells):
+    if pc.struct_field(cells, CELL_FIELDS[0]).null_count < len(cells):
         return None
-    paths = pc.struct_field(cells, NAMES[1])
+    paths = pc.struct_field(cells, CELL_FIELDS[1])
     known = [path for path in paths.to_pylist() if path]
     return paths if any("://" not in path and not os.path.isabs(path) for path in known) else None
 

@@ -6,9 +6,9 @@ import numpy as np
 from torch import Tensor
 
 from mpp.config import DataConfig
-from mpp.data.dataset import decode_cell
+from mpp.data.columns import decode_cell
 from mpp.data.sources import load_image_datasets
-from mpp.data.stream import load_streamed
+from mpp.data.stream_sources import load_streamed
 from mpp.errors import UnreadableImage, UserError
 
 SAMPLE = 1024  # images
@@ -50,6 +50,6 @@ def sample(config: DataConfig) -> Iterator[Tensor]:
         rows = source.rows
     for row in rows:
         try:
-            yield decode_cell(row[source.image_column], config, source.numbers_type)
+            yield decode_cell(row[source.image_column], config, source.array_dtype)
         except UnreadableImage:
             continue

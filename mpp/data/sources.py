@@ -11,8 +11,9 @@ from datasets.exceptions import DatasetsError
 
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.config.parsing import as_words
+from mpp.data.columns import find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
-from mpp.data.dataset import ImageDataset, dataset_of, find_image_column
+from mpp.data.dataset import ImageDataset
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.local import QUIET, load_local
@@ -61,7 +62,7 @@ def load_image_datasets(
 
     loaded = []
     for (name, rows), labels in zip(used.items(), numbered.parts, strict=True):
-        loaded.append(dataset_of(rows, image_column, labels, name, numbered.names, numbered.classes))
+        loaded.append(ImageDataset.from_column(rows, image_column, labels, name, numbered.names, numbered.classes))
     unused = {name: len(rows) for name, rows in splits.items() if name not in used}
     announce_splits(source, loaded, unused)
     if held_out is None:

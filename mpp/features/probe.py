@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from mpp.config import DataConfig, ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
+from mpp.data.loader import HeldOutLoader
 from mpp.data.overview import note_tested
-from mpp.data.views import EvaluationLoader, ViewDataset
+from mpp.data.views import ViewDataset
 from mpp.features.frozen import extract, features_at, stages
 from mpp.features.metrics import is_right, ranks_of
 from mpp.runtime.arrays import in_blocks
@@ -47,7 +48,7 @@ class Probe:
     def __init__(
         self,
         accelerator: Accelerator,
-        loader: EvaluationLoader,
+        loader: HeldOutLoader,
         known: ImageDataset,
         held_out: ImageDataset,
         data: DataConfig,

@@ -15,8 +15,8 @@ from accelerate.utils import broadcast_object_list, gather_object, release_memor
 from mpp.config.parsing import differing, to_yaml
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
+from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments
-from mpp.data.views import BatchLayout
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import appears

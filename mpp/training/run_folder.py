@@ -23,8 +23,8 @@ from accelerate import Accelerator
 from mpp.config import SourceConfig, require
 from mpp.config.parsing import changed_keys, read_saved, to_yaml
 from mpp.data.data_path import could_be_hub_name, is_local, is_url
-from mpp.data.identity import differences, listed, not_listed, record, together
-from mpp.data.kept_samples import list_files
+from mpp.data.identity import differences, digest_listing, identify_images, keep_known_files, unlisted_parts
+from mpp.data.kept_samples import list_stream_files
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime import lock
@@ -137,11 +137,11 @@ def write_record(folder: Path, images: dict[str, Any]) -> None:
             f"run.dir is {folder}, a run that began otherwise: {'; '.join(changed)}; "
             "choose another run.dir, or put back what it began with"
         )
-    for part in sorted(not_listed(before) | not_listed(images)) if before is not images else ():
-        when = "now" if part in not_listed(images) else "when the run began"
+    for part in sorted(unlisted_parts(before) | unlisted_parts(images)) if before is not images else ():
+        when = "now" if part in unlisted_parts(images) else "when the run began"
         unknown = f"the files could not be listed {when}; whether they are those that the run began with is unknown"
         print(f"warning: {folder}: {part}: {unknown}", file=sys.stderr)
-    write_complete(folder / IMAGES, json.dumps(together(before, images), indent=1))
+    write_complete(folder / IMAGES, json.dumps(keep_known_files(before, images), indent=1))
 
 
 def moved_along(file: str | None, before: str, now: str) -> str | None:
@@ -180,10 +180,10 @@ def changed_images(folder: Path, data: SourceConfig) -> list[str]:
     began = images_of(folder) or {}
     train = began.get("train", {})
     if "shards" in train and "names" not in train:
-        return differences(began, {"train": {"files": listed(list_files(data))}})
+        return differences(began, {"train": {"files": digest_listing(list_stream_files(data))}})
     now = {}
     for part, dataset in zip(("train", "held_out"), load_image_datasets(data), strict=True):
-        known = record(dataset, labels=False, retries=data.read_retries)
+        known = identify_images(dataset, labels=False, retries=data.read_retries)
         now[part] = {key: known[key] for key in ("split", "files")}
         if began.get(part, {}).get("chosen", "") is None:  # all images of the split
             now[part]["images"] = len(dataset.origin.rows)

@@ -46,11 +46,11 @@ class Update:
             last = number == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
                 loss, measured = self.task.loss(self.wrapped, batch, measure)
-                self.accelerator.backward(loss / self.layout.parts(number))
+                self.accelerator.backward(loss / self.layout.loss_divisor(number))
             losses.append(loss.detach())
             sums = add(sums, measured)
         norm = whole_tensor(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim.clip or math.inf))
-        own_loss = sum(each / self.layout.parts(number) for number, each in enumerate(losses))
+        own_loss = sum(each / self.layout.loss_divisor(number) for number, each in enumerate(losses))
         loss = self.accelerator.reduce(own_loss, "mean")
         self.finite.record(step, loss, norm, losses, batches)
         if measure or self.finite.verifies_each_step:

@@ -13,11 +13,14 @@ from mpp.config import CorruptionConfig, DataConfig, ProbeConfig, Representation
 from mpp.corruption import Grid
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
+from mpp.data.decoded_cache import cache_decoded
 from mpp.data.hub import cached_commit
-from mpp.data.identity import NAMES_OF_CLASSES, record
-from mpp.data.stream import Shards, streaming_loader
+from mpp.data.identity import CLASS_NAMES_FIELD, identify_images
+from mpp.data.loader import BatchLayout, HeldOutLoader, training_loader
+from mpp.data.shards import Shards
+from mpp.data.stream import streaming_loader
 from mpp.data.survey import survey
-from mpp.data.views import Batch, BatchLayout, EvaluationLoader, ViewDataset, cache_decoded, training_loader
+from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import FORKS
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, add, total
@@ -54,7 +57,7 @@ class ImageTask:
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
-        self.evaluation = EvaluationLoader(layout, data.workers)
+        self.evaluation = HeldOutLoader(layout.batch_size, data.workers, layout.world_size, layout.rank)
         self.train: ImageDataset | Shards
         self.held_out: ImageDataset
         self.img_size: tuple[int, int]
@@ -172,13 +175,13 @@ class ImageTask:
         if is_hub_dataset(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
         streamed = isinstance(self.train, Shards)
-        known = self.train.record(retries, commit) if streamed else self.record_of(self.train, commit)
-        known[NAMES_OF_CLASSES] = self.held_out.names and self.held_out.names[: self.held_out.classes]
+        known = self.train.identify(retries, commit) if streamed else self.record_of(self.train, commit)
+        known[CLASS_NAMES_FIELD] = self.held_out.names and self.held_out.names[: self.held_out.classes]
         return {"train": known, "held_out": self.record_of(self.held_out, commit)}
 
     def record_of(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
         """The record of a split."""
-        return record(dataset, self.learns_labels, self.data.read_retries, commit)
+        return identify_images(dataset, self.learns_labels, self.data.read_retries, commit)
 
     def describe_images(self) -> str:
         """The images in a line: what they are, how many, how often each is seen."""

@@ -11,10 +11,12 @@ from conftest import encoded, picture, read_metrics
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data import retry
-from mpp.data.dataset import ImageDataset, decode_cell
+from mpp.data.columns import decode_cell
+from mpp.data.dataset import ImageDataset
+from mpp.data.loader import held_out_batches
 from mpp.data.retry import retried
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import ViewDataset, held_out_loader
+from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
 from mpp.training.feed import FEW, RECENT, Feed
@@ -57,7 +59,7 @@ def test_a_loader_processs_error_is_one_line(image_folder):
     image_folder.rename(image_folder.with_name("elsewhere"))
     views = ViewDataset(dataset, DataConfig(workers=1, read_retries=0), 16)
     with pytest.raises(ReadFailed, match=r"^\S*\.png cannot be read, tried for 0 s: [^\n]*$") as _:
-        list(held_out_loader(views, 4))
+        list(held_out_batches(views, 4))
     kill_workers()  # as at exit: pytest holds the error, and with it torch's iterator
     assert not multiprocessing.active_children()
 

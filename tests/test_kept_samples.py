@@ -15,8 +15,9 @@ from conftest import Killed, encoded
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data import kept_samples
-from mpp.data.kept_samples import FOLDER, NOTES, ROWS
-from mpp.data.stream import Shards, load_streamed
+from mpp.data.kept_samples import CACHE_FOLDER, NOTES_FILE, ROWS_FILE
+from mpp.data.shards import Shards
+from mpp.data.stream_sources import load_streamed
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime.randomness import Stream, permutation
 
@@ -53,17 +54,17 @@ def load(folder, probed=8, evaluated=4, **settings):
 
 def kept(cache) -> list:
     """Folders of the samples that lie in the cache."""
-    return sorted((cache / FOLDER).glob("*"))
+    return sorted((cache / CACHE_FOLDER).glob("*"))
 
 
-def unreadable(*_):
+def unreadable(*_, **__):
     raise AssertionError("images are read")
 
 
 @pytest.mark.parametrize("limit", [1, 4, 7, 12, 17, 24, 25, 100])
 def test_a_sample_is_the_beginnings_of_shards_in_turn(shards, cache, monkeypatch, limit):
-    monkeypatch.setattr("mpp.data.stream.SAMPLED_SHARDS", 2)
-    monkeypatch.setattr("mpp.data.stream.SAMPLED_ROWS", 2)
+    monkeypatch.setattr("mpp.data.shards.SHARDS_PER_TURN", 2)
+    monkeypatch.setattr("mpp.data.shards.ROWS_PER_READ", 2)
     order, expected = permutation(Stream.CUT, 0, 1, len(SIZES)), []
     for first in range(0, len(SIZES), 2):
         pair = order[first : first + 2]
@@ -152,7 +153,7 @@ TEARS = {  # what a crash, or a disk, may leave
     "truncated": lambda rows, notes: rows.write_bytes(rows.read_bytes()[:-100]),
     "without its notes": lambda rows, notes: notes.unlink(),
     "with torn notes": lambda rows, notes: notes.write_bytes(notes.read_bytes()[:10]),
-    "half written": lambda rows, notes: (rows.rename(rows.with_name(f"{ROWS}.partial")), notes.unlink()),
+    "half written": lambda rows, notes: (rows.rename(rows.with_name(f"{ROWS_FILE}.partial")), notes.unlink()),
     "without rows": lambda rows, notes: rows.unlink(),
 }
 
@@ -161,7 +162,7 @@ TEARS = {  # what a crash, or a disk, may leave
 def test_a_torn_sample_is_read_anew(shards, cache, how):
     _, *first = load(shards)
     for folder in kept(cache):
-        TEARS[how](folder / ROWS, folder / NOTES)
+        TEARS[how](folder / ROWS_FILE, folder / NOTES_FILE)
     _, *second = load(shards)
     for one, other in zip(first, second, strict=True):
         assert one.labels.tolist() == other.labels.tolist() and other.decode(0, ImagesConfig()).shape == (3, 64, 64)
@@ -169,7 +170,7 @@ def test_a_torn_sample_is_read_anew(shards, cache, how):
 
 def test_reads_of_a_sample_that_fail_are_tried_again(shards, cache, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    read, failures = Shards.read, iter([OSError("away"), ConnectionError("reset"), OSError("away")])
+    read, failures = Shards.read_blocks, iter([OSError("away"), ConnectionError("reset"), OSError("away")])
 
     def fails_at_first(self, *shard):
         for error in failures:
@@ -178,7 +179,7 @@ def test_reads_of_a_sample_that_fail_are_tried_again(shards, cache, monkeypatch)
 
     _, *known = load(shards)
     shutil.rmtree(cache)
-    monkeypatch.setattr(Shards, "read", fails_at_first)
+    monkeypatch.setattr(Shards, "read_blocks", fails_at_first)
     for one, other in zip(load(shards, read_retries=3)[1:], known, strict=True):
         assert one.labels.tolist() == other.labels.tolist()
     failures = iter([tarfile.ReadError("unexpected end of data")])
@@ -188,12 +189,12 @@ def test_reads_of_a_sample_that_fail_are_tried_again(shards, cache, monkeypatch)
 
 
 def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch):
-    monkeypatch.setattr("mpp.data.kept_samples.BLOCK", 2)
+    monkeypatch.setattr("mpp.data.kept_samples.ROWS_PER_WRITE", 2)
     blocks = Shards.blocks
     for error, words in ((Killed("killed"), "killed"), (ReadFailed("gone"), "^gone$")):
 
-        def breaks_off(self, shard, *rest, error=error):
-            for number, block in enumerate(blocks(self, shard, 3, *rest[1:])):
+        def breaks_off(self, shard, size, error=error, **options):
+            for number, block in enumerate(blocks(self, shard, 3, **options)):
                 if number:
                     raise error
                 yield block
@@ -201,7 +202,7 @@ def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkey
         with monkeypatch.context() as context, pytest.raises(BaseException, match=words):
             context.setattr(Shards, "blocks", breaks_off)
             load(shards, probed=100)
-        assert not list(cache.rglob("*.partial")) and not list(cache.rglob(ROWS))
+        assert not list(cache.rglob("*.partial")) and not list(cache.rglob(ROWS_FILE))
     assert len(load(shards, probed=100)[1]) == 25
 
 
@@ -221,10 +222,10 @@ def test_a_cache_that_cannot_be_written_is_named(shards, cache, monkeypatch, how
         monkeypatch.setattr(kept_samples.pa, "OSFile", lambda *_: aside)
     else:
         cache.mkdir()
-        (cache / FOLDER).write_text("")
+        (cache / CACHE_FOLDER).write_text("")
     with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE is .*cache; .* cannot be kept there: .*; choose another"):
         load(shards)
-    assert not list(cache.rglob(ROWS))
+    assert not list(cache.rglob(ROWS_FILE))
 
 
 def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch, capsys):
@@ -234,7 +235,7 @@ def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch
     def unreachable(*_):
         raise RuntimeError("the hub is\nout of reach")
 
-    monkeypatch.setattr("mpp.data.kept_samples.files_of", unreachable)
+    monkeypatch.setattr("mpp.data.kept_samples.list_files", unreachable)
     _, *second = load(shards)
     for one, other in zip(first, second, strict=True):
         assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]

@@ -23,9 +23,12 @@ from server import Command
 import mpp.training.run
 from evaluation import export, visualize
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
-from mpp.data.kept_samples import list_files
-from mpp.data.stream import ROW_BITS, Cursor, Shards, StreamedBatches, load_streamed, streaming_loader
-from mpp.data.views import BatchLayout, ViewDataset
+from mpp.data.kept_samples import list_stream_files
+from mpp.data.loader import BatchLayout
+from mpp.data.shards import ROW_BITS, Shards
+from mpp.data.stream import Cursor, StreamedBatches, streaming_loader
+from mpp.data.stream_sources import load_streamed
+from mpp.data.views import ViewDataset
 from mpp.errors import UserError
 
 SHARDS, ROWS = 6, 11
@@ -222,9 +225,9 @@ def test_a_worker_that_is_dealt_empty_shards_waits_for_others(tmp_path):
 
 def test_what_a_stream_is_known_by_are_its_shards(parquet, tmp_path):
     folder = shutil.copytree(parquet, tmp_path / "data")
-    before = list_files(DataConfig(path=str(folder)))
+    before = list_stream_files(DataConfig(path=str(folder)))
     (folder / "README.md").write_text("what this is")
-    assert len(before) == SHARDS + 1 and list_files(DataConfig(path=str(folder))) == before
+    assert len(before) == SHARDS + 1 and list_stream_files(DataConfig(path=str(folder))) == before
 
 
 @pytest.mark.faults

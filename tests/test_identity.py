@@ -17,7 +17,7 @@ from evaluation.frozen.provenance import check_unseen
 from evaluation.frozen.results import report_path
 from evaluation.frozen.run_images import parse_with_images, variant
 from mpp.config import DataConfig, ModelConfig, SourceConfig
-from mpp.data.identity import differences, record
+from mpp.data.identity import differences, identify_images
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
@@ -72,7 +72,7 @@ def test_where_nothing_can_be_written_is_said_before_anything_is_done(tmp_path):
 def both(folder, **settings) -> dict:
     """The record of a folder's images, as a run that learns from labels has it."""
     parts = load_image_datasets(DataConfig(path=str(folder), eval_split=None, eval_fraction=0.25, **settings))
-    return {name: record(part, labels=True) for name, part in zip(("train", "held_out"), parts, strict=True)}
+    return {name: identify_images(part, labels=True) for name, part in zip(("train", "held_out"), parts, strict=True)}
 
 
 def test_a_record_tells_data_apart_and_not_places(image_folder, tmp_path):
@@ -413,7 +413,7 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkey
     options = (f"--data.path={shards}", "--data.streaming=true")
     with monkeypatch.context() as patch:
         if unlisted == "when the run began":
-            patch.setattr("mpp.data.kept_samples.files_of", files_of)
+            patch.setattr("mpp.data.kept_samples.list_files", files_of)
         kill_at(patch, 3)
         with pytest.raises(Killed):
             pretrain(*options)
@@ -423,7 +423,7 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkey
     capsys.readouterr()
     with monkeypatch.context() as patch:
         if unlisted == "now":
-            patch.setattr("mpp.data.kept_samples.files_of", files_of)
+            patch.setattr("mpp.data.kept_samples.list_files", files_of)
         pretrain(*options)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "whether they are those" in line]
     assert len(warnings) == 1 and f"train: the files could not be listed {unlisted}; " in warnings[0]

@@ -1,0 +1,172 @@
+"""Columns of images: which column of a dataset holds them, and how the image of a cell is read."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+from pyarrow import ArrowException
+from torch import Tensor
+
+from mpp.config import ImagesConfig
+from mpp.data.data_path import describe_source
+from mpp.data.decoding import decode
+from mpp.data.decoding.checks import check_numbers
+from mpp.data.listing import tars
+from mpp.data.listing.formats import ARRAYS
+from mpp.data.listing.table import as_path
+from mpp.data.retry import retried
+from mpp.errors import UnreadableImage, UserError, one_line
+
+BINARY_TYPES = ("binary", "large_binary")
+"""Types of a column that may hold image files."""
+ENCODED_TYPES = (*BINARY_TYPES, "string", "large_string")
+"""Types of a column that may hold image files, or their names."""
+CELL_FIELDS = ["bytes", "path"]
+"""Fields of a cell that holds an image file."""
+
+
+def decode_cell(cell: Any, config: ImagesConfig, array_dtype: str | None = None) -> Tensor:
+    """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `read_cell`."""
+    return decode.decode(read_cell(cell, config.read_retries, array_dtype), config)
+
+
+def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes | NDArray:
+    """The image file of a cell {"bytes", "path"}, or its array.
+
+    Args:
+        retries: see `data.read_retries`.
+        array_dtype: type of the array's numbers; None: the cell holds an image file.
+    Raises:
+        UnreadableImage: there is no image in the cell.
+        ReadFailed: the image file cannot be read now.
+    """
+    if array_dtype is None or cell is None:
+        return read_encoded(cell, retries)
+    try:
+        array = np.asarray(cell)
+    except ValueError:
+        raise UnreadableImage("lists of several lengths, which are no image") from None
+    check_numbers(array.dtype)  # a null among the numbers makes them objects
+    return array.astype(array_dtype, copy=False)
+
+
+def read_encoded(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
+    """The image file of a cell {"bytes", "path"}.
+
+    Raises:
+        UnreadableImage: there is nothing to read.
+        ReadFailed: there is, and it cannot be read now.
+    """
+    if not cell or (cell["bytes"] is None and not cell["path"]):
+        raise UnreadableImage("no bytes: neither an image nor the name of a file")
+    if cell["bytes"] is not None:
+        return cell["bytes"]
+    path = as_path(cell["path"])
+    if tars.MEMBER.fullmatch(path):
+        return retried(partial(tars.read_member, path), tars.name_of_member(path), retries)
+    if "://" in path:
+        # A file system over a network may raise any error.
+        return retried(partial(read_url, path), path, retries, Exception)
+    return retried(Path(path).read_bytes, path, retries)
+
+
+def read_url(url: str) -> bytes:
+    """A file from any file system that fsspec knows."""
+    with fsspec.open(url) as file:
+        return file.read()
+
+
+def cell_file_name(cell: Any) -> str | None:
+    """Name of a cell's file: its path, or its shard's path and its name there. None: the cell has no file."""
+    path = cell.get("path") if isinstance(cell, dict) else None
+    if not path:
+        return None
+    return tars.name_of_member(as_path(path))
+
+
+def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
+    """The column that holds the images: `data.image_column`, or else the only one that can.
+
+    Raises:
+        UserError: there is no such column, or several.
+    """
+    all_columns = ", ".join(features)
+    if config.image_column is None:
+        candidates = image_columns(features)
+        if len(candidates) != 1:
+            source = describe_source(config)
+            choice = f"name one by data.image_column: {all_columns}"
+            raise UserError(f"{source} has {len(candidates)} image columns; {choice}")
+        return candidates[0]
+    if config.image_column not in features:
+        raise UserError(f"data.image_column is {config.image_column}; {describe_source(config)} has {all_columns}")
+    feature = features[config.image_column]
+    if not is_encoded(feature) and find_array_dtype(feature) is None:
+        raise UserError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
+    return config.image_column
+
+
+def image_columns(features: datasets.Features) -> list[str]:
+    """Columns that can hold images: those of image files; without any, those of arrays; else those of nested lists."""
+    files, arrays, nested_lists = [], [], []
+    for name, feature in features.items():
+        if isinstance(feature, datasets.Image) or is_cell(feature):
+            files.append(name)
+        if is_array(feature) or f".{name}" in ARRAYS:
+            arrays.append(name)
+        if find_array_dtype(feature):
+            nested_lists.append(name)
+    return files or arrays or nested_lists
+
+
+def is_encoded(feature: Any) -> bool:
+    """Whether a column holds image files, or their names."""
+    return isinstance(feature, datasets.Image) or is_cell(feature) or getattr(feature, "dtype", None) in ENCODED_TYPES
+
+
+def is_cell(feature: Any) -> bool:
+    """Whether a column holds {"bytes", "path"}, as tools write images that do not know the library's type."""
+    return isinstance(feature, dict) and {*feature} == {*CELL_FIELDS}
+
+
+def is_array(feature: Any) -> bool:
+    """Whether a column's type is one of the library's arrays with the axes of an image."""
+    return isinstance(feature, datasets.Array2D | datasets.Array3D)
+
+
+def find_array_dtype(feature: Any) -> str | None:
+    """Type of the numbers in a column of arrays: Array2D, Array3D, or lists of lists. None: it holds no arrays."""
+    depth = 0
+    while not is_array(feature) and not isinstance(feature, datasets.Value):
+        feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        depth += 1
+        if feature is None:
+            return None
+    if is_array(feature):
+        return feature.dtype
+    is_number = feature.dtype.startswith(("int", "uint", "float"))
+    return feature.dtype if is_number and depth > 1 else None
+
+
+def without_decoding(rows: Any, column: str) -> Any:
+    """The rows, indexed or a stream, with `column` as image files that the library does not decode, or as arrays.
+
+    Raises:
+        UserError: the installed release of `datasets` cannot read the column.
+    """
+    feature = rows.features[column]
+    if is_encoded(feature):
+        try:
+            return rows.cast_column(column, datasets.Image(decode=False))
+        except (ArrowException, TypeError) as error:  # older releases know fewer types
+            what = f"data.image_column is {column}, of {feature}, which datasets {datasets.__version__} cannot read"
+            raise UserError(f"{what}; update it (pip install -U datasets): {one_line(error)}") from error
+    if not is_array(feature) or isinstance(rows, datasets.IterableDataset):
+        return rows
+    if rows.data.column(column).null_count:
+        return rows  # as lists, which are slower to read
+    return rows.with_format("numpy", [column], output_all_columns=True, dtype=feature.dtype)

@@ -1,0 +1,233 @@
+"""Loaders: how the images of a step are shared out among processes, and the batches that each of them loads."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch.utils.data import Dataset, Sampler
+
+from mpp.data.views import Batch, ViewDataset, collate
+from mpp.data.workers import WatchedLoader
+from mpp.errors import UserError
+from mpp.runtime.randomness import FIXED, Stream, permutation
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How the images of a step are shared out: a share to each process in each forward pass, equal but for one."""
+
+    images: int  # per step: the global batch
+    accumulation_steps: int  # forward passes per step
+    world_size: int  # processes
+    rank: int  # this process
+
+    @classmethod
+    def of(cls, global_batch: int, batch_size: int | None, world_size: int, rank: int) -> "BatchLayout":
+        """The layout with the fewest forward passes.
+
+        Args:
+            batch_size: limit of images per process and forward pass; None: no limit, so one pass.
+        Raises:
+            UserError: a process would be left without an image.
+        """
+        if global_batch < world_size:
+            least = f"at least {world_size}, an image for each process"
+            raise UserError(f"optim.global_batch_size is {global_batch}; it must be {least}")
+        largest_pass = world_size * (batch_size or global_batch)
+        passes = -(-global_batch // largest_pass)
+        if global_batch < world_size * passes:
+            below = global_batch // world_size * world_size
+            raise UserError(
+                f"data.batch_size is {batch_size}, by which {world_size} processes cannot share {global_batch} images; "
+                f"it must be at least {batch_size + 1}, or optim.global_batch_size {below} or {below + world_size}"
+            )
+        return cls(global_batch, passes, world_size, rank)
+
+    @property
+    def shares(self) -> int:
+        """Shares of a step: one for each process in each forward pass."""
+        return self.accumulation_steps * self.world_size
+
+    @property
+    def batch_size(self) -> int:
+        """Images of the largest share."""
+        return -(-self.images // self.shares)
+
+    @property
+    def smallest(self) -> int:
+        """Images of the smallest share."""
+        return self.images // self.shares
+
+    def share(self, forward: int) -> range:
+        """The step's images, counted from 0, that this process sees in a forward pass."""
+        share = forward * self.world_size + self.rank
+        first = share * self.images // self.shares
+        end = (share + 1) * self.images // self.shares
+        return range(first, end)
+
+    def loss_divisor(self, forward: int) -> float:
+        """Divisor of the mean loss of that share.
+
+        The losses so divided, summed over the forward passes and averaged over the processes, are the mean over the
+        images of the step.
+        """
+        return self.images / (self.world_size * len(self.share(forward)))
+
+
+class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
+    """This process's batches of (epoch, index) from step `start` to `stop`: the step is the sampler's only state."""
+
+    def __init__(self, size: int, seed: int, layout: BatchLayout, start: int, stop: int):
+        self.size = size  # images of the dataset
+        self.seed = seed
+        self.layout = layout
+        self.start = start
+        self.stop = stop
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) * self.layout.accumulation_steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order_epoch, order = None, None  # images of an epoch in its order
+        for step in range(self.start, self.stop):
+            for forward in range(self.layout.accumulation_steps):
+                batch = []
+                for number in self.layout.share(forward):
+                    epoch, position = divmod(step * self.layout.images + number, self.size)
+                    if epoch != order_epoch:
+                        order_epoch, order = epoch, permutation(Stream.ORDER, self.seed, epoch, self.size)
+                    batch.append((epoch, int(order[position])))
+                yield batch
+
+
+def training_loader(views: ViewDataset, layout: BatchLayout, start: int, stop: int) -> WatchedLoader:
+    """Batches of this process, from step `start` to `stop`."""
+    sampler = TrainingBatchSampler(len(views.dataset), views.seed, layout, start, stop)
+    return build_loader(views, sampler)
+
+
+def build_loader(
+    dataset: Any, batch_sampler: Sampler | list, collate_fn: Callable = collate, **options: Any
+) -> WatchedLoader:
+    """torch's loader over batches of keys.
+
+    Args:
+        dataset: a dataset by these keys, such as a ViewDataset: its `dataset` names images, its `data` has `workers`.
+        options: DataLoader's.
+    """
+    return WatchedLoader(
+        dataset,
+        dataset.dataset.name,
+        batch_sampler=batch_sampler,
+        num_workers=dataset.data.workers,
+        collate_fn=collate_fn,
+        **options,
+    )
+
+
+class HeldOutSets(Dataset):
+    """Several sets of images in their held-out views, by (set, index); one of them is loaded at a time."""
+
+    def __init__(self):
+        self.sets: list[ViewDataset] = []
+        self.current: ViewDataset | None = None
+        """The set that is loaded; None: nothing is."""
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        number, index = key
+        return self.sets[number][FIXED, index]
+
+    def name(self, index: int) -> str:
+        """Name of an image of the set that is loaded, for messages."""
+        return self.current.dataset.name(index)
+
+
+class HeldOutBatchSampler(Sampler[list[tuple[int, int]]]):
+    """This process's share of the set that is loaded, in batches of keys; the last batch may be smaller."""
+
+    def __init__(self, sets: HeldOutSets, batch_size: int, world_size: int, rank: int):
+        self.sets = sets
+        self.batch_size = batch_size
+        self.world_size = world_size
+        self.rank = rank
+
+    def batches(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
+        """Batches of keys of a set."""
+        number = self.sets.sets.index(views)
+        keys = [(number, index) for index in range(self.rank, len(views.dataset), self.world_size)]
+        return [keys[first : first + self.batch_size] for first in range(0, len(keys), self.batch_size)]
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        if self.sets.current is None:
+            return iter(())
+        return iter(self.batches(self.sets.current))
+
+
+class HeldOutLoader:
+    """Loads sets of images in their held-out views: this process's share of one set at a time, as often as wanted.
+
+    Its loader processes stay until it is gone: each evaluation would fork several times, and forking a process that has
+    threads may hang. They know the sets that were added before the first batch.
+
+    Args:
+        workers: loader processes.
+        persistent: whether they stay after the last batch of a set.
+    """
+
+    def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0, persistent: bool = True):
+        self.sets = HeldOutSets()
+        self.sampler = HeldOutBatchSampler(self.sets, batch_size, world_size, rank)
+        self.workers = workers
+        self.persistent = persistent and workers > 0
+
+    def add(self, views: ViewDataset) -> ViewDataset:
+        """Add a set to those that can be loaded."""
+        self.sets.sets.append(views)
+        return views
+
+    @cached_property
+    def loader(self) -> WatchedLoader:
+        return WatchedLoader(
+            self.sets,
+            self.sets.name,
+            batch_sampler=self.sampler,
+            num_workers=self.workers,
+            persistent_workers=self.persistent,
+            collate_fn=collate,
+        )
+
+    def start(self) -> None:
+        """Start the loader processes, which have nothing to load yet."""
+        self.sets.current = None
+        if self.workers and self.sets.sets:
+            list(self.loader)
+
+    def batches(self, views: ViewDataset) -> "HeldOutBatches":
+        """This process's share of a set that was added."""
+        return HeldOutBatches(self, views)
+
+    def load(self, views: ViewDataset) -> Iterator[Batch]:
+        """Load this process's share of a set now."""
+        self.sets.current = views
+        yield from self.loader
+
+
+@dataclass(frozen=True)
+class HeldOutBatches:
+    """This process's batches of one set of a loader, which are loaded anew by each iteration."""
+
+    loader: HeldOutLoader
+    views: ViewDataset
+
+    def __len__(self) -> int:
+        return len(self.loader.sampler.batches(self.views))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.loader.load(self.views)
+
+
+def held_out_batches(views: ViewDataset, batch_size: int, world_size: int = 1, rank: int = 0) -> HeldOutBatches:
+    """This process's share of the images in their held-out views, to be loaded once."""
+    loader = HeldOutLoader(batch_size, views.data.workers, world_size, rank, persistent=False)
+    return loader.batches(loader.add(views))

@@ -1,0 +1,176 @@
+"""Where streams come from: shards to train on, and samples of images for the probe and for evaluation."""
+
+from dataclasses import dataclass, replace
+
+import datasets
+import numpy as np
+
+from mpp.config import SourceConfig, require
+from mpp.data.columns import find_image_column, without_decoding
+from mpp.data.data_path import describe_source
+from mpp.data.dataset import ImageDataset
+from mpp.data.kept_samples import FileStamps, keep_rows, list_stream_files
+from mpp.data.labels import find_label_column, number_labels, read_labels
+from mpp.data.overview import announce_stream
+from mpp.data.shards import SHARDS_PER_TURN, Row, Shards
+from mpp.data.sources import find_held_out_split, load_splits
+from mpp.errors import UserError
+from mpp.runtime.randomness import Stream, permutation
+
+MAX_FOLDER_SHARDS = 256  # into which a folder of image files is cut
+MIN_FOLDER_SHARD_ROWS = 8
+POSITION = "_mpp_position"  # column of a sample that is kept on disk: each row's position in the sample
+
+
+@dataclass
+class OpenedStreams:
+    """The splits of a dataset as streams, and what they are read from."""
+
+    splits: dict[str, datasets.IterableDataset]
+    files: FileStamps | None = None
+    """Files of the shards; None: they could not be listed, or the shards are cut from `rows`."""
+    rows: dict[str, datasets.Dataset] | None = None
+    """The splits of a dataset without shards, such as a folder of image files, which were cut into some."""
+
+
+@dataclass
+class LabelColumn:
+    """The column of a split's labels."""
+
+    name: str | None
+    """As the user has named it."""
+    setting: str
+    """The setting that names it."""
+
+
+def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Shards, ImageDataset, ImageDataset]:
+    """The images to train on as a stream; `probed` of them, if they have labels; and `evaluated` held-out ones.
+
+    Without a held-out split, the share `data.eval_fraction` of the shards, at least one, is held out.
+
+    Raises:
+        UserError: nothing there, no such split, no image column, a setting that a stream cannot follow.
+    """
+    if config.train_images is not None:
+        raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
+    streams = open_streams(config)
+    shards, held_out = split_shards(config, streams)
+    train_labels = LabelColumn(config.label_column, "data.label_column")
+    held_out_labels = train_labels
+    if config.eval_label_column:
+        held_out_labels = LabelColumn(config.eval_label_column, "data.eval_label_column")
+    if find_label_column(config.label_column, shards.stream.features, describe_source(config)) is None:
+        probed = 0
+    samples = label_samples(
+        config,
+        [
+            (shards, train_labels, sample_rows(config, shards, train_labels, probed, config.eval_seed)),
+            (held_out, held_out_labels, sample_rows(config, held_out, held_out_labels, evaluated, config.cut_seed)),
+        ],
+    )
+    announce_stream(describe_source(config), shards.count, held_out.count, samples)
+    images_only = replace(shards, stream=shards.stream.select_columns([shards.image_column]))
+    return images_only, samples[0], samples[1]
+
+
+def open_streams(config: SourceConfig) -> OpenedStreams:
+    """All splits as streams. A dataset without shards is indexed, and cut into some."""
+    splits = load_splits(config, streaming=True)
+    if all(isinstance(rows, datasets.IterableDataset) for rows in splits.values()):
+        return OpenedStreams(splits, files=list_stream_files(config))
+    streams = {}
+    for name, rows in splits.items():
+        # Files come sorted by class, and a shard should have images of all classes.
+        shuffled = rows.select(permutation(Stream.CUT, config.cut_seed, 2, len(rows)))
+        shards = min(MAX_FOLDER_SHARDS, -(-len(rows) // MIN_FOLDER_SHARD_ROWS))
+        streams[name] = shuffled.to_iterable_dataset(num_shards=shards)
+    return OpenedStreams(streams, rows=splits)
+
+
+def split_shards(config: SourceConfig, streams: OpenedStreams) -> tuple[Shards, Shards]:
+    """The shards to train on and the held-out ones: those of another split, or some of the training split's."""
+    held_out = find_held_out_split(config, list(streams.splits))
+    stream = streams.splits[config.split]
+    if stream.features is None:
+        raise UserError(f"{describe_source(config)} says nothing of the types of its columns; it cannot be streamed")
+    column = find_image_column(config, stream.features)
+    stream = without_decoding_all(stream, column)
+    rows = without_decoding(streams.rows[config.split], column) if streams.rows else None
+    if held_out is None:
+        train_numbers, held_out_numbers = cut_shards(config, stream.num_shards)
+        train = Shards(stream, column, config.split, train_numbers, streams.files, rows)
+        return train, Shards(stream, column, "held out", held_out_numbers, streams.files)
+    train = Shards(stream, column, config.split, [*range(stream.num_shards)], streams.files, rows)
+    other = without_decoding_all(streams.splits[held_out], column)
+    return train, Shards(other, column, held_out, [*range(other.num_shards)], streams.files)
+
+
+def cut_shards(config: SourceConfig, count: int) -> tuple[list[int], list[int]]:
+    """Numbers of the shards to train on, and of those that are held out."""
+    if count <= 1:  # the fraction is not at fault
+        raise UserError(f"{describe_source(config)} has one shard and no held-out split; name one by data.eval_split")
+    held_out_count = max(1, round(config.eval_fraction * count))
+    allowed = f"smaller: of {count} shards it leaves none to train on"
+    require(held_out_count < count, "data.eval_fraction", config.eval_fraction, allowed)
+    order = permutation(Stream.CUT, config.cut_seed, 0, count).tolist()
+    return sorted(order[held_out_count:]), sorted(order[:held_out_count])
+
+
+def without_decoding_all(stream: datasets.IterableDataset, column: str) -> datasets.IterableDataset:
+    """The stream with encoded images, in the column of images and in any other that has some."""
+    others = [name for name, feature in stream.features.items() if isinstance(feature, datasets.Image)]
+    for name in {column, *others}:
+        stream = without_decoding(stream, name)
+    return stream
+
+
+def sample_rows(
+    config: SourceConfig, shards: Shards, label_column: LabelColumn, limit: int, seed: int
+) -> datasets.Dataset:
+    """A sample of the rows, images and labels, mapped from disk; see mpp/data/kept_samples.py.
+
+    The sample of a stream whose files are not known is not kept on disk, but in memory.
+    """
+    label = find_label_column(label_column.name, shards.stream.features, describe_source(config), label_column.setting)
+    columns = [shards.image_column]
+    if label:
+        columns.append(label)
+    sampled = replace(shards, stream=shards.stream.select_columns(columns))
+    features = datasets.Features(sampled.stream.features | {POSITION: datasets.Value("int64")})
+    rows = (row | {POSITION: position} for position, row in sampled.sample(limit, seed, config.read_retries))
+    if shards.files:
+        # These names and their order tell a sample on disk from others.
+        identity = {
+            "files": shards.files,
+            "name": config.name,
+            "of": config.split,
+            "split": shards.split,
+            "shards": shards.numbers,
+            "columns": [*features],
+            "rows": limit,
+            "seed": seed,
+            "turns": SHARDS_PER_TURN,
+        }
+        sample = keep_rows(rows, features, identity)
+    else:
+        sample = in_memory([*rows], features)
+    order = np.argsort(sample[POSITION][:])
+    return sample.select(order[:limit])
+
+
+def in_memory(rows: list[Row], features: datasets.Features) -> datasets.Dataset:
+    """Rows as a dataset. Of no rows, the library's `from_list` makes no columns."""
+    columns = {name: [row[name] for row in rows] for name in features}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def label_samples(
+    config: SourceConfig, samples: list[tuple[Shards, LabelColumn, datasets.Dataset]]
+) -> list[ImageDataset]:
+    """Samples with their labels, which are numbered together."""
+    read = [read_labels(rows, column.name, describe_source(config), column.setting) for _, column, rows in samples]
+    labels = number_labels(read)
+    return [
+        ImageDataset.from_column(rows, shards.image_column, numbers, shards.split, labels.names, labels.classes)
+        for (shards, _, rows), numbers in zip(samples, labels.parts, strict=True)
+    ]
