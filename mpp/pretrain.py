@@ -7,7 +7,6 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
 from mpp.models.teachers import decay_at, follow
 from mpp.models.timm_models import cell_grid
+from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED
 from mpp.runtime.start import command
 from mpp.training.checkpoint import restore_trained
@@ -194,8 +194,8 @@ class Pretraining(ImageTask):
 def note_other_reading(config: Config) -> None:
     """Say that the teacher learned from pixels that were read in another way."""
     theirs, own = how_read(config.objective.frozen_teacher), plain(config.data.how_read())
-    if theirs and theirs != own and os.environ.get("RANK", "0") == "0":
-        print(f"note: objective.teacher learned from images of data {theirs}; here they are {own or 'as usual'}")
+    if theirs and theirs != own:
+        note(f"objective.teacher learned from images of data {theirs}; here they are {own or 'as usual'}")
 
 
 def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelerator: Accelerator) -> Pretraining:

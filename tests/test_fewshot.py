@@ -13,7 +13,6 @@ from evaluation.config import FewshotConfig
 from evaluation.fewshot import evaluate, orders, predict
 from evaluation.frozen.extraction import NAMES, Features, load_features, save_features
 from mpp.data.overview import half_width, note_tested
-from mpp.runtime.messages import note
 
 
 def features(classes=7, per_class=30, width=20, test=200, seed=0) -> Features:
@@ -93,7 +92,6 @@ def test_supports_are_nested_and_drawn_as_the_protocol_says():
 
 def test_a_class_with_too_few_gives_what_it_has(capsys):
     data = features(per_class=4)
-    note.cache_clear()
     config = FewshotConfig(shots=(4, 9), seeds=(0,))
     results = evaluate(data, config)
     assert evaluate(data, config) == results  # the next depth
@@ -150,7 +148,6 @@ def test_classes_are_numbered_without_gaps_in_their_order(several):
 
 def test_classes_without_a_training_image_are_counted_and_named(capsys):
     train, test = np.array([0, 1, 1]), np.array([0, 1, 5, 5, 7, 8, 9] * 20)
-    note.cache_clear()
     note_tested(train, test)
     note_tested(train, test)  # the next run
     note_tested(train, test, ["ash", "beech", "elm", "fir", "fig", "birch", "yew", "oak"])
@@ -175,7 +172,6 @@ def test_every_probe_counts_a_class_that_is_only_tested_as_wrong(tmp_path, capsy
     labels = np.where(data.test_labels == 2, 50, data.test_labels)
     labels = np.c_[labels, np.full(len(labels), -1)] if several else labels
     save_features(tmp_path / "f.npz", data._replace(test_labels=labels))
-    note.cache_clear()
     command.main([f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}", "--threads=1", *options])
     assert "66 of 200 test images are of 1 class without a training image (50)" in capsys.readouterr().out
     results = json.loads((tmp_path / "r.json").read_text())["results"]
@@ -194,7 +190,6 @@ def test_the_interval_of_few_images_is_wilsons(count):
 
 def test_few_images_are_said_once(tmp_path, capsys):
     save_features(tmp_path / "f.npz", features(test=48))
-    note.cache_clear()
     for _ in range(2):
         fewshot.main([f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}", "--shots=5"])
     said = "note: 48 held-out images: an accuracy of 50 % is known to within 14 points\n"

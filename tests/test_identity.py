@@ -226,7 +226,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
     (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
     capsys.readouterr()
     assert own_images(of_a_relative_path, f"--data.path={other}").cut_seed == 0
-    assert f"{gone}; those at {other} are others: train: the files" in capsys.readouterr().err
+    assert f"{gone}; those at {other} are others: train: the files" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_gone_never_becomes_a_name_of_the_hub(of_a_relative_path, image_folder, tmp_path):

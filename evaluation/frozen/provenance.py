@@ -21,7 +21,7 @@ from mpp.data.identity import identify_images
 from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
-from mpp.runtime.messages import note, on_first_process
+from mpp.runtime.messages import note
 from mpp.training.run_folder import images_of, saved_settings
 
 WITH_LABELS = {"head", "lrs"}  # settings of supervised training and of fine-tuning
@@ -185,8 +185,7 @@ def refuse_seen(setting: str, encoder: str, data: SourceConfig, test: ImageDatas
         began = "" if each == encoder else f"builds on {each}, which "
         by_position = same_place(data, found.source)
         if not by_position and found.known <= DUPLICATES * found.looked_at:
-            if on_first_process():
-                print(f"note: {encoder} {began}was trained with the labels of {count} test images: duplicates")
+            note(f"{encoder} {began}was trained with the labels of {count} test images: duplicates")
             continue
         raise UserError(
             f"{setting} is {encoder}, which {began}was trained with the labels of {count} "
@@ -203,8 +202,8 @@ def check_unseen(encoder: str, data: SourceConfig, train: ImageDataset, test: Im
     """
     refuse_seen("encoder", encoder, data, test)
     learned = filter(None, map(learned_from, lineage(encoder)))
-    if any(seen(train, data, each).known for each in learned) and on_first_process():
-        print(
-            f"note: {encoder} was trained with labels of these training images: what is chosen on a part of them, "
+    if any(seen(train, data, each).known for each in learned):
+        note(
+            f"{encoder} was trained with labels of these training images: what is chosen on a part of them, "
             "such as a depth, a rate or a penalty, is chosen for images that it knows"
         )

@@ -24,7 +24,7 @@ from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
-from mpp.runtime.messages import on_first_process
+from mpp.runtime.messages import is_first_process, note, tell
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import changed_images, commit_begun_with, images_of, moved_along, saved_settings
 
@@ -74,8 +74,8 @@ def parse_with_images(
     config = read(config_class, [*inherited, *words], prog)
     refuse_idle(config, usual=read(config_class, inherited, prog))
     taken = image_arguments(config.data)
-    if run and taken and not named and on_first_process():
-        print(f"the images of {run}:{taken}")
+    if run and taken and not named:
+        tell(f"the images of {run}:{taken}")
     return config
 
 
@@ -103,7 +103,7 @@ def refuse_other_images(run: Path) -> None:
     For a dataset of the hub, its commit is enough. Where several processes evaluate, the first one compares.
     """
     began, path = images_of(run), images_of_run(run).get("path")
-    if began is None or not on_first_process():
+    if began is None or not is_first_process():
         return
     of_a_commit = commit_begun_with(run) is not None and could_be_hub_name(path)
     where = path if path is None or not could_be_hub_name(path) else Path.cwd() / path
@@ -139,9 +139,9 @@ def moved_to(run: Path, path: str | None) -> bool:
         changed = changed_images(run, replace(settings, path=path, labels=moved_along(settings.labels, own, path)))
     except UserError as error:  # no such split or column
         changed = [str(error)]
-    if changed and on_first_process():
+    if changed:
         gone = f"the images of {run} were at {own}, which is gone"
-        print(f"note: {gone}; those at {path} are others: {'; '.join(changed)}", file=sys.stderr)
+        note(f"{gone}; those at {path} are others: {'; '.join(changed)}")
     return not changed
 
 

@@ -19,7 +19,7 @@ from mpp.errors import UserError, one_line
 from mpp.models.descriptions import stride_of, trained_on
 from mpp.models.positions import Grid
 from mpp.models.vit import resample
-from mpp.runtime.messages import on_first_process
+from mpp.runtime.messages import note
 from mpp.runtime.weights import NAMED, encoder_folder, misfit, weight_names, weights_file, wrapper_of
 
 
@@ -39,8 +39,8 @@ class WeightsFile(NamedTuple):
     def wrapper(self, model_names: Collection[str]) -> str:
         """The prefix of all names (see `wrapper_of`), with a note that it is left out; empty where there is none."""
         wrapper = wrapper_of(self.names(), model_names)
-        if wrapper and on_first_process():
-            print(f"note: the names of all weights in {self.path} begin with `{wrapper}`, which is left out")
+        if wrapper:
+            note(f"the names of all weights in {self.path} begin with `{wrapper}`, which is left out")
         return wrapper
 
     def tensors(self, wrapper: str) -> dict[str, Tensor]:
@@ -90,8 +90,6 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:
     """Print a note where `model.init_from` was trained on images that were normalised in another way."""
-    if not on_first_process():
-        return
     path = Path(config.init_from)
     folder = path.parent if path.suffix == ".safetensors" else encoder_folder(path)
     for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
@@ -101,7 +99,7 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
         if getattr(config, name) == "auto":  # measured later
             continue
         if any(abs(value - trained) > 1e-6 for value, trained in zip(values, trained_values, strict=True)):
-            print(f"note: model.{name} is {list(values)}, and {path} learned with {list(trained_values)}")
+            note(f"model.{name} is {list(values)}, and {path} learned with {list(trained_values)}")
 
 
 def adapt_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
@@ -118,9 +116,8 @@ def adapt_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict
     setting, channels = "model.init_from", filters.shape[1]
     allowed = f"3 (RGB) or data.channels ({first.in_channels})"
     require(channels == 3, f"{setting}'s input channels", channels, allowed)
-    if on_first_process():
-        how = "are summed" if first.in_channels == 1 else "are repeated, and scaled by 3 / data.channels"
-        print(f"note: {setting} is of RGB: its filters {how} for {first.in_channels} channels, as timm does")
+    how = "are summed" if first.in_channels == 1 else "are repeated, and scaled by 3 / data.channels"
+    note(f"{setting} is of RGB: its filters {how} for {first.in_channels} channels, as timm does")
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, filters)}
 
 

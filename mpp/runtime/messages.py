@@ -1,37 +1,47 @@
-"""What a command tells its user: on one process, and once."""
+"""Messages to the user: printed by the first process, and once."""
 
 import os
 import sys
 from functools import cache
 
 
-def on_first_process() -> bool:
-    """Whether this is the process that speaks for all: of rank 0, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
+def process_rank() -> int | None:
+    """Rank of this process, as its launcher sets it before torch is loaded; None without a launcher."""
+    rank = os.environ.get("RANK")
+    return int(rank) if rank else None
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that prints for all: rank 0, or the only one."""
+    return not process_rank()
 
 
 @cache
 def tell(line: str) -> None:
-    """Print what this command works on, unless it has printed it before."""
-    if on_first_process():
+    """Print what this command works on, unless the process has printed it before."""
+    if is_first_process():
         print(line, flush=True)
 
 
 @cache
 def note(line: str) -> None:
-    """Print what a user may want to know, unless this command has printed it before."""
-    if on_first_process():
+    """Print what a user may want to know, unless the process has printed it before."""
+    if is_first_process():
         print(f"note: {line}", flush=True)
 
 
 @cache
 def warn(line: str) -> None:
-    """Print a warning on stderr, unless this command has printed it before."""
-    if on_first_process():
+    """Print a warning on stderr, unless the process has printed it before."""
+    if is_first_process():
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def shortened(names: list[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are: "a, b, c and 7 more"."""
-    shown = ", ".join(" ".join(name.split()) or repr(name) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    """The first names of a list, and the number of the others: "a, b, c and 7 more"."""
+    shown = []
+    for name in names[:most]:
+        one_line = " ".join(name.split())
+        shown.append(one_line or repr(name))
+    text = ", ".join(shown)
+    return text if len(names) <= most else f"{text} and {len(names) - most} more"

@@ -26,6 +26,7 @@ from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.caches import unwritable_cache
 from mpp.runtime.hardware import TRUE, bf16_is_native, cores, reuse_memory, uses_gpu
+from mpp.runtime.messages import process_rank
 from mpp.runtime.output import steady_output, use_utf8
 from mpp.runtime.processes import BUILDING, TRAINING, leave_the_others, no_answer, set_timeout
 from mpp.runtime.signals import Preempted
@@ -57,8 +58,9 @@ def command(main: Callable[[], None]) -> None:
         message = user_message(error)
         if message is None:
             raise
-        rank = os.environ.get("RANK")
-        sys.stderr.write(f"error{f' (process {rank})' if rank else ''}: {message}\n")  # whole beside other processes'
+        rank = process_rank()
+        label = "error" if rank is None else f"error (process {rank})"
+        sys.stderr.write(f"{label}: {message}\n")  # in one piece, as other processes write too
         sys.stderr.flush()
         sys.exit(2)
     leave_the_others()
