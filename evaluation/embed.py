@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
-from evaluation.frozen.run_images import parse_with_images
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.supervision.teachers import Teacher, classifier_at
 from mpp.config import HOW_READ, RunConfig, require
 from mpp.data.columns import find_image_column

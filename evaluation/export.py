@@ -31,8 +31,9 @@ from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
 from evaluation.frozen.encoder import FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
 from evaluation.frozen.extraction import Features, Readable, extract_readable, views_for, warn_left_out
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import table, write_json
-from evaluation.frozen.run_images import load_shown, parse_with_images, run_folder
+from evaluation.frozen.run_images import find_run, load_images_of
 from evaluation.supervision.teachers import averaged, classifier_at
 from mpp.config import RunConfig, require
 from mpp.data.dataset import ImageDataset
@@ -87,7 +88,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
     """
     height, width = encoder.img_size
     path = Path(config.encoder)
-    run = run_folder(config.encoder) or path
+    run = find_run(config.encoder) or path
     card = None
     if config.random:
         weights = f"random, seed {config.seed}"
@@ -360,7 +361,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
     classifier = classifier_at(config.encoder, config.data.channels, "encoder")[0] if logits else None
     reference = Exported(encoder, config.representation, config.normalize, classifier).eval()
     with deaths_explained():
-        check = Check(config, encoder, accelerator, load_shown(config, config.images if config.quantize else 0))
+        check = Check(config, encoder, accelerator, load_images_of(config, config.images if config.quantize else 0))
         return write_checked(config, check, reference, out)
 
 

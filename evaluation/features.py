@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from evaluation.config import FeaturesConfig
 from evaluation.frozen.extraction import extract_features, save_features
-from evaluation.frozen.results import report_path
-from evaluation.frozen.run_images import parse_with_images, variant
+from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.results import report_path, report_suffix
 from mpp.config import RunConfig, require
 from mpp.runtime.start import command, start
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse_with_images(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    place = report_path(config.out, config.encoder, f"features{variant(config)}.npz")
+    place = report_path(config.out, config.encoder, f"features{report_suffix(config)}.npz")
     by_depth = extract_features(config, accelerator).by_depth
     if accelerator.is_main_process:
         for depth, features in by_depth.items():

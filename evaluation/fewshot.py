@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
 from evaluation.frozen.extraction import Features
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import probe
-from evaluation.frozen.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.messages import note

@@ -22,8 +22,8 @@ from torch import nn
 from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import table, write_json
-from evaluation.frozen.run_images import parse_with_images
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require

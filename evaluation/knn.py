@@ -10,8 +10,8 @@ import torch
 
 from evaluation.config import KnnConfig
 from evaluation.frozen.extraction import Features
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import probe
-from evaluation.frozen.run_images import parse_with_images
 from mpp.features.metrics import is_right
 from mpp.features.probe import knn_predict
 from mpp.runtime.hardware import device

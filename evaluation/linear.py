@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
 from evaluation.frozen.extraction import Features
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import probe
-from evaluation.frozen.run_images import parse_with_images
 from evaluation.supervision.heads import zero_head
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import BLOCK, in_blocks

@@ -20,8 +20,9 @@ from evaluation import visualize
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig, VisualizeConfig
 from evaluation.figures import plot_map
 from evaluation.frozen.encoder import Unavailable
-from evaluation.frozen.results import percent
-from evaluation.frozen.run_images import check_own_images, parse_with_images, run_folder, variant
+from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.results import percent, report_suffix
+from evaluation.frozen.run_images import check_images_of_run, find_run
 from evaluation.pages.about import Missing, available, changed, machine_blocks, settings_rows
 from evaluation.pages.curves import curves_of_run, features_of_run
 from evaluation.pages.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
@@ -56,7 +57,7 @@ def report(config: ReportConfig) -> Path:
     Raises:
         UserError: no run there.
     """
-    folder = run_folder(config.encoder)
+    folder = find_run(config.encoder)
     require(folder is not None, "encoder", config.encoder, "the folder of a run")
     history = metrics_of(folder)
     require(len(history) > 0, "encoder", folder, "a run that has logged something: its metrics.jsonl is empty or gone")
@@ -206,7 +207,7 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
         encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
     )
     try:
-        check_own_images(config)
+        check_images_of_run(config)
         subject = visualize.subject_of(drawing)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
@@ -227,7 +228,7 @@ def drawn_blocks(subject: visualize.Subject | None, folder: Path, drawing: Visua
     Without the images, which are the subject's, none is drawn.
     """
     made, blocks = (folder / "encoder" / "config.json").stat().st_mtime, []
-    place = folder / "evaluation" / f"pictures{variant(drawing)}"
+    place = folder / "evaluation" / f"pictures{report_suffix(drawing)}"
     for name, alt in DRAWN.items():
         file = place / f"{name}.png"
         if file.is_file() and file.stat().st_mtime >= made:

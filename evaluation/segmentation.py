@@ -48,10 +48,10 @@ from evaluation.frozen.masks import (
     print_pixels,
     warn_of_turned,
 )
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import judge
-from evaluation.frozen.provenance import check_unseen
-from evaluation.frozen.results import events_of, report_path, table, write_report
-from evaluation.frozen.run_images import parse_with_images, variant
+from evaluation.frozen.provenance import check_labels_unseen
+from evaluation.frozen.results import events_folder, report_path, report_suffix, table, write_probe_report
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
@@ -256,10 +256,10 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     """
     run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run, "patches are judged")
-    path = report_path(config.out, config.encoder, f"segmentation{variant(config)}.json")
+    path = report_path(config.out, config.encoder, f"segmentation{report_suffix(config)}.json")
     splits = load_masked(config.data)
     name = "" if config.random else config.checkpoint or config.encoder
-    check_unseen(name, config.data, splits[0][0], splits[1][0])
+    check_labels_unseen(name, config.data, splits[0][0], splits[1][0])
     print(describe_masks(splits, config.data))
     warn_of_turned(splits, config.data)
     encoder = patch_encoder(config)
@@ -281,7 +281,7 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
             del of_floor
     lines["the most frequent class"] = least
     report["baselines"] = report.get("baselines", {}) | {"the most frequent class": least}
-    write_report(path, report, "reading")
+    write_probe_report(path, report, "reading")
     print(table_of(lines, config.readings))
     print(table_of_classes(lines[config.encoder]))
     if config.images:
@@ -289,7 +289,7 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
         chosen = np.unique(np.linspace(0, count - 1, min(config.images, count)).astype(int))
         figure = picture(encoder, splits[1], chosen, shown, config)
         figure.savefig(path.with_suffix(".pictures.png"), dpi=DPI)
-        with event_writer(events_of(path)) as writer:
+        with event_writer(events_folder(path)) as writer:
             writer.add_figure("segmentation", figure)
         print(f"wrote {path.with_suffix('.pictures.png')}")
     return report

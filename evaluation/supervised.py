@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
-from evaluation.frozen.provenance import refuse_seen
+from evaluation.frozen.provenance import refuse_learned_images
 from evaluation.frozen.results import table, write_json
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.deit import DistilledEncoder, averaged, build_student, distillation_loss
@@ -55,7 +55,7 @@ class Distilled(Classification):
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
         splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
-        refuse_seen("distill.teacher", config.distill.teacher, config.data, splits[1])
+        refuse_learned_images("distill.teacher", config.distill.teacher, config.data, splits[1])
         self.config, encoder = config, build_student(config.model, config.data.channels)
         self.img_size = encoder.patch_embed.img_size
         heads = [build_head(config.head.kind, encoder.head_hidden_size, self.classes) for _ in range(2)]

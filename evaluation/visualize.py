@@ -25,10 +25,10 @@ from evaluation.config import EncoderConfig, VisualizeConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
 from evaluation.frozen.extraction import extract_features, views_for
 from evaluation.frozen.masks import patch_features
+from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import judge
-from evaluation.frozen.results import report_path, write_json
-from evaluation.frozen.run_images import load_shown, parse_with_images, streamed, variant
-from evaluation.frozen.run_images import positions as places_of
+from evaluation.frozen.results import report_path, report_suffix, write_json
+from evaluation.frozen.run_images import indices_in_split, is_stream_of_run, load_images_of
 from evaluation.pictures.attention import attention_distance, attention_rollout, distances, spacing
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
@@ -234,7 +234,7 @@ def neighbours(subject: Subject) -> tuple[Figure, Numbers]:
     through, queries = (subject.held_out.choose(most, config.data.cut_seed) for most in (RANKED, config.images))
     if len(through) < 2:
         raise Unavailable("there is one held-out image")
-    own = np.searchsorted(places_of(through), places_of(queries))
+    own = np.searchsorted(indices_in_split(through), indices_in_split(queries))
     gallery = progress_bar(subject.images(len(through)), desc="neighbours", unit="batch")
     asked = torch.cat(list(subject.images(config.images)))
     found = look_through(subject.patches, asked, patch, gallery, own.tolist(), NEIGHBOURS)
@@ -268,7 +268,7 @@ def rank(subject: Subject) -> tuple[Figure, Numbers]:
 
 def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     """The few-shot curve."""
-    if streamed(subject.config):
+    if is_stream_of_run(subject.config):
         raise Unavailable("the images are a stream; `mpp fewshot` loads all of them")
     if subject.held_out.labelled() is None:
         raise Unavailable("the images have no labels")
@@ -318,7 +318,7 @@ def subject_of(config: VisualizeConfig) -> Subject:
     largest = max(config.bands or (1,))
     require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
     encoder = open_frozen_encoder(config)
-    return Subject(config, accelerator, encoder.to(accelerator.device), load_shown(config)[1])
+    return Subject(config, accelerator, encoder.to(accelerator.device), load_images_of(config)[1])
 
 
 def visualize(config: VisualizeConfig) -> list[str]:
@@ -327,7 +327,7 @@ def visualize(config: VisualizeConfig) -> list[str]:
     Raises:
         UserError: no such encoder or images, or nothing to draw.
     """
-    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{variant(config)}")
+    folder = Path(config.out) if config.out else report_path(None, config.encoder, f"pictures{report_suffix(config)}")
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     subject = subject_of(config)
     drawn, missing = [], {}

@@ -20,7 +20,7 @@ import mpp
 from evaluation import contrastive, fewshot, finetune, knn, supervised, visualize
 from evaluation.config import EVERY
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.frozen.provenance import learned_from
+from evaluation.frozen.provenance import find_labelled_images
 from evaluation.memory import peak_memory
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.config.parsing import read_saved
@@ -301,7 +301,7 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     run = tmp_path / "labels"
     pairs = ["--data.channels=2", "--data.bands=[4,2]", "--data.range=[[0,16000],[0,9000]]", "--data.eval_split=test"]
     supervised.main([*words, *pairs, f"--run.dir={run}"])
-    learned = learned_from(str(run)).source
+    learned = find_labelled_images(str(run)).source
     assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
     said = image_arguments(learned)
     assert "--data.bands '[4, 2]'" in said and "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said

@@ -21,7 +21,7 @@ from evaluation.figures import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.extraction import Features
-from evaluation.frozen.run_images import record_of
+from evaluation.frozen.run_images import record_source
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import Config, SourceConfig
 from mpp.config.parsing import parse
@@ -694,7 +694,7 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     monkeypatch.setattr(fewshot, "run", lambda settings: (judged.append(settings.data.path), run(settings))[1])
 
     def judge():
-        record_of.cache_clear()  # as in a new process
+        record_source.cache_clear()  # as in a new process
         compare.main(["--config", str(small)])
 
     small.write_text(yaml.safe_dump(config))
@@ -712,9 +712,8 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     small.write_text(yaml.safe_dump(config | {"encoders": [encoder]}))
     with pytest.raises(UserError, match=r"encoder began otherwise than it would now \(train: the files .*\)"):
         judge()
-    began = {
-        part: dict(known) for part, known in record_of(SourceConfig(path=tiny["data.path"], eval_split=None)).items()
-    }
+    recorded = record_source(SourceConfig(path=tiny["data.path"], eval_split=None))
+    began = {part: dict(known) for part, known in recorded.items()}
     began["train"]["labels"] = "others"
     (tmp_path / "encoder" / "data.json").write_text(json.dumps(began))
     with pytest.raises(UserError, match=r"than it would now \(train: labels changed\)"):

@@ -13,10 +13,11 @@ from conftest import Killed, dataset_of, encoded, kill_at, picture, read_metrics
 
 from evaluation import fewshot, supervised
 from evaluation.config import FinetuneConfig, KnnConfig
-from evaluation.frozen.provenance import check_unseen
-from evaluation.frozen.results import report_path
-from evaluation.frozen.run_images import parse_with_images, variant
+from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.provenance import check_labels_unseen
+from evaluation.frozen.results import report_path, report_suffix
 from mpp.config import DataConfig, ModelConfig, SourceConfig
+from mpp.data import sources
 from mpp.data.identity import differences, identify_images
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
@@ -40,9 +41,9 @@ def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
         data = parse_with_images(FinetuneConfig, [*words, *more], "finetune").data
         assert (data.flip, data.eval_crop) == shown
     assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
-    named = [variant(parse_with_images(KnnConfig, given, "knn")) for given in (words, words[:1])]
-    named += [variant(KnnConfig(encoder=str(tmp_path)))]  # the package's, from Python
-    named += [variant(parse_with_images(KnnConfig, [*words, "--data.label_column=kind"], "knn"))]
+    named = [report_suffix(parse_with_images(KnnConfig, given, "knn")) for given in (words, words[:1])]
+    named += [report_suffix(KnnConfig(encoder=str(tmp_path)))]  # the package's, from Python
+    named += [report_suffix(parse_with_images(KnnConfig, [*words, "--data.label_column=kind"], "knn"))]
     assert [name.rpartition("_")[0] for name in named] == ["_elsewhere", "", "_birds", "_elsewhere"]
     assert named[1] == "" and named[0] != named[3]  # the run's own images are as usual
 
@@ -193,7 +194,9 @@ def test_a_run_is_judged_by_its_own_images_from_wherever_it_is(of_a_relative_pat
     monkeypatch.chdir(others.parents[1])
     found = own_images(of_a_relative_path)
     assert (found.path, found.cut_seed) == (str(image_folder), 3)
-    assert variant(KnnConfig(encoder=str(of_a_relative_path), data=replace(KnnConfig().data, path="images"))) != ""
+    assert (
+        report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=replace(KnnConfig().data, path="images"))) != ""
+    )
 
 
 def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
@@ -209,6 +212,15 @@ def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path,
     assert own_images(of_a_relative_path, f"--data.path={image_folder}").cut_seed == 0  # named by somebody
 
 
+def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monkeypatch):
+    """To compare them with what the run began with, and to extract features of them."""
+    listed = []
+    load_local = sources.load_local
+    monkeypatch.setattr(sources, "load_local", lambda path, *given: listed.append(path) or load_local(path, *given))
+    fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
+    assert len(listed) == 1
+
+
 def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder, tmp_path, capsys):
     moved, gone = (
         tmp_path / "moved" / "to",
@@ -220,7 +232,9 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
         own_images(of_a_relative_path)
     found = own_images(of_a_relative_path, f"--data.path={moved}")
     assert (found.path, found.cut_seed, found.eval_split) == (str(moved), 3, None)
-    assert variant(KnnConfig(encoder=str(of_a_relative_path), data=replace(KnnConfig().data, path=str(moved)))) == ""
+    assert (
+        report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=replace(KnnConfig().data, path=str(moved)))) == ""
+    )
     other = tmp_path / "other"
     shutil.copytree(moved, other)
     (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
@@ -288,7 +302,7 @@ def supervised_run(image_folder, tmp_path):
 
 
 def judged(run, path, **settings) -> tuple:
-    """The arguments of `check_unseen` for the images at a path."""
+    """The arguments of `check_labels_unseen` for the images at a path."""
     source = SourceConfig(path=str(path), **{"eval_split": None, "eval_fraction": 0.25} | settings)
     return str(run), source, *load_image_datasets(source)
 
@@ -298,9 +312,9 @@ def test_labels_of_a_copy_are_known_too(supervised_run, image_folder, tmp_path, 
     copy = shutil.copytree(image_folder, tmp_path / "copy")
     if original == "gone":
         shutil.rmtree(image_folder)
-    check_unseen(*judged(supervised_run, copy))  # what was held out
+    check_labels_unseen(*judged(supervised_run, copy))  # what was held out
     with pytest.raises(UserError, match=rf"labels of [123] of these 3 test images; .*--data\.path {copy}"):
-        check_unseen(*judged(supervised_run, copy, cut_seed=1))
+        check_labels_unseen(*judged(supervised_run, copy, cut_seed=1))
 
 
 def in_another_container(image_folder, tmp_path, keep=lambda name: True):
@@ -318,10 +332,10 @@ def test_labels_of_the_same_images_in_another_container_are_known(supervised_run
         file = in_another_container(image_folder, tmp_path, lambda name, part=part: (name in learned) == bool(part))
         arguments = judged(supervised_run, file)
         if message is None:
-            check_unseen(*arguments)  # held-out images alone
+            check_labels_unseen(*arguments)  # held-out images alone
         else:
             with pytest.raises(UserError, match=message):
-                check_unseen(*arguments)
+                check_labels_unseen(*arguments)
 
 
 def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, tmp_path, capsys):
@@ -331,7 +345,7 @@ def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, 
     dataset_of(cells, label=[0, 1] * 100).to_parquet(tmp_path / "set" / "train.parquet")
     own.to_parquet(tmp_path / "set" / "test.parquet")
     capsys.readouterr()
-    check_unseen(*judged(supervised_run, tmp_path / "set", eval_split="test"))
+    check_labels_unseen(*judged(supervised_run, tmp_path / "set", eval_split="test"))
     assert "was trained with the labels of 1 of these 101 test images: duplicates" in capsys.readouterr().out
 
 
@@ -366,13 +380,13 @@ def test_test_images_whose_labels_were_learned_are_refused(image_folder, tmp_pat
     refused = rf"was trained with the labels of [123] of these 3 test images; .*{image_folder}"
     other = SourceConfig(path=str(image_folder), eval_split=None, eval_fraction=0.25, cut_seed=1)
     with pytest.raises(UserError, match=refused):  # as --checkpoint has it
-        check_unseen(str(weights), other, *load_image_datasets(other))
+        check_labels_unseen(str(weights), other, *load_image_datasets(other))
     with pytest.raises(UserError, match=rf"encoder is {folder}.*{refused}"):  # to begin from it is to know them, too
         supervised.main([*options, *moved[1:5], f"--run.dir={tmp_path / 'second'}", f"--model.init_from={folder}"])
     began = pretrain(*options, *moved[1:5], f"--model.init_from={weights}", dir=tmp_path / "began")
     with pytest.raises(UserError, match=rf"encoder is {began}, which builds on {weights}, which {refused}"):
         fewshot.main([f"--encoder={began}", *FAST])
-    assert check_unseen("floor:pixels", other, None, None) is None
+    assert check_labels_unseen("floor:pixels", other, None, None) is None
 
 
 def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkeypatch):

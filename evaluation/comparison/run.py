@@ -17,9 +17,9 @@ from evaluation.comparison.cases import Case, Options, Plan
 from evaluation.comparison.tables import Row
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.probing import forget_features
-from evaluation.frozen.provenance import stands_on
+from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.results import write_json
-from evaluation.frozen.run_images import images_at, images_of_run, run_folder
+from evaluation.frozen.run_images import find_run, record_images, run_image_settings
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import HOW_READ, Config
 from mpp.config.parsing import as_command_line, differing, parse, plain, settings, to_yaml
@@ -171,11 +171,11 @@ class Job:
     def how_read(self) -> Options:
         """The settings by which the files were read that the encoder learned from: others are read in the same way."""
         encoder, read = str(self.weights), {}
-        run = run_folder(encoder)
+        run = find_run(encoder)
         if self.requested is not None:
             read = self.requested.data.how_read()
         elif run is not None:
-            read = {name: value for name, value in images_of_run(run).items() if name in HOW_READ}
+            read = {name: value for name, value in run_image_settings(run).items() if name in HOW_READ}
         else:
             with suppress(UserError):  # there is none, which its evaluation says
                 read = how_read(encoder)
@@ -212,11 +212,11 @@ class Job:
         trained = self.requested if not self.case.encoder.random else None
         data = getattr(self.evaluation, "data", None)
         masked = isinstance(data, MaskedDataConfig) and data.path is not None
-        masks = {"masks": images_at(replace(data, image_column=data.mask_column))} if masked else {}
+        masks = {"masks": record_images(replace(data, image_column=data.mask_column))} if masked else {}
         return masks | {
             "digest": self.digest,
-            "images": images_at(data) if data is not None else None,
-            "trained_on": trained and images_at(trained.data),
+            "images": record_images(data) if data is not None else None,
+            "trained_on": trained and record_images(trained.data),
             "weights": fingerprint(self.weights),
         }
 
@@ -265,7 +265,7 @@ class Job:
 
     def check_beginning(self) -> None:
         """UserError where the encoder is there, and was trained on other images or from other weights than today's."""
-        before, now = images_of(self.weights) or {}, images_at(self.training.data) or {}
+        before, now = images_of(self.weights) or {}, record_images(self.training.data) or {}
         parts = {part: {"files": of_part["files"]} for part, of_part in now.items()} | first_weights(self.training)
         for part, of_part in now.items():
             was = before.get(part, {})
@@ -340,15 +340,15 @@ def teacher_of(config: Any) -> Path | None:
     """The run folder of the frozen teacher whose features a training predicts."""
     objective = getattr(config, "objective", None)
     teacher = objective and objective.frozen_teacher and (objective.teacher_checkpoint or objective.teacher)
-    return teacher and (run_folder(teacher) or (None if is_model(teacher) else Path(teacher)))
+    return teacher and (find_run(teacher) or (None if is_model(teacher) else Path(teacher)))
 
 
 def executed(run: Path) -> float:
     """PFLOP that a run, its teacher and the run that it began from executed; UserError where nothing says so."""
-    own, others = last_scalars(run, "compute/pflop")["compute/pflop"], stands_on(run)
+    own, others = last_scalars(run, "compute/pflop")["compute/pflop"], parent_encoders(run)
     if is_model(others.get("objective.teacher", "")):
         del others["objective.teacher"]  # published weights, which nobody counts
-    return own + sum(executed(run_folder(each) or Path(each)) for each in others.values())
+    return own + sum(executed(find_run(each) or Path(each)) for each in others.values())
 
 
 def rows_of(case: Case, report: dict[str, Any]) -> list[Row]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from evaluation.frozen.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
-from evaluation.frozen.run_images import positions
+from evaluation.frozen.run_images import indices_in_split
 from mpp.config import require
 from mpp.data.columns import read_cell, without_decoding
 from mpp.data.crops import centre_crop
@@ -199,7 +199,7 @@ def birds_with_outlines(data: MaskedDataConfig) -> tuple[Masked, Masked]:
 def names_of(dataset: ImageDataset, splits: dict[str, Any]) -> list[str]:
     """What the outlines call each of the images."""
     ids = splits[dataset.origin.split]["id"]
-    return [ids[index] for index in positions(dataset).tolist()]
+    return [ids[index] for index in indices_in_split(dataset).tolist()]
 
 
 def outlined(dataset: ImageDataset, splits: dict[str, Any], outlines: dict[str, Any]) -> ImageDataset:

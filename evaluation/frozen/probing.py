@@ -10,8 +10,7 @@ from accelerate import Accelerator
 
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
 from evaluation.frozen.extraction import Extracted, Features, extract_features, load_features
-from evaluation.frozen.results import report_path, summarize, write_report
-from evaluation.frozen.run_images import variant
+from evaluation.frozen.results import report_path, report_suffix, summarize, write_probe_report
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
 from mpp.features.probe import RANKED, effective_ranks
@@ -35,7 +34,7 @@ def probe(
         What was written: results, summary, protocol.
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    name = command if config.features else command + variant(config)
+    name = command if config.features else command + report_suffix(config)
     path = report_path(config.out, config.encoder, f"{name}.json", config.features)
     if config.features:
         saved = load_features(Path(config.features))
@@ -47,7 +46,7 @@ def probe(
     if accelerator.is_main_process:
         report = judge(config, by_depth, evaluate, key) | extracted.about()
         report["protocol"]["rank_by_depth"] = ranks_of(by_depth)
-        write_report(path, report, key)
+        write_probe_report(path, report, key)
     return report  # the others are done: they do not wait for a probe that may take hours
 
 

@@ -1,21 +1,26 @@
-"""How results are written: JSON, a table a person can paste, TensorBoard."""
+"""How results are written: JSON, a Markdown table, TensorBoard."""
 
 import json
+import re
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 
+from evaluation.config import EncoderConfig
 from evaluation.figures import DPI, plot_by_depth
+from evaluation.frozen.run_images import IMAGE_SETTINGS, find_run, holds_run_images
+from mpp.config import sides
+from mpp.data.identity import short_digest
 from mpp.errors import UserError
 from mpp.runtime.files import complete
-from mpp.runtime.weights import encoder_folder, run_of
+from mpp.runtime.weights import BEST, encoder_folder, run_of
 from mpp.training.log import event_writer
 
 
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
-    """Where a report goes: `out`, or beside what was judged: the features, the run folder, or runs/ENCODER.
+    """The file of a report: `out`, or next to what was evaluated: the features, the run folder, or runs/ENCODER.
 
     Raises:
         UserError: it cannot be written there, or the encoder is a file.
@@ -24,44 +29,87 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
         encoder_folder(Path(encoder))  # says why a file is no encoder
     if out and Path(out).is_dir():
         raise UserError(f"out is {out}, a folder; it must be a file")
-    folder = Path(encoder) if Path(encoder).exists() else Path("runs") / encoder.replace("/", "_")
-    beside = features and Path(features).with_name(f"{Path(features).stem}_{name}")
-    path = Path(out or beside or run_of(folder) / "evaluation" / name)
+    if out:
+        path = Path(out)
+    elif features:
+        path = Path(features).with_name(f"{Path(features).stem}_{name}")
+    else:
+        folder = Path(encoder)
+        if not folder.exists():
+            folder = Path("runs") / encoder.replace("/", "_")
+        path = run_of(folder) / "evaluation" / name
     try:
-        with TemporaryFile(dir=next(each for each in path.absolute().parents if each.exists())):
+        with TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             return path
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); name another place by --out") from error
 
 
-def summarize(results: list[dict], key: str) -> dict[str, dict[str, float]]:
-    """Mean and (population) standard deviation of the accuracies that share a value of `key`, or of `case`."""
+def report_suffix(config: EncoderConfig) -> str:
+    """The end of a report's name: encoder, images and features where they are not the usual ones.
+
+    Reports of other encoders, images and features have files of their own.
+    """
+    parts = []
+    if Path(config.encoder).name == BEST:
+        parts.append("best")
+    if config.random:
+        parts.append(f"random_{config.seed}")
+    if config.checkpoint:
+        parts.append(Path(config.checkpoint).stem)
+    if config.img_size:
+        different_sides = dict.fromkeys(sides(config.img_size))
+        parts.append(f"{'x'.join(map(str, different_sides))}px")
+
+    path = config.data.path
+    run = find_run(config.encoder)
+    has_usual_images = holds_run_images(path, run) if run else path is None
+    if not has_usual_images:
+        name = re.sub(r"[^\w.-]+", "_", Path(path).name) if path else "birds"
+        settings = [str(getattr(config.data, key)) for key in IMAGE_SETTINGS if hasattr(config.data, key)]
+        digest = short_digest(["\n".join(settings).encode()])[:6]  # names recur
+        parts += [name, digest]
+
+    representation = getattr(config, "representation", "mean")
+    if representation != "mean":
+        parts.append(representation)
+    depth = getattr(config, "depth", "last")
+    if depth != "last":
+        parts.append(f"depth_{depth}")
+    return "".join(f"_{part}" for part in parts)
+
+
+def summarize(results: list[dict], group_by: str) -> dict[str, dict[str, float]]:
+    """Mean and (population) standard deviation of the accuracies that share a value of `group_by`, or of `case`."""
     groups: dict[str, list[float]] = {}
     for result in results:
-        groups.setdefault(str(result.get("case", result[key])), []).append(result["accuracy"])
+        name = str(result.get("case", result[group_by]))
+        groups.setdefault(name, []).append(result["accuracy"])
     return {
-        name: {"mean": float(np.mean(each)), "std": float(np.std(each)), "count": len(each)}
-        for name, each in groups.items()
+        name: {"mean": float(np.mean(accuracies)), "std": float(np.std(accuracies)), "count": len(accuracies)}
+        for name, accuracies in groups.items()
     }
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [headings, rule, *rows]
-    return "\n".join(
-        f"| {line[0].ljust(widths[0])}"
-        + "".join(f" | {cell.rjust(width)}" for cell, width in zip(line[1:], widths[1:], strict=True))
-        + " |"
-        for line in lines
-    )
+    """A Markdown table, the first column aligned to the left and the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
+    rule = ["-" * widths[0]]
+    rule += ["-" * (width - 1) + ":" for width in widths[1:]]
+    lines = []
+    for line in (headings, rule, *rows):
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def percent(summary: dict[str, float]) -> str:
-    """A mean and its spread; a single measurement has none."""
-    spread = f" ± {100 * summary['std']:.1f}" if summary.get("count", 2) > 1 else ""
-    return f"{100 * summary['mean']:.1f}{spread}"
+    """A mean in percent, with its spread where there are several measurements."""
+    mean = f"{100 * summary['mean']:.1f}"
+    if summary.get("count", 2) == 1:
+        return mean
+    return f"{mean} ± {100 * summary['std']:.1f}"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -71,27 +119,35 @@ def write_json(path: Path, value: Any) -> None:
         partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
-def events_of(path: Path) -> Path:
+def events_folder(path: Path) -> Path:
     """The folder of a report's TensorBoard events."""
     return path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
 
 
-def write_report(path: Path, report: dict[str, Any], key: str) -> None:
+def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> None:
     """Write a probe's JSON, TensorBoard scalars and, where there are several depths, the plot; print the table."""
     write_json(path, report)
-    by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
-    names = list(report["summary"])
-    rows = [
-        [str(depth) if depth else "-", *(percent(of_depth[n]) for n in names)] for depth, of_depth in by_depth.items()
-    ]
-    print(table(["depth", *(f"{key} {name}" for name in names)], rows))
-    with event_writer(events_of(path)) as writer:
-        for depth, of_depth in by_depth.items():
-            for name, summary in of_depth.items():
-                writer.add_scalar(f"accuracy_by_depth/{key}_{name}", 100 * summary["mean"], int(depth))
+    by_depth = report.get("summary_by_depth")
+    if not by_depth:
+        by_depth = {report["protocol"].get("chosen_depth", 0): report["summary"]}
+    print(table_by_depth(by_depth, list(report["summary"]), group_by))
+    with event_writer(events_folder(path)) as writer:
+        for depth, summaries in by_depth.items():
+            for name, summary in summaries.items():
+                writer.add_scalar(f"accuracy_by_depth/{group_by}_{name}", 100 * summary["mean"], int(depth))
         if len(by_depth) > 1:
-            figure = plot_by_depth(by_depth, key)
-            figure.savefig(path.with_suffix(".png"), dpi=DPI)
+            plot_path = path.with_suffix(".png")
+            figure = plot_by_depth(by_depth, group_by)
+            figure.savefig(plot_path, dpi=DPI)
             writer.add_figure("accuracy_by_depth", figure)
-            print(f"wrote {path.with_suffix('.png')}")
+            print(f"wrote {plot_path}")
     print(f"wrote {path}")
+
+
+def table_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], names: list[str], group_by: str) -> str:
+    """A table of summaries with a line for each depth and a column for each name."""
+    rows = []
+    for depth, summaries in by_depth.items():
+        accuracies = [percent(summaries[name]) for name in names]
+        rows.append([str(depth) if depth else "-", *accuracies])
+    return table(["depth", *(f"{group_by} {name}" for name in names)], rows)

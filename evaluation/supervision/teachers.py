@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
-from evaluation.frozen.provenance import learned_from
-from evaluation.frozen.run_images import run_folder
+from evaluation.frozen.provenance import find_labelled_images
+from evaluation.frozen.run_images import find_run
 from evaluation.supervision.deit import DistilledEncoder, averaged
 from evaluation.supervision.heads import HeadedEncoder, build_head
 from mpp.config import OptimConfig, require
@@ -76,7 +76,7 @@ def classifier_at(encoder: str, channels: int, setting: str) -> Classifier:
         UserError: no classifier there, or one of other channels.
     """
     require(Path(encoder).name != BEST, setting, encoder, "the run folder: no head is kept beside encoder_best")
-    run = run_folder(encoder)
+    run = find_run(encoder)
     return classifier_of_timm(encoder, channels, setting) if run is None else classifier_of_run(run, channels, setting)
 
 
@@ -94,7 +94,7 @@ def classifier_of_timm(folder: str, channels: int, setting: str) -> Classifier:
 
 def classifier_of_run(run: Path, channels: int, setting: str) -> Classifier:
     """What a run with labels came to. encoder/ has no head: it is in the newest checkpoint."""
-    require(learned_from(str(run)) is not None, setting, run, A_TEACHER)
+    require(find_labelled_images(str(run)) is not None, setting, run, A_TEACHER)
     checkpoints = complete_checkpoints(run)[-1:]
     whole = bool(checkpoints) and not damaged_files(checkpoints[0])
     require(whole, setting, run, "a run whose newest checkpoint is there and whole: the head is in it")

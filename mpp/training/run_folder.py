@@ -14,6 +14,7 @@ verdict.json                       what was said of it after the last evaluation
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,13 +168,16 @@ def has_moved_images(folder: Path, data: SourceConfig) -> bool:
     return bool(images_of(folder)) and not changed_images(folder, data)
 
 
-def changed_images(folder: Path, data: SourceConfig) -> list[str]:
+def changed_images(
+    folder: Path, data: SourceConfig, load: Callable[[SourceConfig], Any] = load_image_datasets
+) -> list[str]:
     """How images differ from those that a run began with, in words; empty: the same, as far as data.json says.
 
     For a stream the names and sizes of the files are compared, otherwise names, and the bytes of some files.
 
     Args:
         data: the settings of the run's images, perhaps with another `path`.
+        load: loads the training and the held-out images.
     Raises:
         UserError: they cannot be loaded.
     """
@@ -182,7 +186,7 @@ def changed_images(folder: Path, data: SourceConfig) -> list[str]:
     if "shards" in train and "names" not in train:
         return differences(began, {"train": {"files": digest_listing(list_stream_files(data))}})
     now = {}
-    for part, dataset in zip(("train", "held_out"), load_image_datasets(data), strict=True):
+    for part, dataset in zip(("train", "held_out"), load(data), strict=True):
         known = identify_images(dataset, labels=False, retries=data.read_retries)
         now[part] = {key: known[key] for key in ("split", "files")}
         if began.get(part, {}).get("chosen", "") is None:  # all images of the split

@@ -1,0 +1,90 @@
+"""Command lines of evaluations: the images are those of the encoder's run, unless others are named."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evaluation.frozen.run_images import find_run, is_moved_copy, refuse_changed_images, run_image_settings
+from mpp.config import HOW_READ, refuse_idle
+from mpp.config.parsing import as_words, files_first, read
+from mpp.data.sources import image_arguments
+from mpp.models.descriptions import how_read
+from mpp.runtime.messages import tell
+from mpp.training.run_folder import moved_along, saved_settings
+
+ConfigT = TypeVar("ConfigT")
+VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
+
+
+def parse_with_images(
+    config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str, refuse_changed: bool = True
+) -> ConfigT:
+    """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
+
+    Other images are read as the run's were: with its channels and range. So are those of an encoder without its run.
+    Fine-tuning crops held-out images as the run did, and does not flip where the run did not. Where the run's images
+    are gone, a `data.path` that names a copy of them names the run's images: see `is_moved_copy`.
+
+    Args:
+        config_class: has `encoder` and `data`.
+        arguments: words of the command line; None: `sys.argv[1:]`.
+        refuse_changed: compare the run's images with those that the run began with; otherwise the command does so
+            later (`refuse_changed_images`).
+    Raises:
+        UserError: the run's images are gone, or have changed.
+    """
+    words = files_first(sys.argv[1:] if arguments is None else arguments)
+    config: Any = read(config_class, words, prog)
+    inherited = {} if getattr(config, "features", None) else inherited_settings(config, words, refuse_changed)
+    if not inherited:
+        refuse_idle(config)
+        return config
+
+    inherited_words = [f"--data.{name}={as_words(value)}" for name, value in inherited.items()]
+    config = read(config_class, [*inherited_words, *words], prog)
+    refuse_idle(config, usual=read(config_class, inherited_words, prog))
+    run_arguments = image_arguments(config.data)
+    if "path" in inherited and run_arguments:
+        tell(f"the images of {find_run(config.encoder)}:{run_arguments}")
+    return config
+
+
+def inherited_settings(config: Any, words: Sequence[str], refuse_changed: bool) -> dict[str, Any]:
+    """The settings below `data` that a command inherits from its encoder.
+
+    Args:
+        words: words of the command line that `config` was read from.
+        refuse_changed: see `parse_with_images`.
+    """
+    path = config.data.path
+    path_is_named = path is not None or any(word.split("=")[0] == "--data.path" for word in words)
+    run = find_run(config.encoder)
+    if run is None:
+        return only_how_read(how_read(config.encoder)) if path_is_named else {}
+
+    if not path_is_named and refuse_changed:
+        refuse_changed_images(run)
+    settings = run_image_settings(run)
+    if path_is_named and is_moved_copy(run, path):
+        settings["labels"] = moved_along(settings.get("labels"), settings["path"], path)
+    elif path_is_named:
+        settings = only_how_read(settings)
+    return settings | inherited_view(config.data, run)
+
+
+def only_how_read(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that say how images are read, which suit the encoder whichever images these are."""
+    return {name: value for name, value in settings.items() if name in HOW_READ}
+
+
+def inherited_view(data: Any, run: Path) -> dict[str, Any]:
+    """The settings of a run's crops that fine-tuning inherits, where `data` has their defaults."""
+    if not hasattr(data, "flip"):
+        return {}
+    saved = saved_settings(run)["data"]
+    inherited = {}
+    for name in VIEW_SETTINGS:
+        if name in saved and getattr(data, name) == getattr(type(data), name):
+            inherited[name] = saved[name]
+    return inherited
