@@ -26,10 +26,10 @@ from torch.utils.data import Dataset
 from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.supervision.teachers import Teacher, classifier_at
-from mpp.config import HOW_READ, RunConfig, require
+from evaluation.supervision.teachers import FrozenClassifier, classifier_at
+from mpp.config import HOW_READ, ImageSize, RunConfig, require
 from mpp.data.columns import find_image_column
-from mpp.data.crops import Size, centre_crop
+from mpp.data.crops import centre_crop
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
@@ -55,7 +55,7 @@ class OrBroken(Dataset):
 
     dataset: ImageDataset
     data: ProbeDataConfig
-    img_size: Size
+    img_size: ImageSize
 
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
         note_reading(index)
@@ -87,7 +87,7 @@ class Computed:
     """What is computed of images (B, C, H, W): numbers (B, D)."""
 
     of: Callable[[Tensor], Tensor]
-    img_size: Size
+    img_size: ImageSize
 
 
 def computed(encoder: FrozenEncoder | ColorBaseline, config: EmbedConfig, accelerator: Accelerator) -> Computed:
@@ -97,7 +97,7 @@ def computed(encoder: FrozenEncoder | ColorBaseline, config: EmbedConfig, accele
         UserError: no such depth, or no run of a classifier.
     """
     if config.representation == "logits":
-        teacher = Teacher(*classifier_at(config.encoder, config.data.channels, "encoder")[:2])
+        teacher = FrozenClassifier(*classifier_at(config.encoder, config.data.channels, "encoder")[:2])
         return Computed(teacher.to(accelerator.device), teacher.img_size)
     deepest = len(encoder.stages)
     require(config.depth == "last" or 1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}")

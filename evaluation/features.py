@@ -9,7 +9,7 @@ The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D
 from collections.abc import Sequence
 
 from evaluation.config import FeaturesConfig
-from evaluation.frozen.extraction import extract_features, save_features
+from evaluation.frozen.extraction import extract_labelled, save_features
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import report_path, report_suffix
 from mpp.config import RunConfig, require
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     place = report_path(config.out, config.encoder, f"features{report_suffix(config)}.npz")
-    by_depth = extract_features(config, accelerator).by_depth
+    by_depth = extract_labelled(config, accelerator).by_depth
     if accelerator.is_main_process:
         for depth, features in by_depth.items():
             path = place.with_stem(f"{place.stem}_depth_{depth:02d}") if len(by_depth) > 1 else place

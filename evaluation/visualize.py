@@ -23,7 +23,7 @@ from tqdm import tqdm
 from evaluation import fewshot, figures
 from evaluation.config import EncoderConfig, VisualizeConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
-from evaluation.frozen.extraction import extract_features, views_for
+from evaluation.frozen.extraction import extract_labelled, views_for
 from evaluation.frozen.masks import patch_features
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import judge
@@ -33,8 +33,7 @@ from evaluation.pictures.attention import attention_distance, attention_rollout,
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
-from mpp.config import RunConfig, require
-from mpp.corruption import Grid
+from mpp.config import Grid, RunConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
 from mpp.data.sources import load_image_datasets
@@ -277,7 +276,7 @@ def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
         raise Unavailable("all training images are of one class, or have no labels")
     shared = {field.name: getattr(subject.config, field.name) for field in dataclasses.fields(EncoderConfig)}
     config = fewshot.FewshotConfig(**shared, representation=subject.config.representation, depth="all")
-    by_depth = extract_features(config, subject.accelerator).by_depth
+    by_depth = extract_labelled(config, subject.accelerator).by_depth
     if len(by_depth) == 1:
         raise Unavailable("this encoder has one depth")
     report = judge(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")

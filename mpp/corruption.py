@@ -16,11 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpp.config import CorruptionConfig, require
+from mpp.config import CorruptionConfig, Grid, require
 from mpp.errors import UserError
 from mpp.runtime.randomness import Numbers, Stream, uniforms
-
-Grid = tuple[int, int]  # rows and columns of patches
 
 LEAST = 16  # patches of a rectangle of `blockwise`, and how flat one may be (BEiT)
 FLATTEST = 0.3

@@ -362,7 +362,7 @@ def edges(side: int) -> Tensor:
     return (0.5 + side / 12 - apart.abs()).clamp(0, 1)
 
 
-class Features(Objective):
+class TeacherFeatures(Objective):
     """Regress what a teacher makes of the patch: see mpp/models/teachers.py, whose network gives the targets.
 
     No accuracy: features have no classes. Pictures show where predictions and targets lie along the first three
@@ -431,7 +431,7 @@ def build_objective(config: ObjectiveConfig, patch_size: int, channels: int = 3,
         UserError: no such objective, or one that does not fit the patch size or the channels.
     """
     if width is not None:
-        return Features(config, patch_size, channels, width)
+        return TeacherFeatures(config, patch_size, channels, width)
     if config.name not in OBJECTIVES:
         raise UserError(f"objective.name is {config.name}; it must be one of {', '.join([*OBJECTIVES, 'features'])}")
     return OBJECTIVES[config.name](config, patch_size, channels)

@@ -279,7 +279,7 @@ def test_activation_checkpointing_is_refused_where_a_model_has_none(tmp_path):
 def test_finetunings_defaults_are_the_papers():
     config = finetune.FinetuneConfig()
     optim = config.optim
-    assert (optim.name, optim.inertia(), optim.schedule, optim.clip) == ("sgd", 0.9, "cosine", 1.0)
+    assert (optim.name, optim.momentum_or_default(), optim.schedule, optim.clip) == ("sgd", 0.9, "cosine", 1.0)
     assert optim.weight_decay == 0 and config.lrs == (0.001, 0.003, 0.01, 0.03)
 
 

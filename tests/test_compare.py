@@ -409,8 +409,8 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     config["evaluations"] = [fewshot, {"name": "kNN", "command": "knn", "options": FAST | {"depth": "dev"}}]
     config["encoders"], config["datasets"] = config["encoders"][:1], config["datasets"][:1]
     small.write_text(yaml.safe_dump(config))
-    extracted, extract = [], probing.extract_features
-    monkeypatch.setattr(probing, "extract_features", lambda c, a: (extracted.append(c.encoder), extract(c, a))[1])
+    extracted, extract = [], probing.extract_labelled
+    monkeypatch.setattr(probing, "extract_labelled", lambda c, a: (extracted.append(c.encoder), extract(c, a))[1])
     compare.main(["--config", str(small)])
     assert len(extracted) == len(set(extracted)) == 2  # of two seeds
 

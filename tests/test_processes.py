@@ -27,7 +27,7 @@ from mpp.config import RunConfig
 from mpp.features import frozen as frozen
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime import files, start
-from mpp.runtime.processes import largest
+from mpp.runtime.processes import maximum_of_all
 from mpp.training.checkpoint import newest_step
 
 
@@ -238,7 +238,7 @@ def share_out(rank: int, store: str) -> None:
             frozen.send(whole[rank::3].copy())
         else:
             assert (frozen.interleave(whole[::3].copy(), count, 3, in_file) == whole).all()
-    assert largest(rank / 3) == 2 / 3
+    assert maximum_of_all(rank / 3) == 2 / 3
     torch.distributed.destroy_process_group()
 
 

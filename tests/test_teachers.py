@@ -22,7 +22,7 @@ from mpp.errors import UserError
 from mpp.features.metrics import add, measure_features, spread_of, summarize
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.networks import build_model
-from mpp.models.teachers import Teacher, as_targets, decay_at, follow
+from mpp.models.teachers import FeatureTeacher, as_targets, decay_at, follow
 from mpp.objectives import build_objective
 from mpp.training.flops import executed_flops
 
@@ -183,7 +183,7 @@ def frozen(img_size, patch_size, config=None, grid=(4, 4), name="vit_base_patch1
     sizes = dict(embed_dim=16, depth=2, num_heads=2, img_size=img_size, patch_size=patch_size)
     encoder = timm.create_model(name, num_classes=0, **sizes, **options)
     config = config or ObjectiveConfig(name="features", teacher="x", teacher_norm="none")
-    return Teacher(encoder, Normalize(*HALVES), grid, config, (img_size, img_size))
+    return FeatureTeacher(encoder, Normalize(*HALVES), grid, config, (img_size, img_size))
 
 
 def test_another_grid_is_resampled_and_the_crop_resized():
@@ -209,13 +209,13 @@ def test_any_encoder_of_timms_can_teach(name):
     """RoPE and convolutions; stages of other widths cannot be averaged."""
     encoder = timm.create_model(name, num_classes=0, **({"img_size": 28} if "eva" in name else {}))
     config = ObjectiveConfig(name="features", teacher=name)
-    teacher = Teacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
+    teacher = FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
     found, _ = teacher(torch.randint(0, 256, (2, 3, 32, 32)), torch.arange(16).expand(2, -1))
     assert found.shape == (2, 16, teacher.width) and teacher.width in (192, 512)
     if name == "resnet18":
         config = ObjectiveConfig(name="features", teacher=name, teacher_depths=2)
         with pytest.raises(UserError, match="teacher_depths is 2; it must be 1 with resnet18, whose stages differ"):
-            Teacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
+            FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
 
 
 def test_overlapping_patches_are_taught_by_whole_ones():

@@ -126,7 +126,7 @@ def muon_by_matrix(bench: Bench) -> Peer:
     """The same with Muon as timm has it: one matrix after the other. (In bf16, whatever the hardware has.)"""
     bench = bench._replace(optimizer="muon")
     ours, optim = set_up(bench), bench.config.optim
-    settings = dict(lr=optim.lr, momentum=optim.inertia(), nesterov=True, betas=optim.betas)
+    settings = dict(lr=optim.lr, momentum=optim.momentum_or_default(), nesterov=True, betas=optim.betas)
     groups = parameter_groups(ours.task.model, optim)
     ours.update.optimizer.optimizer = timm.optim.Muon(groups, fallback_lr_scale=optim.adam_scale, **settings)
     return update_of(ours, bench)

@@ -13,7 +13,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from evaluation.config import WhichEncoderConfig
-from mpp.config import ObjectiveConfig, Representation, check_grid, require, sides
+from mpp.config import ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
@@ -22,7 +22,6 @@ from mpp.models.timm_models import set_attention
 from mpp.objectives import palette_for, sum_of
 from mpp.runtime.hardware import uses_gpu
 
-Size = tuple[int, int]  # height and width
 CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
 BASELINE_CROP_PCT = 0.875
@@ -40,7 +39,7 @@ class FrozenEncoder(nn.Module):
         img_size: side of the images it is shown, or height and width; None: the model's own.
     """
 
-    def __init__(self, model: nn.Module, img_size: int | Size | None = None):
+    def __init__(self, model: nn.Module, img_size: int | ImageSize | None = None):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         data_config = resolve_model_data_config(model)
@@ -72,7 +71,7 @@ class ColorBaseline(nn.Module):
 
     stages = (None,)
 
-    def __init__(self, kind: str, img_size: int | Size | None, channels: int = 3):
+    def __init__(self, kind: str, img_size: int | ImageSize | None, channels: int = 3):
         super().__init__()
         if kind not in ("pixels", "colors"):
             raise UserError(f"encoder is floor:{kind}; it must be floor:pixels or floor:colors")
@@ -103,7 +102,7 @@ def load_frozen_encoder(
     encoder: str,
     checkpoint: str | None = None,
     random: bool = False,
-    img_size: int | Size | None = None,
+    img_size: int | ImageSize | None = None,
     seed: int = 0,
     channels: int | None = None,
     **changes: Any,

@@ -213,7 +213,7 @@ class Extracted(NamedTuple):
         return {"left_out": self.left_out} if any(self.left_out.values()) else {}
 
 
-def extract_features(config: FeaturesConfig, accelerator: Accelerator) -> Extracted:
+def extract_labelled(config: FeaturesConfig, accelerator: Accelerator) -> Extracted:
     """Features of the labelled images at the depths that are asked for.
 
     Raises:

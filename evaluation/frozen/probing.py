@@ -9,7 +9,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
-from evaluation.frozen.extraction import Extracted, Features, extract_features, load_features
+from evaluation.frozen.extraction import Extracted, Features, extract_labelled, load_features
 from evaluation.frozen.results import report_path, report_suffix, summarize, write_probe_report
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
@@ -63,7 +63,7 @@ def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> Extract
     key = repr(of_features | {"out": None, "weights": fingerprint(Path(config.checkpoint or config.encoder))})
     if key not in LATEST:
         LATEST.clear()
-        LATEST[key] = extract_features(config, accelerator)
+        LATEST[key] = extract_labelled(config, accelerator)
     return LATEST[key]
 
 

@@ -32,7 +32,7 @@ Classifier = tuple[nn.Module, tuple[int, int], int]
 """Images (B, C, H, W) in [0, 255] to logits (B, classes), or (B, 2, classes) of two heads; H, W; the classes."""
 
 
-class Teacher(nn.Module):
+class FrozenClassifier(nn.Module):
     """A classifier in eval mode, without gradients, that takes crops of any size.
 
     Args:
@@ -51,7 +51,7 @@ class Teacher(nn.Module):
         return averaged(logits) if logits.ndim == 3 else logits
 
 
-def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Teacher:
+def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> FrozenClassifier:
     """The teacher that the config names.
 
     Args:
@@ -66,7 +66,7 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Teac
     network, img_size, own = classifier_at(config.teacher, channels, SETTING)
     if own != classes:
         raise UserError(f"{SETTING} is {folder}, which knows {own} classes; these images have {classes}")
-    return Teacher(network, img_size)
+    return FrozenClassifier(network, img_size)
 
 
 def classifier_at(encoder: str, channels: int, setting: str) -> Classifier:

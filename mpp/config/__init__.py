@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mpp.config.data import HOW_READ, AugmentConfig, DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.config.fields import as_lists, as_numbers, at_least, group, needs, operational, refuse_idle, require
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
-from mpp.config.model import ModelConfig, Representation, check_grid, resized_side, sides
+from mpp.config.model import Grid, ImageSize, ModelConfig, Representation, check_grid, resized_side, sides
 from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 
 

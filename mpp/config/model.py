@@ -113,12 +113,18 @@ class ModelConfig:
         require(divides, "model.stride", stride, f"a divisor of the patch size ({patch})")
 
 
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+ImageSize = tuple[int, int]
+"""Height and width of an image, in pixels."""
+
+
 def of_channels(value: float | Sequence[float], channels: int) -> tuple[float, ...]:
     """A number for each channel: one number is that of all."""
     return (float(value),) * channels if isinstance(value, int | float) else tuple(value)
 
 
-def sides(img_size: int | Sequence[int]) -> tuple[int, int]:
+def sides(img_size: int | Sequence[int]) -> ImageSize:
     """Height and width of an image: one number means a square."""
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     return height, width

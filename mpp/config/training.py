@@ -91,13 +91,13 @@ class OptimConfig:
         """Updates of warm-up in a run of so many."""
         return min(100, steps // 5) if self.warmup_steps is None else self.warmup_steps
 
-    def inertia(self) -> float | None:
+    def momentum_or_default(self) -> float | None:
         """The momentum, given or usual; None: adam has none."""
         return {"muon": 0.95, "sgd": 0.9}.get(self.name) if self.momentum is None else self.momentum
 
     def settled(self, steps: int) -> "OptimConfig":
         """The same with the numbers that a run of so many steps has in the place of null."""
-        return replace(self, warmup_steps=self.warmup(steps), momentum=self.inertia())
+        return replace(self, warmup_steps=self.warmup(steps), momentum=self.momentum_or_default())
 
     def check_warmup(self, steps: int, key: str = "run.steps") -> None:
         """Raise UserError where a run of so many steps, which `key` says, never leaves the warm-up."""

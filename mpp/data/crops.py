@@ -11,17 +11,16 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from mpp.config import DataConfig, resized_side, sides
+from mpp.config import DataConfig, ImageSize, resized_side, sides
 from mpp.runtime.randomness import Stream, random_words, uniform
 
 LONGEST = 16  # times the view's proportions: what of an image is resized for its centre crop
-Size = int | tuple[int, int]  # a side, or height and width
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 
 rand_augment = lru_cache(v2.RandAugment)
 
 
-def random_crop(image: Tensor, size: Size, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
+def random_crop(image: Tensor, size: int | ImageSize, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
     """The training crop: an inception crop resized to `size`, perhaps flipped; a function of (seed, epoch, index).
 
     As torchvision's RandomResizedCrop: area and (log) ratio are uniform in `crop_area` and `crop_ratio`, times the
@@ -94,7 +93,7 @@ def crop_box(
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
-def centre_crop(image: Tensor, size: Size, share: float, nearest: bool = False) -> Tensor:
+def centre_crop(image: Tensor, size: int | ImageSize, share: float, nearest: bool = False) -> Tensor:
     """The held-out view: resized to cover size / share, then the centre; (C, H, W) to (C, h, w).
 
     Args:

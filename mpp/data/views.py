@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mpp import corruption
-from mpp.config import CorruptionConfig, DataConfig, SourceConfig
-from mpp.corruption import Corruption, Grid
+from mpp.config import CorruptionConfig, DataConfig, Grid, ImageSize, SourceConfig
+from mpp.corruption import Corruption
 from mpp.data import crops
 from mpp.data.dataset import ImageDataset
 from mpp.data.workers import NOTHING, note_reading
@@ -44,7 +44,7 @@ class ViewDataset(Dataset):
 
     dataset: ImageDataset
     data: DataConfig | SourceConfig
-    img_size: crops.Size
+    img_size: int | ImageSize
     seed: int = 0
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)

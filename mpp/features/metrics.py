@@ -12,7 +12,8 @@ from accelerate.utils import gather_object
 from einops import rearrange
 from torch import Tensor
 
-from mpp.corruption import Corruption, Grid, Kind
+from mpp.config import Grid
+from mpp.corruption import Corruption, Kind
 from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]

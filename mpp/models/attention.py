@@ -13,8 +13,8 @@ from einops import rearrange
 from timm.layers import Attention, RelPosBias, RotaryEmbeddingCat, apply_rot_embed_cat, resize_rel_pos_bias_table
 from torch import Tensor, nn
 
-from mpp.config import require
-from mpp.models.positions import Grid, interpolate_offsets
+from mpp.config import Grid, require
+from mpp.models.positions import interpolate_offsets
 
 RELATIVE = ("relative", "relative_bias", "rope")
 

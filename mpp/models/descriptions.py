@@ -12,8 +12,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from mpp.config import HOW_READ, resized_side, sides
-from mpp.models.positions import Grid
+from mpp.config import HOW_READ, ImageSize, resized_side, sides
 from mpp.runtime.weights import HUB, encoder_folder, weights_file
 
 
@@ -73,7 +72,7 @@ def learned_labels(encoder: str) -> bool:
     return about.get("learned_labels") is True or has_classes
 
 
-def timm_crop_pct(img_size: int | Grid, share: float) -> float:
+def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
     """The `crop_pct` with which timm resizes and crops an image as `centre_crop` of mpp/data/crops.py does.
 
     Of a square timm rounds side / crop_pct down, mpp to the nearest: of 32 / 0.875 one makes 36, the other 37. The

@@ -12,9 +12,8 @@ from typing import Any
 from timm.models import save_for_hf
 from torch import nn
 
-from mpp.config import require, sides
+from mpp.config import ImageSize, require, sides
 from mpp.models.descriptions import timm_crop_pct
-from mpp.models.positions import Grid
 from mpp.models.timm_models import FIXED
 from mpp.runtime.files import complete
 
@@ -22,7 +21,7 @@ from mpp.runtime.files import complete
 def export_encoder(
     encoder: nn.Module,
     folder: Path,
-    img_size: int | Grid,
+    img_size: int | ImageSize,
     mean: Sequence[float],
     std: Sequence[float],
     crop_pct: float,

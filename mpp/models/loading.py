@@ -14,10 +14,9 @@ from timm.models import adapt_input_conv
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from mpp.config import ModelConfig, require
+from mpp.config import ImageSize, ModelConfig, require
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import stride_of, trained_on
-from mpp.models.positions import Grid
 from mpp.models.vit import resample
 from mpp.runtime.messages import note
 from mpp.runtime.weights import NAMED, encoder_folder, misfit, weight_names, weights_file, wrapper_of
@@ -121,7 +120,7 @@ def adapt_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, filters)}
 
 
-def load_hybrid(encoder: VisionTransformer, file: WeightsFile, size: Grid | None) -> None:
+def load_hybrid(encoder: VisionTransformer, file: WeightsFile, size: ImageSize | None) -> None:
     """Load the weights of a hybrid, whose grid of positions timm does not know.
 
     Args:

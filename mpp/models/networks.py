@@ -16,7 +16,7 @@ from mpp.errors import UserError
 from mpp.models.autoencoder import MaskedAutoencoder
 from mpp.models.encoder import Normalize, build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
-from mpp.models.teachers import Taught, build_teacher
+from mpp.models.teachers import StudentWithTeacher, build_teacher
 from mpp.models.timm_models import cell_grid
 from mpp.objectives import Objective, build_objective
 
@@ -39,7 +39,7 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
         teacher = build_teacher(config.objective, encoder, Normalize(*moments))
     objective = build_objective(config.objective, patch_size, channels, teacher and teacher.width)
     network = build_network(config.network, encoder, objective.outputs, *moments)
-    return Taught(network, teacher, config.objective) if teacher else network, objective
+    return StudentWithTeacher(network, teacher, config.objective) if teacher else network, objective
 
 
 def build_network(

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from timm.layers import build_sincos2d_pos_embed, resample_abs_pos_embed
 from torch import Tensor, nn
 
-from mpp.config import require
+from mpp.config import Grid, require
 
-Grid = tuple[int, int]  # rows and columns of patches
 ABSOLUTE = ("learned", "learned_2d", "sincos_2d")
 
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from mpp.config import ObjectiveConfig, check_grid, require, sides
+from mpp.config import Grid, ImageSize, ObjectiveConfig, check_grid, require, sides
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.attention import take
 from mpp.models.encoder import Normalize, load_encoder
-from mpp.models.positions import Grid
 from mpp.models.timm_models import cell_grid, has_fused_attention, set_attention
 from mpp.models.vit import OverlappingPatchEmbed
 
@@ -31,7 +30,7 @@ SETTING = "objective.teacher"
 EXPORTED = {"student": "one that was trained", "teacher": "moving average"}
 
 
-class Teacher(nn.Module):
+class FeatureTeacher(nn.Module):
     """What an encoder makes of each patch of an image that is not corrupted.
 
     Args:
@@ -45,7 +44,14 @@ class Teacher(nn.Module):
         UserError: an encoder that gives no features at the depths that are asked for.
     """
 
-    def __init__(self, encoder: nn.Module, normalize: Normalize, grid: Grid, config: ObjectiveConfig, img_size: Grid):
+    def __init__(
+        self,
+        encoder: nn.Module,
+        normalize: Normalize,
+        grid: Grid,
+        config: ObjectiveConfig,
+        img_size: ImageSize,
+    ):
         super().__init__()
         self.encoder = encoder.eval().requires_grad_(False)
         self.normalize, self.grid, self.img_size, self.kind = normalize, grid, img_size, config.teacher_norm
@@ -64,7 +70,7 @@ class Teacher(nn.Module):
         allowed = f"1 with {config.teacher}, whose stages differ in size"
         require(len(shapes) == 1, "objective.teacher_depths", self.depths, allowed)
 
-    def train(self, mode: bool = True) -> "Teacher":
+    def train(self, mode: bool = True) -> "FeatureTeacher":
         """Eval mode, whatever the student's is: without dropout and drop path."""
         return super().train(False)
 
@@ -122,7 +128,7 @@ def depths_of(encoder: nn.Module, config: ObjectiveConfig) -> int:
     return depths
 
 
-class Taught(nn.Module):
+class StudentWithTeacher(nn.Module):
     """A network that learns, and the teacher whose features it predicts.
 
     Args:
@@ -131,7 +137,7 @@ class Taught(nn.Module):
         config: which teacher it is, and which of both is exported.
     """
 
-    def __init__(self, student: nn.Module, teacher: Teacher, config: ObjectiveConfig):
+    def __init__(self, student: nn.Module, teacher: FeatureTeacher, config: ObjectiveConfig):
         super().__init__()
         self.student, self.teacher, self.config = student, teacher, config
 
@@ -163,7 +169,7 @@ class Taught(nn.Module):
         return f"{self.student.on_top}, a teacher that sees {' x '.join(map(str, self.teacher.img_size))} pixels"
 
 
-def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize: Normalize) -> Teacher:
+def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize: Normalize) -> FeatureTeacher:
     """The teacher that the config names.
 
     Args:
@@ -177,7 +183,7 @@ def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize
         average = copy.deepcopy(encoder)
         if average.grad_checkpointing:
             average.set_grad_checkpointing(False)  # there is no backward pass
-        return Teacher(average, normalize, grid, config, encoder.patch_embed.img_size)
+        return FeatureTeacher(average, normalize, grid, config, encoder.patch_embed.img_size)
     trained, file = torch.get_default_device().type != "meta", config.teacher_checkpoint
     model = load_encoder(
         config.teacher, trained, file, setting=SETTING, img_size=config.teacher_img_size, num_classes=0
@@ -188,7 +194,7 @@ def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize
     img_size = sides(config.teacher_img_size or wanted["input_size"][1:])
     if config.teacher_img_size and isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # leaves out the rest
         check_grid(img_size, model.patch_embed.patch_size[0], f"{SETTING}_img_size")
-    teacher = Teacher(model, Normalize(wanted["mean"], wanted["std"]), grid, config, img_size)
+    teacher = FeatureTeacher(model, Normalize(wanted["mean"], wanted["std"]), grid, config, img_size)
     teacher.register_state_dict_post_hook(without_teacher)
     teacher.register_load_state_dict_post_hook(not_missing)
     return teacher

@@ -7,9 +7,9 @@ from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from mpp.config import check_grid, require
+from mpp.config import Grid, check_grid, require
 from mpp.errors import UserError
-from mpp.models.positions import Grid, sincos_2d
+from mpp.models.positions import sincos_2d
 from mpp.models.vit import OverlappingPatchEmbed
 
 FIXED = "sincos_2d"  # the position embeddings that are not learned

@@ -14,8 +14,9 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from mpp.config import Grid, ImageSize
 from mpp.models.attention import RELATIVE, Biases, PositionedAttention, RelativeKeys
-from mpp.models.positions import ABSOLUTE, AbsolutePositions, Grid
+from mpp.models.positions import ABSOLUTE, AbsolutePositions
 
 RESAMPLED = (AbsolutePositions, RelativeKeys, Biases)
 __all__ = ["VariantViT"]  # timm adds the models that are registered here
@@ -29,12 +30,12 @@ class OverlappingPatchEmbed(PatchEmbed):
         super().__init__(*args, **options)
         self.proj.stride = (stride, stride)
 
-    def _init_img_size(self, img_size: int | Grid) -> tuple[Grid, Grid, int]:
+    def _init_img_size(self, img_size: int | ImageSize) -> tuple[ImageSize, Grid, int]:
         sizes = to_2tuple(img_size)
         rows, columns = ((size - side) // self.stride + 1 for size, side in zip(sizes, self.patch_size, strict=True))
         return sizes, (rows, columns), rows * columns
 
-    def dynamic_feat_size(self, img_size: Grid) -> Grid:
+    def dynamic_feat_size(self, img_size: ImageSize) -> Grid:
         """Rows and columns of patches of an image of this size."""
         return self._init_img_size(img_size)[1]
 
@@ -100,7 +101,7 @@ class VariantViT(VisionTransformer):
 
     def __init__(
         self,
-        img_size: int | Grid = 224,
+        img_size: int | ImageSize = 224,
         patch_size: int = 16,
         embed_dim: int = 768,
         class_token: bool = True,
@@ -154,7 +155,7 @@ class VariantViT(VisionTransformer):
 
 
 def resample(
-    state: dict[str, Tensor], model: VisionTransformer, size: Grid | None, stride: int | None = None
+    state: dict[str, Tensor], model: VisionTransformer, size: ImageSize | None, stride: int | None = None
 ) -> dict[str, Tensor]:
     """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know.
 
@@ -178,7 +179,9 @@ def resample(
     return state
 
 
-def grid_of_weights(state: dict[str, Tensor], model: VisionTransformer, size: Grid, stride: int | None = None) -> Grid:
+def grid_of_weights(
+    state: dict[str, Tensor], model: VisionTransformer, size: ImageSize, stride: int | None = None
+) -> Grid:
     """Rows and columns of the patches of images of this size, of which the weights may have others than the model."""
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):  # a hybrid's convolutions

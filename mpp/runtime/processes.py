@@ -37,7 +37,7 @@ def hosts() -> ProcessGroup:
     return group_beside(torch.distributed.group.WORLD)
 
 
-def largest(value: float) -> float:
+def maximum_of_all(value: float) -> float:
     """The largest that a process has, for all of them, which have to ask together."""
     if not torch.distributed.is_initialized():
         return value

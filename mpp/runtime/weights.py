@@ -155,13 +155,13 @@ def misfit(missing: Collection[str], left_over: Collection[str]) -> str:
         missing: the model's weights that the file lacks.
         left_over: the file's weights that the model lacks.
     """
-    lacks = f"lacks {some_of(missing)}" if missing else ""
-    has = f"has {some_of(left_over)} that the model does not have" if left_over else ""
+    lacks = f"lacks {describe_names(missing)}" if missing else ""
+    has = f"has {describe_names(left_over)} that the model does not have" if left_over else ""
     both = " and ".join(filter(None, (lacks, has)))
     return both and f"it {both}"
 
 
-def some_of(names: Collection[str]) -> str:
+def describe_names(names: Collection[str]) -> str:
     """How many weights, and the names of the first few."""
     more = ", ..." if len(names) > NAMED else ""
     return f"{len(names)} weight{'s' * (len(names) > 1)} ({', '.join([*names][:NAMED])}{more})"

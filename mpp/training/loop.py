@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.features.metrics import Sums, total
-from mpp.runtime.processes import largest
+from mpp.runtime.processes import maximum_of_all
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
@@ -115,7 +115,7 @@ class Loop:
     def log(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> None:
         """The scalars of the update that was done last."""
         scalars = {name: float(value) for name, value in values.items()} | self.task.describe(total(sums))
-        self.feed.waited = largest(self.feed.waited)  # the others wait for the one that waits for its images
+        self.feed.waited = maximum_of_all(self.feed.waited)  # the others wait for the one that waits for its images
         scalars |= self.speed.read(self.feed) | {"compute/pflop": self.flops * done / 1e15}
         scalars |= {"unreadable": self.tracker.count_unreadable()}
         self.tracker.log(done, scalars)

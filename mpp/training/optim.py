@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         optimizer: torch.optim.Optimizer = Muon(
             groups,
             lr=config.lr,
-            momentum=config.inertia(),
+            momentum=config.momentum_or_default(),
             betas=config.betas,
             adam_scale=config.adam_scale,
             capturable=any(parameter.is_cuda for parameter in model.parameters()),
@@ -41,7 +41,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.inertia(), fused=not sharded)
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum_or_default(), fused=not sharded)
     if config.average is not None:
         PolyakAverage(optimizer, config.average)
     return optimizer

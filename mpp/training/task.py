@@ -9,8 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mpp.config import CorruptionConfig, DataConfig, ProbeConfig, Representation, RunConfig
-from mpp.corruption import Grid
+from mpp.config import CorruptionConfig, DataConfig, Grid, ProbeConfig, Representation, RunConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoded_cache import cache_decoded
