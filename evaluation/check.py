@@ -166,6 +166,8 @@ def warnings(task: Pretraining, config: Config, found: Survey | None, timing: Ti
     """What is off before anything is trained: the same checks, by the same names, as while it trains."""
     optim, run = config.optim, config.run
     facts = Facts(run.steps, optim.global_batch_size, optim.lr, optim.warmup(run.steps), optim.clip, **task.facts())
+    if found:
+        facts = replace(facts, duplicates=found.duplicates, constant=found.constant)
     waiting = [{"step": step, "speed/data_wait": timing.waiting / timing.update} for step in range(RECENT)]
     said = [f"{check}: {message}" for check, message in findings(waiting, facts)]
     if found and len(found.broken) > UNREADABLE * found.looked_at:

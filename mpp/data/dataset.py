@@ -139,6 +139,15 @@ class ImageDataset:
         has_label = (self.labels >= 0).reshape(len(self), -1).any(1)
         return self if has_label.all() else self.select(np.flatnonzero(has_label))
 
+    def class_shares(self) -> dict[str, float]:
+        """Class, as a number -> its share of the labelled images, largest first; {} without labels, or with several."""
+        labelled = self.labelled()
+        if labelled is None or labelled.labels.ndim > 1:
+            return {}
+        classes, counts = np.unique(labelled.labels, return_counts=True)
+        largest_first = np.argsort(-counts, kind="stable")
+        return {str(classes[i]): float(counts[i] / counts.sum()) for i in largest_first}
+
     def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
         """The images cut in two at random by a seed: the rest, and `fraction` of them (at least one) as split `name`.
 

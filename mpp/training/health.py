@@ -46,9 +46,9 @@ class Facts:
     moving: bool = False
     """Whether targets change while they are learned, those of a moving average: losses then cannot be compared."""
     duplicates: float = 0.0
-    """Share of the held-out images, of those looked at, that are nearly the same as a training image."""
+    """Share of the held-out images that are copies of a training image; only `mpp check` looks for them."""
     constant: float = 0.0
-    """Share of the images looked at that show one colour alone."""
+    """Share of images of one colour; only `mpp check` looks for them."""
     largest_class: float = 0.0
     """Share of the labelled images that are of one class."""
     classes: int = 0
@@ -348,8 +348,8 @@ DOUBLE = 0.05
 def duplicates_across_the_cut(history: History, facts: Facts) -> str | None:
     """More than 5 % of the held-out images are nearly the same as a training image: held-out figures are too good.
 
-    See `twins` in mpp/data/survey.py. Measured: birds and CIFAR-10 0 %, digits at most 0.7 %, tiles of photographs at
-    most 4.0 %.
+    See `find_copies` in mpp/data/survey.py. Measured: birds and CIFAR-10 0 %, digits at most 0.7 %, tiles of
+    photographs at most 4.0 %.
     """
     if facts.duplicates <= DOUBLE:
         return None

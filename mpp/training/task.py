@@ -18,10 +18,8 @@ from mpp.data.identity import CLASS_NAMES_FIELD, identify_images
 from mpp.data.loader import BatchLayout, HeldOutLoader, training_loader
 from mpp.data.shards import Shards
 from mpp.data.stream import streaming_loader
-from mpp.data.survey import survey
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import FORKS
-from mpp.errors import UserError
 from mpp.features.metrics import Sums, add, total
 from mpp.features.probe import Probe
 from mpp.models.exporting import export_encoder
@@ -149,13 +147,8 @@ class ImageTask:
         known |= {"judged": self.probe.image_count if self.probe else len(self.held_out)}
         if isinstance(self.train, Shards):
             return known
-        try:
-            found = survey(self.train, self.held_out, self.data)
-        except UserError:  # images that cannot be read now
-            return known
-        largest = max(found.classes.values(), default=0.0)
-        known |= {"largest_class": largest, "classes": len(found.classes)}
-        return known | {"duplicates": found.duplicates, "constant": found.constant}
+        shares = self.train.class_shares()
+        return known | {"largest_class": max(shares.values(), default=0.0), "classes": len(shares)}
 
     def name(self, index: int) -> str:
         """What a person finds a training image by."""
