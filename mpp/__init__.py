@@ -1,42 +1,37 @@
 """mpp: self-supervised masked patch prediction for Vision Transformers.
 
     import mpp
+    from mpp.pretrain import pretrain
 
-    folder = mpp.pretrain({"run.steps": 600})     # the default run, with settings of yours
-    encoder = mpp.load_encoder(folder)            # timm's model
+    folder = pretrain({"run.steps": 600})             # the default run, with some settings changed
+    encoder = mpp.load_encoder(folder)                # a timm model
     features = mpp.extract_features(encoder, images)  # (B, D) of PIL images, or of a tensor (B, C, H, W)
 
-The shape vocabulary of the whole package: B images, N patches, K corrupted patches, D width, C classes, P patch side.
+`import mpp.models` registers our architectures with timm: `timm.create_model` then loads any exported encoder.
+
+Shapes in the whole package: B images, N patches, K corrupted patches, D width, C classes, P patch side.
 """
 
-import sys
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from mpp.config import Config
+
 __version__ = "0.1.0"
-__all__ = ["Config", "extract_features", "load_encoder", "pretrain"]
-PLACES = {"Config": "mpp.config", "extract_features": "mpp.features.frozen", "load_encoder": "mpp.models.encoder"}
+__all__ = ["Config", "extract_features", "load_encoder"]
 
 
 def __dir__() -> list[str]:
-    """What a notebook offers after `mpp.`"""
     return __all__
 
 
-def starts_a_command() -> bool:
-    """Whether this process is `mpp COMMAND`, which reads its settings before it loads torch."""
-    return Path(sys.argv[0]).stem == "mpp" if sys.argv else False
-
-
 def __getattr__(name: str) -> Any:
-    """What is loaded when somebody asks for it: datasets and command lines are not needed to load an encoder."""
-    if name == "pretrain":
-        return import_module("mpp.pretrain")  # which can be called
-    if name in PLACES:
-        return getattr(import_module(PLACES[name]), name)
+    """Import what needs torch when it is first used: commands print help without it."""
+    if name == "extract_features":
+        from mpp.features.frozen import extract_features
+
+        return extract_features
+    if name == "load_encoder":
+        from mpp.models.encoder import load_encoder
+
+        return load_encoder
     raise AttributeError(f"module mpp has no attribute {name}")
-
-
-if not starts_a_command():
-    import_module("mpp.models.vit")  # timm knows our architectures from here on

@@ -7,11 +7,9 @@ Hide half of an image's patches, and predict the mean colour of each from what i
 
 import dataclasses
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -229,7 +227,7 @@ def is_pretraining(folder: Path) -> bool:
 
 
 def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
-    """Pre-train as a config says: `mpp.pretrain({"data.path": "FOLDER", "run.steps": 600})`, in a notebook say.
+    """Pre-train as a config says: `pretrain({"data.path": "FOLDER", "run.steps": 600})`, in a notebook for example.
 
     Args:
         config: settings by name, as on the command line, `config` (a file or several) among them; or a whole config.
@@ -243,19 +241,6 @@ def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
         config = parse(Config, as_command_line(config or {}))
     refuse_idle(config)
     return train(config, Pretraining)
-
-
-class CallableModule(ModuleType):
-    """This module, which is `pretrain` when called.
-
-    `mpp.pretrain` is the file that launchers start, and once it is imported no function of `mpp` can have its name.
-    """
-
-    def __call__(self, config: Config | None = None) -> Path:
-        return pretrain(config)
-
-
-sys.modules[__name__].__class__ = CallableModule
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

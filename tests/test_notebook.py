@@ -15,19 +15,22 @@ from evaluation.frozen.encoder import load_frozen_encoder
 
 CELLS = """
 import dataclasses, sys
-import timm, mpp
+import mpp
+assert "torch" not in sys.modules
+import timm, mpp.models
 assert timm.is_model("mpp_vit") and "accelerate" not in sys.modules
+from mpp.pretrain import pretrain
 config = {"run.dir": sys.argv[1], "run.steps": 2, "run.precision": "fp32", "run.threads": 1, "run.report": False}
 config |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 32, "data.workers": 0}
-folder = mpp.pretrain(config | {"data.eval_images": 8, "config": ["birds", "corruption_15"], "corruption.rate": 0.5})
-assert mpp.pretrain(config | {"data.eval_images": 8}) == folder  # it is finished
+folder = pretrain(config | {"data.eval_images": 8, "config": ["birds", "corruption_15"], "corruption.rate": 0.5})
+assert pretrain(config | {"data.eval_images": 8}) == folder  # it is finished
 config = mpp.Config()
 encoder = mpp.load_encoder(folder)
 import torch
 images = torch.randint(0, 256, (3, 3, 40, 50), dtype=torch.uint8)
 print(tuple(mpp.extract_features(encoder, images).shape))
 try:
-    mpp.pretrain(dataclasses.replace(config, objective=dataclasses.replace(config.objective, grid=2)))
+    pretrain(dataclasses.replace(config, objective=dataclasses.replace(config.objective, grid=2)))
 except ValueError as error:
     print(error)
 """
@@ -81,6 +84,6 @@ def test_an_encoder_of_another_size_sees_images_of_that_size(finished_run):
 
 
 def test_what_the_package_has_is_offered_and_what_it_has_not_is_said():
-    assert set(dir(mpp)) == {"Config", "extract_features", "load_encoder", "pretrain"}
+    assert set(dir(mpp)) == {"Config", "extract_features", "load_encoder"}
     with pytest.raises(AttributeError, match="module mpp has no attribute train"):
         _ = mpp.train

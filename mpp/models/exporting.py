@@ -1,7 +1,7 @@
 """Write an encoder as a folder in timm's own layout (`model.safetensors`, `config.json`).
 
-timm loads it by `timm.create_model("local-dir:FOLDER", pretrained=True)`: after `import mpp` where the encoder is of
-mpp/models/vit.py, else without mpp.
+timm loads it by `timm.create_model("local-dir:FOLDER", pretrained=True)`: without mpp where it is a plain ViT, after
+`import mpp.models` where the encoder is of mpp/models/vit.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The paper's other Vision Transformers, on timm's parts (appendices D.4 and D.6): `mpp_vit`, registered with timm.
 
-After `import mpp`, `timm.create_model` rebuilds an exported one. A plain ViT stays timm's own class.
+After `import mpp.models`, `timm.create_model` rebuilds an exported one. A plain ViT stays timm's own class.
 
 B images, T tokens (prefix tokens first), N = rows x columns patches, D width.
 """

@@ -59,7 +59,7 @@ def model_card(
     """
     scalars = last_evaluation(folder)
     figures = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step")
-    ours = "import mpp  # timm then knows this architecture\n" if isinstance(encoder, VariantViT) else ""
+    ours = "import mpp.models  # timm then knows this architecture\n" if isinstance(encoder, VariantViT) else ""
     fields = dict(imports=f"{ours}import timm", tokens=describe_output(encoder))
     fields |= dict(kind=kind, tags="timm, image-feature-extraction" + (", self-supervised" * (not learned_labels)))
     fields |= dict(name=folder.name, model=model, method=method, images=images, step=scalars["step"], figures=figures)
