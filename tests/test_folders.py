@@ -17,8 +17,9 @@ from torchvision.datasets import ImageFolder
 from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.identity import identify_images
-from mpp.data.listing.folders import SPLITS, Walk
 from mpp.data.listing.images import list_images
+from mpp.data.listing.split_names import SPLIT_WORDS
+from mpp.data.listing.tree import walk_folder
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.output import printable
@@ -38,7 +39,7 @@ def is_name(text: str) -> bool:
 CHARACTERS = st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",))
 NAMES = (st.sampled_from(AWKWARD) | st.text(CHARACTERS, min_size=1, max_size=8)).filter(is_name)
 """Names of files."""
-CLASSES = NAMES.filter(lambda text: text.strip() and text.lower() not in SPLITS and not NUMBER.match(text))
+CLASSES = NAMES.filter(lambda text: text.strip() and text.lower() not in SPLIT_WORDS and not NUMBER.match(text))
 """Names of folders that are classes. Numbers have a test of their own."""
 
 
@@ -59,7 +60,7 @@ def test_plain_folders_are_those_of_torchvision(tree):
             for file in files:
                 save(f"{root}/{name}/{file}.png", kind)
         expected = ImageFolder(root)
-        ours = list_images(Walk(root).tree, ImagesConfig(path=root)).columns
+        ours = list_images(walk_folder(root), ImagesConfig(path=root)).columns
         assert [*zip(ours["image"], ours["label"].to_pylist(), strict=True)] == [
             (path, expected.classes[number]) for path, number in expected.samples
         ]
@@ -120,7 +121,7 @@ def test_splits_are_folders_of_their_names_at_the_top(tmp_path, place):
     save_classes(tmp_path / "data" / "train", CATS_AND_DOGS, 2)
     save_classes(tmp_path / "data" / place, CATS_AND_DOGS, 3)
     save(tmp_path / "data" / "train" / "cat" / "test" / "a.png", 0)
-    split = SPLITS[place.lower()]
+    split = SPLIT_WORDS[place.lower()]
     images = seen(tmp_path)
     if split == "train":
         assert {name: labels_of(of_split) for name, of_split in images.items()} == {
@@ -313,9 +314,9 @@ def test_the_order_of_a_file_system_does_not_matter(tmp_path, monkeypatch):
     found, scandir = [], os.scandir
     for order in range(5):
         monkeypatch.setattr(
-            "mpp.data.listing.folders.os.scandir", lambda path, order=order: Shuffled(path, scandir, order)
+            "mpp.data.listing.tree.os.scandir", lambda path, order=order: Shuffled(path, scandir, order)
         )
-        listing = list_images(Walk(str(tmp_path / "data")).tree, ImagesConfig())
+        listing = list_images(walk_folder(str(tmp_path / "data")), ImagesConfig())
         found.append((listing.columns["image"], sorted(listing.notes), sorted(listing.warnings)))
     assert all(each == found[0] for each in found)
 

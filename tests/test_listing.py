@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from colours import CATS_AND_DOGS, in_train, save, save_classes
 
-from mpp.data.listing.shared import PREFIX, shared_rows
+from mpp.data.listing.shared_table import TABLE_PREFIX, share_table
 from mpp.errors import UserError
 
 context = multiprocessing.get_context("fork")
@@ -34,7 +34,7 @@ def table(rows: int = 3) -> pa.Table:
 
 def files(place: Path) -> list[str]:
     """What is there, by the ends of names."""
-    assert all(file.name.startswith(f"{PREFIX}-") for file in place.iterdir())
+    assert all(file.name.startswith(f"{TABLE_PREFIX}-") for file in place.iterdir())
     return sorted(file.suffix for file in place.iterdir())
 
 
@@ -102,7 +102,7 @@ def test_processes_that_start_together_walk_once(place, tmp_path):
 
 def test_other_starts_have_tables_of_their_own(place):
     """Of the same images, on the same machine, at the same time."""
-    starts = [Started(lambda rank: len(shared_rows(table, "x")[0]), 2, MASTER_PORT=port) for port in ("1", "2")]
+    starts = [Started(lambda rank: len(share_table(table, "x")[0]), 2, MASTER_PORT=port) for port in ("1", "2")]
     assert [each.results for each in starts] == [{0: 3, 1: 3}] * 2
     assert files(place).count(".arrow") == 2
     for each in starts:
@@ -126,42 +126,42 @@ def test_a_killed_process_leaves_nothing_for_long(place, monkeypatch, writing):
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    alive = Started(lambda rank: len(shared_rows(table, "x")[0]), 2)
+    alive = Started(lambda rank: len(share_table(table, "x")[0]), 2)
     kept = {*place.iterdir()}
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         if writing:
             patch.setattr(pa.ipc, "new_stream", die)
-        dead = context.Process(target=lambda: (shared_rows(table, "y"), die()))
+        dead = context.Process(target=lambda: (share_table(table, "y"), die()))
         dead.start()
         dead.join(SOON)
     assert dead.exitcode == -signal.SIGKILL
     left = {file.suffix for file in {*place.iterdir()} - kept}
     assert left == {".partial" if writing else ".arrow", ".lock"}
-    rows, _ = shared_rows(table, "x")
+    rows, _ = share_table(table, "x")
     assert len(rows) == 3 and kept <= {*place.iterdir()} and files(place) == [".arrow", ".arrow", ".lock"]
     alive.wait()
     assert files(place) == [".arrow"]
 
 
 def test_a_number_of_a_process_that_is_taken_again_is_another_process(place):
-    rows, _ = shared_rows(table, "x")
+    rows, _ = share_table(table, "x")
     (file,) = place.glob("*.arrow")
     start, writer, end = file.name.rsplit(".", 2)
     other = file.with_name(f"{start[:-4]}0000.{writer.partition('_')[0]}_1_00.{end}")
     other.write_bytes(file.read_bytes())
-    shared_rows(table, "y")
+    share_table(table, "y")
     assert file.exists() and not other.exists() and len(rows) == 3
 
 
 def test_a_fork_removes_nothing(place):
-    rows, _ = shared_rows(table, "x")
+    rows, _ = share_table(table, "x")
 
     def end_as_a_loader(_):
-        from mpp.data.listing import shared
+        from mpp.data.listing.shared_table import remove_at_exit
 
         (file,) = place.glob("*.arrow")
-        shared.remove(file, os.getppid())
+        remove_at_exit(file, os.getppid())
 
     Started(end_as_a_loader).wait()
     assert files(place) == [".arrow"] and rows[2]["number"] == 2
@@ -173,18 +173,18 @@ def test_a_disk_that_is_full_is_named(place):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(UserError, match=rf"cannot be written to {place} \(.*too large.*\); TMPDIR names another"):
-            shared_rows(lambda: table(100_000), "x")
+            share_table(lambda: table(100_000), "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ".arrow" not in files(place) and ".partial" not in files(place)
-    assert len(shared_rows(lambda: table(100_000), "x")[0]) == 100_000
+    assert len(share_table(lambda: table(100_000), "x")[0]) == 100_000
 
 
 def test_a_place_that_is_none_is_named(place, monkeypatch):
     (place / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(place / "file" / "in it"))
     with pytest.raises(UserError, match=rf"cannot be written to {place}/file/in it \(.*; TMPDIR names another place"):
-        shared_rows(table, "x")
+        share_table(table, "x")
 
 
 def test_what_keeps_a_folder_from_being_listed_is_said(place, image_folder, monkeypatch):
@@ -193,7 +193,7 @@ def test_what_keeps_a_folder_from_being_listed_is_said(place, image_folder, monk
     def scandir(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("mpp.data.listing.folders.os.scandir", scandir)
+    monkeypatch.setattr("mpp.data.listing.tree.os.scandir", scandir)
     words = rf"data\.path is {image_folder}, which cannot be loaded: .*Permission denied: '{image_folder}'$"
     with pytest.raises(UserError, match=words):
         in_train(image_folder)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_folders import ACUTE, DECOMPOSED, NAMES
 
 from mpp.config import DataConfig, ImagesConfig
-from mpp.data.listing.lists import label_column, read_list
+from mpp.data.listing.lists import read_list, to_label_column
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
@@ -82,7 +82,7 @@ def test_text_is_text_and_only_a_blank_is_no_label(name, labels):
         WAYS[name](file, [{"file_name": f"{number}.png", "label": text} for number, text in enumerate(labels)])
         found = read_list(str(file), ImagesConfig())
     assert found.files == [f"{number}.png" for number in range(len(labels))]
-    assert label_column(found.columns["label"]) == [text if text.strip() else None for text in labels]
+    assert to_label_column(found.columns["label"]) == [text if text.strip() else None for text in labels]
 
 
 @every_way

@@ -310,7 +310,7 @@ def test_many_samples_cost_one_read_of_a_shard(tmp_path, monkeypatch):
         return real(file, *args, **options)
 
     stat = os.stat
-    monkeypatch.setattr("mpp.data.listing.tars.open", counted, raising=False)
+    monkeypatch.setattr("mpp.data.listing.tar_members.open", counted, raising=False)
     monkeypatch.setattr(os, "stat", lambda *args, **options: (calls.update(["stat"]), stat(*args, **options))[1])
     rows = load_splits(DataConfig(path=str(tmp_path)))["train"]
     assert len(rows) == 300 and len([file for file in opened if file.endswith(".tar")]) == 4

@@ -15,9 +15,9 @@ from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source
 from mpp.data.decoding import decode
 from mpp.data.decoding.checks import check_numbers
-from mpp.data.listing import tars
-from mpp.data.listing.formats import ARRAYS
-from mpp.data.listing.table import as_path
+from mpp.data.listing.formats import ARRAY_EXTENSIONS
+from mpp.data.listing.image_table import decode_path
+from mpp.data.listing.tar_members import is_member_path, member_name, read_member
 from mpp.data.retry import retried
 from mpp.errors import UnreadableImage, UserError, one_line
 
@@ -65,9 +65,9 @@ def read_encoded(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
         raise UnreadableImage("no bytes: neither an image nor the name of a file")
     if cell["bytes"] is not None:
         return cell["bytes"]
-    path = as_path(cell["path"])
-    if tars.MEMBER.fullmatch(path):
-        return retried(partial(tars.read_member, path), tars.name_of_member(path), retries)
+    path = decode_path(cell["path"])
+    if is_member_path(path):
+        return retried(partial(read_member, path), member_name(path), retries)
     if "://" in path:
         # A file system over a network may raise any error.
         return retried(partial(read_url, path), path, retries, Exception)
@@ -85,7 +85,7 @@ def cell_file_name(cell: Any) -> str | None:
     path = cell.get("path") if isinstance(cell, dict) else None
     if not path:
         return None
-    return tars.name_of_member(as_path(path))
+    return member_name(decode_path(path))
 
 
 def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
@@ -116,7 +116,7 @@ def image_columns(features: datasets.Features) -> list[str]:
     for name, feature in features.items():
         if isinstance(feature, datasets.Image) or is_cell(feature):
             files.append(name)
-        if is_array(feature) or f".{name}" in ARRAYS:
+        if is_array(feature) or f".{name}" in ARRAY_EXTENSIONS:
             arrays.append(name)
         if find_array_dtype(feature):
             nested_lists.append(name)

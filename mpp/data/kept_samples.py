@@ -20,7 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
-from mpp.data.listing.formats import SHARDS
+from mpp.data.listing.formats import SHARD_BUILDERS
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.lock import hold
@@ -102,7 +102,7 @@ def list_stream_files(config: ImagesConfig) -> FileStamps | None:
         unlisted = f"{describe_source(config)} cannot be listed ({reason})"
         print(f"warning: {unlisted}; the images to evaluate on are read at every start", file=sys.stderr)
         return None
-    shards = [file for file in files if file[0].endswith(tuple(SHARDS))]
+    shards = [file for file in files if file[0].endswith(tuple(SHARD_BUILDERS))]
     return shards or files  # a folder of shards may have other files that change
 
 

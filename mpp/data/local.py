@@ -1,8 +1,9 @@
-"""Images on this machine: folders, archives, shards, and what the library has saved."""
+"""Images on this machine: folders, archives, shards, and datasets that `save_to_disk` of `datasets` wrote."""
 
 import dataclasses
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,110 +15,138 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
 from mpp.data.columns import BINARY_TYPES, CELL_FIELDS, find_array_dtype, is_cell
-from mpp.data.data_path import describe_source
-from mpp.data.listing import tars
-from mpp.data.listing.archives import ARCHIVES, is_archive, unpacked
-from mpp.data.listing.folders import Tree, Walk
-from mpp.data.listing.formats import SHARDS, TABLES, ending
+from mpp.data.data_path import describe_source, is_url
+from mpp.data.listing.archives import ARCHIVE_EXTENSIONS, is_archive, unpack_archive
+from mpp.data.listing.formats import SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
+from mpp.data.listing.image_table import Listing, SharedListing, share_listing
 from mpp.data.listing.images import list_images
 from mpp.data.listing.links import plain_path
-from mpp.data.listing.table import Listing, shared, split_order
+from mpp.data.listing.split_names import split_of_shard, split_order
+from mpp.data.listing.tars import list_shards, stream_shards
+from mpp.data.listing.tree import Tree, walk_folder
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
 
-QUIET = datasets.DownloadConfig(disable_tqdm=True)  # what is here is not downloaded
-SAYS_SPLITS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
+QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
+CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 
 
 def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of a file or folder of this machine."""
     if is_archive(path.name) and path.is_file():
-        path = unpacked(path)
+        path = unpack_archive(path) or path
     if path.is_file():
-        if ending(path.name) not in SHARDS:
-            raise UserError(f"data.path is {config.path}; a single file must be {' or '.join([*SHARDS, *ARCHIVES])}")
-        refuse_idle_names(config)
+        if extension_of(path.name) not in SHARD_BUILDERS:
+            allowed = " or ".join([*SHARD_BUILDERS, *ARCHIVE_EXTENSIONS])
+            raise UserError(f"data.path is {config.path}; a single file must be {allowed}")
+        refuse_settings_of_folders(config)
         return load_shards({"train": [str(path.absolute())]}, config, streaming)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        refuse_idle_names(config)
+        refuse_settings_of_folders(config)
         saved = datasets.load_from_disk(plain_path(path))
         return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
-    if says_splits(path):
+    if has_card_with_configs(path):
         require(config.labels is None, "data.labels", config.labels, "left out: README.md says what the images are")
         return load_by_card(path, config, streaming)
     require(config.name is None, "data.name", config.name, f"left out: {path} has no README.md with configs")
-    found = shared(describe_source(config), lambda: listing_of(path, config, streaming), listing_key(config, streaming))
-    return found.splits or load_shards(found.shards, config, streaming)
+    listing = share_folder_listing(path, config, streaming)
+    return listing.splits or load_shards(listing.shards, config, streaming)
 
 
-def refuse_idle_names(config: ImagesConfig) -> None:
-    """Refuse settings of what has configs or lists of images, where there are none."""
+def refuse_settings_of_folders(config: ImagesConfig) -> None:
+    """Refuse settings for folders with configs or lists of images, where there are none."""
     require(config.name is None, "data.name", config.name, f"left out: {config.path} has no configs")
     require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
 
 
+def has_card_with_configs(folder: Path) -> bool:
+    """Whether a folder's README.md is a dataset card that declares configs, as those of the hub do."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return False
+    return CARD_WITH_CONFIGS.match(card.read_text(encoding="utf-8", errors="replace")) is not None
+
+
 def load_by_card(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of a folder whose README.md says which files these are: by the library, but for tar shards."""
+    """The splits of a folder whose README.md declares their files: by `datasets`, but for tar shards."""
     builder = datasets.load_dataset_builder(plain_path(path), config.name, download_config=QUIET)
     if isinstance(builder, WebDataset):
-        return load_shards(
-            {str(split): [*files] for split, files in builder.config.data_files.items()}, config, streaming
-        )
+        return load_shards(declared_files(builder), config, streaming)
     return datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
 
 
+def declared_files(builder: datasets.DatasetBuilder) -> dict[str, list[str]]:
+    """The files of each split, as a builder of `datasets` has found them."""
+    return {str(split): list(files) for split, files in builder.config.data_files.items()}
+
+
+def share_folder_listing(path: Path, config: ImagesConfig, streaming: bool) -> SharedListing:
+    """The images or shards of a folder: see `list_folder`."""
+    make = partial(list_folder, path, config, streaming)
+    return share_listing(make, describe_source(config), listing_key(config, streaming))
+
+
+def share_tar_listing(shards: dict[str, list[str]], config: ImagesConfig) -> dict[str, datasets.Dataset]:
+    """The images of tar shards on this machine, by split."""
+    make = partial(list_shards, shards, config)
+    return share_listing(make, describe_source(config), listing_key(config, streaming=False)).splits
+
+
 def listing_key(config: ImagesConfig, streaming: bool) -> str:
-    """What a listing is made from."""
+    """All that a listing is made from."""
     return repr((streaming, dataclasses.asdict(config)))
 
 
-def listing_of(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
-    """What is in a folder: images one by one, or the shards that hold them.
+def list_folder(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
+    """The images of a folder one by one, or the shards that hold them.
 
     Raises:
-        UserError: nothing, or shards of several kinds.
+        UserError: there are no images, or shards of several kinds.
     """
-    root = os.path.abspath(path)
-    tree = Walk(root).tree
-    leave_out_what_is_beside(tree)
+    tree = walk_folder(os.path.abspath(path))
+    if tree.shards and tree.folders:
+        choose_images_or_shards(tree)
     if tree.shards:
-        return listing_of_shards(tree, config, streaming)
+        return list_folder_of_shards(tree, config, streaming)
     if len(tree) == 0:
-        left_out = [*tree.left_out.lines(images=True), *tree.left_out.lines(images=False)]
-        raise UserError(f"data.path is {config.path}, which holds no images{'; '.join(['', *left_out])}")
+        refuse_empty(config, [*tree.left_out.lines(images=True), *tree.left_out.lines(images=False)])
     listing = list_images(tree, config, getattr(config, "mask_column", None))
     if len(listing) == 0:
-        raise UserError(f"data.path is {config.path}, which holds no images{'; '.join(['', *listing.warnings])}")
+        refuse_empty(config, listing.warnings)
     return listing
 
 
-def leave_out_what_is_beside(tree: Tree) -> None:
-    """Of a folder with loose images and shards, keep what is meant: tables that have images, and tars where there are
-    not more loose images than tars; else the images."""
-    if not (tree.shards and tree.folders):
-        return
-    tars_count = sum(ending(path) not in TABLES for _, path in tree.shards)
-    kept = [
-        (parts, path)
-        for parts, path in tree.shards
-        if (holds_images(path) if ending(path) in TABLES else len(tree) <= tars_count)
-    ]
+def refuse_empty(config: ImagesConfig, reasons: list[str]) -> None:
+    """Raise UserError for a folder without images."""
+    raise UserError("; ".join([f"data.path is {config.path}, which holds no images", *reasons]))
+
+
+def choose_images_or_shards(tree: Tree) -> None:
+    """Leave out loose images, or the shards next to them.
+
+    Tables are kept if they have images, and tars if there are at least as many as loose images. If any shard is kept,
+    loose images are left out.
+    """
+    tar_count = sum(extension_of(path) not in TABLE_EXTENSIONS for _, path in tree.shards)
+    kept = []
     for parts, path in tree.shards:
-        if (parts, path) not in kept:
-            what = "tables without images" if ending(path) in TABLES else "tars next to images"
-            tree.left_out.add(what, "/".join((*parts, os.path.basename(path))))
+        is_table = extension_of(path) in TABLE_EXTENSIONS
+        if holds_images(path) if is_table else len(tree) <= tar_count:
+            kept.append((parts, path))
+        else:
+            reason = "tables without images" if is_table else "tars next to images"
+            tree.left_out.add(reason, "/".join((*parts, os.path.basename(path))))
     tree.shards = kept
     if kept:
         for folder in tree.folders:
-            first = "/".join((*folder.parts, folder.files[0]))
-            tree.left_out.add("images next to shards", first, len(folder.files))
+            tree.left_out.add("images next to shards", folder.first, len(folder.files))
         tree.folders = []
 
 
 def holds_images(table: str) -> bool:
     """Whether a parquet or arrow file has a column of images; not where it cannot be read."""
     try:
-        if ending(table) == ".parquet":
+        if extension_of(table) == ".parquet":
             schema = pq.read_schema(table)
         else:
             with pa.memory_map(table) as file:
@@ -125,68 +154,70 @@ def holds_images(table: str) -> bool:
         features = datasets.Features.from_arrow_schema(schema)
     except LOADING_ERRORS:
         return False
-    return any(
-        isinstance(each, datasets.Image)
-        or is_cell(each)
-        or getattr(each, "dtype", "") in BINARY_TYPES
-        or find_array_dtype(each)
-        for each in features.values()
-    )
+    return any(can_hold_images(feature) for feature in features.values())
 
 
-def listing_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
-    """The shards of a folder, or the images in them where they are tars that are to be indexed."""
-    if len(tree.kinds) > 1:
-        raise UserError(
-            f"data.path is {config.path}, which holds shards of several kinds: {', '.join(sorted(tree.kinds))}"
-        )
+def can_hold_images(feature: Any) -> bool:
+    """Whether a column may hold image files or arrays."""
+    if isinstance(feature, datasets.Image) or is_cell(feature):
+        return True
+    return getattr(feature, "dtype", "") in BINARY_TYPES or find_array_dtype(feature) is not None
+
+
+def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
+    """The shards of a folder; of tars that are not streamed, the images in them."""
+    extensions = tree.shard_extensions
+    if len(extensions) > 1:
+        kinds = ", ".join(sorted(extensions))
+        raise UserError(f"data.path is {config.path}, which holds shards of several kinds: {kinds}")
     require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
     for parts, path in tree.lists:
         tree.left_out.add("lists of images next to shards", "/".join((*parts, os.path.basename(path))))
     shards: dict[str, list[str]] = {}
-    for parts, file in tree.shards:
-        shards.setdefault(tars.split_of(file, parts), []).append(file)
-    if not (tree.kinds & TABLES or streaming):
-        return tars.list_shards(shards, config).with_left_out(tree.left_out)
-    in_order = {split: shards[split] for split in sorted(shards, key=split_order)}
-    return Listing(shards=in_order).with_left_out(tree.left_out)
-
-
-def says_splits(folder: Path) -> bool:
-    """Whether a folder's README.md is a dataset card that says what its splits are, as those of the hub do."""
-    card = folder / "README.md"
-    return card.is_file() and SAYS_SPLITS.match(card.read_text(encoding="utf-8", errors="replace")) is not None
+    for parts, path in tree.shards:
+        shards.setdefault(split_of_shard(path, parts), []).append(path)
+    if streaming or extensions <= TABLE_EXTENSIONS:
+        listing = Listing(shards={split: shards[split] for split in sorted(shards, key=split_order)})
+    else:
+        listing = list_shards(shards, config)
+    listing.add_left_out(tree.left_out)
+    return listing
 
 
 def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of shards on this machine: tables by the library, tars by us."""
-    (kind,) = {ending(file) for files in shards.values() for file in files}
-    if kind not in TABLES:
+    """The splits of shards on this machine: tables by `datasets`, tars by mpp.
+
+    Args:
+        shards: split -> files, all with the same extension.
+    """
+    (extension,) = {extension_of(file) for files in shards.values() for file in files}
+    if extension not in TABLE_EXTENSIONS:
         if streaming:
-            return {split: tars.stream_of(files, config) for split, files in shards.items()}
-        return shared(
-            describe_source(config), lambda: tars.list_shards(shards, config), listing_key(config, streaming)
-        ).splits
+            return {split: stream_shards(files, config) for split, files in shards.items()}
+        return share_tar_listing(shards, config)
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
         if not streaming:
             refuse_other_classes(files)
-        plain = {split: [plain_path(Path(file)) for file in files]}
-        options = dict(data_files=plain, streaming=streaming, download_config=QUIET)
-        splits[split] = datasets.load_dataset(SHARDS[kind], **options)[split]
-    return splits if streaming else with_found_paths(splits, shards)
+        data_files = {split: [plain_path(Path(file)) for file in files]}
+        builder = SHARD_BUILDERS[extension]
+        loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)
+        splits[split] = loaded[split]
+    if streaming:
+        return splits
+    folders = sorted({os.path.dirname(file) for files in shards.values() for file in files})
+    return {split: resolve_relative_paths(rows, folders) for split, rows in splits.items()}
 
 
 def refuse_other_classes(files: list[str]) -> None:
-    """Refuse parquet files of one split that declare other classes, or another order of these: the library would take
-    those of the first for all.
+    """Refuse parquet files of one split that declare different classes: `datasets` would take those of the first.
 
     Raises:
-        UserError: there are such.
+        UserError: a file declares other classes than the first, or another order of these.
     """
-    first: dict[str, list[str]] = {}
+    first_names: dict[str, list[str]] = {}
     for file in files:
-        if ending(file) != ".parquet":
+        if extension_of(file) != ".parquet":
             return
         try:
             features = datasets.Features.from_arrow_schema(pq.read_schema(file))
@@ -194,47 +225,50 @@ def refuse_other_classes(files: list[str]) -> None:
             raise ValueError(f"{file}: {one_line(error)}") from error
         for column, feature in features.items():
             names = getattr(feature, "names", None)
-            if names is not None and first.setdefault(column, names) != names:
+            if names is not None and first_names.setdefault(column, names) != names:
                 raise UserError(f"{file} declares other classes in {column} than {files[0]}, or another order of these")
 
 
-def with_found_paths(splits: dict[str, datasets.Dataset], shards: dict[str, list[str]]) -> dict[str, datasets.Dataset]:
-    """The same, with the paths of image files that are relative to the table that names them."""
-    folders = sorted({os.path.dirname(file) for files in shards.values() for file in files})
-    return {split: with_paths_from(rows, folders) for split, rows in splits.items()}
+def resolve_relative_paths(rows: datasets.Dataset, folders: list[str]) -> datasets.Dataset:
+    """Rows whose paths of image files are absolute.
 
-
-def with_paths_from(rows: datasets.Dataset, folders: list[str]) -> datasets.Dataset:
-    """Rows with the paths of image files from one of these folders on."""
+    Args:
+        folders: those of the tables, where relative paths start.
+    """
+    columns = rows.column_names
     for column, feature in rows.features.items():
-        paths = paths_in(rows, column, feature)
+        paths = relative_paths(rows, column, feature)
         if paths is None:
             continue
-        found = [path and find_below(path, folders) for path in paths.to_pylist()]
-        cells = pa.StructArray.from_arrays(
-            [pa.nulls(len(found), pa.binary()), pa.array(found, pa.string())], CELL_FIELDS
-        )
-        order = rows.column_names
+        resolved = pa.array([path and find_file(path, folders) for path in paths], pa.string())
+        cells = pa.StructArray.from_arrays([pa.nulls(len(resolved), pa.binary()), resolved], CELL_FIELDS)
         rows = rows.remove_columns([column]).add_column(column, cells, feature=datasets.Image(decode=False))
-        rows = rows.select_columns(order)
+        rows = rows.select_columns(columns)
     return rows
 
 
-def paths_in(rows: datasets.Dataset, column: str, feature: Any) -> pa.ChunkedArray | None:
-    """The names of files in a column of images that has no bytes, where some are relative; None: it is another one."""
+def relative_paths(rows: datasets.Dataset, column: str, feature: Any) -> list[str | None] | None:
+    """The paths in a column of images without bytes, if some are relative; None: it is another column."""
     if not (isinstance(feature, datasets.Image) or is_cell(feature)) or len(rows) == 0:
         return None
     cells = rows.with_format("arrow").select_columns([column])[:].column(0)
-    if pc.struct_field(cells, CELL_FIELDS[0]).null_count < len(cells):
+    if pc.struct_field(cells, "bytes").null_count < len(cells):
         return None
-    paths = pc.struct_field(cells, CELL_FIELDS[1])
-    known = [path for path in paths.to_pylist() if path]
-    return paths if any("://" not in path and not os.path.isabs(path) for path in known) else None
+    paths = pc.struct_field(cells, "path").to_pylist()
+    return paths if any(is_relative(path) for path in paths if path) else None
 
 
-def find_below(path: str, folders: list[str]) -> str:
-    """A file by its name from one of some folders on; the first where it is in none."""
-    if "://" in path or os.path.isabs(path):
+def is_relative(path: str) -> bool:
+    """Whether a path in a table is neither absolute nor a URL."""
+    return not is_url(path) and not os.path.isabs(path)
+
+
+def find_file(path: str, folders: list[str]) -> str:
+    """A file by its path, which may start from one of some folders; from the first where it is in none."""
+    if not is_relative(path):
         return path
     places = [os.path.join(folder, path) for folder in folders]
-    return next((place for place in places if os.path.exists(place)), places[0])
+    for place in places:
+        if os.path.exists(place):
+            return place
+    return places[0]

@@ -12,119 +12,120 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
-from mpp.data.data_path import describe_source, is_hub_dataset
+from mpp.data.data_path import is_hub_dataset
 from mpp.data.hub import check_commit
-from mpp.data.listing import tars
-from mpp.data.listing.folders import Walk
-from mpp.data.listing.formats import SHARDS
-from mpp.data.listing.table import shared
-from mpp.data.local import listing_key, listing_of, says_splits
+from mpp.data.listing.formats import SHARD_BUILDERS
+from mpp.data.listing.tars import stream_shards
+from mpp.data.listing.tree import walk_folder
+from mpp.data.local import declared_files, has_card_with_configs, share_folder_listing, share_tar_listing
 from mpp.data.retry import SERVER_ERRORS, retried
 from mpp.errors import UserError
 
 
 def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of a dataset of the hub: by the library, but for loose pictures and tar shards."""
-    known = dict(name=config.name, revision=config.revision)
-    offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    if offline and (folder := downloaded_pictures(config)) and not streaming:
-        return pictures_in(folder, config)
-    builder = datasets.load_dataset_builder(config.path, **known)
+    """The splits of a dataset of the hub: by `datasets`, but for loose pictures and tar shards."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE and not streaming:
+        folder = downloaded_pictures(config)
+        if folder is not None:
+            return share_folder_listing(folder, config, streaming=False).splits
+    builder = datasets.load_dataset_builder(config.path, name=config.name, revision=config.revision)
     if isinstance(builder, WebDataset):
-        return load_far_shards(
-            {str(split): [*files] for split, files in builder.config.data_files.items()}, config, streaming
-        )
+        return load_remote_tars(declared_files(builder), config, streaming)
     if isinstance(builder, ImageFolder):
         if streaming:
-            without = "leave out data.streaming, or make shards by mpp prepare"
-            raise UserError(f"data.path holds image files, no shards: {without}")
+            advice = "leave out data.streaming, or make shards by mpp prepare"
+            raise UserError(f"data.path holds image files, no shards: {advice}")
         folder = Path(huggingface_hub.snapshot_download(config.path, repo_type="dataset", revision=config.revision))
-        if not says_splits(folder):
-            return pictures_in(folder, config)
+        if not has_card_with_configs(folder):
+            return share_folder_listing(folder, config, streaming=False).splits
     require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
-    splits = datasets.load_dataset(config.path, streaming=streaming, **known)
+    splits = datasets.load_dataset(config.path, name=config.name, revision=config.revision, streaming=streaming)
     check_commit(splits, config)
     return splits
 
 
-def pictures_in(folder: Path, config: ImagesConfig) -> dict[str, Any]:
-    """The splits of loose pictures that were downloaded."""
-    return shared(describe_source(config), lambda: listing_of(folder, config, False), listing_key(config, False)).splits
-
-
 def downloaded_pictures(config: ImagesConfig) -> Path | None:
-    """Where the hub's cache has the loose pictures of a dataset; None: it has none."""
+    """The folder of loose pictures of a dataset in the hub's cache; None: there is none."""
     try:
-        known = dict(repo_type="dataset", revision=config.revision, local_files_only=True)
-        folder = Path(huggingface_hub.snapshot_download(config.path, **known))
+        downloaded = huggingface_hub.snapshot_download(
+            config.path, repo_type="dataset", revision=config.revision, local_files_only=True
+        )
     except OSError:  # huggingface_hub's LocalEntryNotFoundError is one
         return None
-    tree = Walk(str(folder)).tree
-    return folder if tree.folders and not tree.shards and not says_splits(folder) else None
+    tree = walk_folder(downloaded)
+    is_loose = tree.folders and not tree.shards and not has_card_with_configs(Path(downloaded))
+    return Path(downloaded) if is_loose else None
 
 
-def load_far_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+def load_remote_tars(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of tar shards at URLs: as streams, or downloaded and indexed."""
     if streaming:
-        return {split: tars.stream_of(files, config) for split, files in shards.items()}
-    here = datasets.DownloadManager().download(shards)
-    return shared(
-        describe_source(config), lambda: tars.list_shards(here, config), listing_key(config, streaming)
-    ).splits
+        return {split: stream_shards(files, config) for split, files in shards.items()}
+    return share_tar_listing(datasets.DownloadManager().download(shards), config)
 
 
 def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
-    """What `load` loads, tried again while its server is away; later reads are tried again by us alone.
+    """Call `load`, again and again while its server is away. Later reads are tried again by mpp alone.
 
-    The library would try a stream's reads again for an hour, in which no signal is heard.
+    `datasets` would try a stream's reads again for an hour, in which no signal is heard.
     """
     for name in ("OPEN", "READ", "READ_SERVER_UNAVAILABLE", "READ_RATE_LIMIT"):
         setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
-    datasets.config.STREAMING_OPEN_MAX_RETRIES = datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    offline = is_hub_dataset(config) and huggingface_hub.constants.HF_HUB_OFFLINE  # by choice, for good
-    return load() if offline else retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1
+    if is_hub_dataset(config) and huggingface_hub.constants.HF_HUB_OFFLINE:
+        return load()  # offline by choice, for good
+    return retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
 
 
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of the shards at a URL."""
     require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
-    kind, files = files_at(config.path)
-    if kind == SHARDS[".tar"]:
-        found = {split: [*files_like(patterns)] for split, patterns in files.items()}
-        return load_far_shards(found, config, streaming)
-    return datasets.load_dataset(kind, data_files=files, streaming=streaming)
+    builder, patterns_by_split = find_shards(config.path)
+    if builder == SHARD_BUILDERS[".tar"]:
+        shards = {split: list(files_matching(patterns)) for split, patterns in patterns_by_split.items()}
+        return load_remote_tars(shards, config, streaming)
+    return datasets.load_dataset(builder, data_files=patterns_by_split, streaming=streaming)
 
 
-def files_like(patterns: str | list[str]) -> Iterator[str]:
-    """The URLs of the files that patterns mean, each once, in order."""
-    found: dict[str, None] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+def files_matching(patterns: list[str]) -> Iterator[str]:
+    """The URLs of the files that match patterns, each once, in order."""
+    seen: set[str] = set()
+    for pattern in patterns:
         system, path = fsspec.url_to_fs(pattern)
-        found |= dict.fromkeys(map(system.unstrip_protocol, sorted(system.glob(path)) if "*" in path else [path]))
-    yield from found
+        paths = sorted(system.glob(path)) if "*" in path else [path]
+        for url in map(system.unstrip_protocol, paths):
+            if url not in seen:
+                seen.add(url)
+                yield url
 
 
-def files_at(url: str) -> tuple[str, dict[str, Any]]:
-    """The kind of the shards at a URL that fsspec knows, and the files of each split.
+def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
+    """The builder of `datasets` for the shards at a URL that fsspec knows, and the files of each split, or patterns.
 
     Args:
-        url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders say their split.
+        url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders have the splits.
     """
-    if Path(url).suffix in SHARDS:
-        return SHARDS[Path(url).suffix], {"train": url}
+    extension = Path(url).suffix
+    if extension in SHARD_BUILDERS:
+        return SHARD_BUILDERS[extension], {"train": [url]}
     system, root = fsspec.url_to_fs(url)
-    ends = {Path(file).suffix for file in system.find(root)} & SHARDS.keys()
-    if len(ends) != 1:
-        raise UserError(f"it must hold files of one sort of {', '.join(SHARDS)}; it has {sorted(ends) or 'none'}")
-    end, folder = ends.pop(), url.rstrip("/")
-    return SHARDS[end], {
-        str(split): [f"{folder}/{pattern_of(pattern, end)}" for pattern in patterns]
-        for split, patterns in get_data_patterns(url).items()
-    }
+    extensions = {Path(file).suffix for file in system.find(root)} & SHARD_BUILDERS.keys()
+    if len(extensions) != 1:
+        raise UserError(
+            f"it must hold files of one sort of {', '.join(SHARD_BUILDERS)}; it has {sorted(extensions) or 'none'}"
+        )
+    (extension,) = extensions
+    folder = url.rstrip("/")
+    patterns_by_split = {}
+    for split, patterns in get_data_patterns(url).items():
+        narrowed = [with_extension(pattern, extension) for pattern in patterns]
+        patterns_by_split[str(split)] = [f"{folder}/{pattern}" for pattern in narrowed]
+    return SHARD_BUILDERS[extension], patterns_by_split
 
 
-def pattern_of(pattern: str, end: str) -> str:
-    """The library's pattern, for files with this ending alone: there may be others beside them."""
+def with_extension(pattern: str, extension: str) -> str:
+    """A pattern of `datasets`, for files with this extension alone: there may be others beside them."""
     if pattern.endswith("**"):
-        return f"{pattern}/*{end}"
-    return pattern.removesuffix(".*").removesuffix(end) + end
+        return f"{pattern}/*{extension}"
+    return pattern.removesuffix(".*").removesuffix(extension) + extension

@@ -1,4 +1,4 @@
-"""Archives of image files: unpacked once, into the library's cache."""
+"""Archives of image files: unpacked once, into the cache of `datasets`."""
 
 import hashlib
 import shutil
@@ -8,38 +8,43 @@ import datasets
 
 from mpp.runtime.lock import hold
 
-ARCHIVES = (".zip", ".tar.gz", ".tgz")
+ARCHIVE_EXTENSIONS = (".zip", ".tar.gz", ".tgz")
 
 
 def is_archive(name: str) -> bool:
     """Whether a file's name is that of an archive, in small or capital letters."""
-    return name.lower().endswith(ARCHIVES)
+    return name.lower().endswith(ARCHIVE_EXTENSIONS)
 
 
-def stem_of(name: str) -> str:
-    """An archive's name without its ending."""
-    return next(name[: -len(end)] for end in ARCHIVES if name.lower().endswith(end))
+def archive_stem(name: str) -> str:
+    """An archive's name without its extension."""
+    for extension in ARCHIVE_EXTENSIONS:
+        if name.lower().endswith(extension):
+            return name[: -len(extension)]
+    return name
 
 
-def unpacked(archive: Path) -> Path:
-    """An archive's files in the library's cache, whole: known by the archive's place, size and time.
+def unpack_archive(archive: Path) -> Path | None:
+    """The folder of an archive's files in the cache, complete: known by the archive's path, size and time.
 
-    The library alone would take what a full disk has left of them, or those of an earlier archive in that place.
+    `datasets` alone would take the files that a full disk left, or those of an earlier archive in that place.
 
     Returns:
-        Their folder; the archive itself where it is none.
+        None: the file is no archive.
     """
-    known = archive.resolve(), archive.stat().st_size, archive.stat().st_mtime_ns
+    status = archive.stat()
+    identity = (archive.resolve(), status.st_size, status.st_mtime_ns)
     cache = Path(datasets.config.EXTRACTED_DATASETS_PATH).absolute()
-    place = cache / hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-    whole, aside = place / "files", place / "partial"
+    place = cache / hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    complete = place / "files"
+    partial = place / "partial"
     with hold(place, "HF_DATASETS_CACHE", wait=True):
-        if not whole.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            options = datasets.DownloadConfig(cache_dir=aside, disable_tqdm=True)
-            made = Path(datasets.DownloadManager(download_config=options).extract(str(archive)))
-            if not made.is_relative_to(aside):  # the user's own file, which is no archive
-                return archive
-            made.replace(whole)
-            shutil.rmtree(aside, ignore_errors=True)
-    return whole
+        if not complete.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            options = datasets.DownloadConfig(cache_dir=partial, disable_tqdm=True)
+            unpacked = Path(datasets.DownloadManager(download_config=options).extract(str(archive)))
+            if not unpacked.is_relative_to(partial):  # the user's own file, which is no archive
+                return None
+            unpacked.replace(complete)
+            shutil.rmtree(partial, ignore_errors=True)
+    return complete

@@ -1,18 +1,20 @@
-"""Which files are images, shards, lists of images or neither, by their names."""
+"""File names and extensions: which are images, shards, lists of images or neither."""
 
 import os
 import re
 
-PICTURES = frozenset(
+PICTURE_EXTENSIONS = frozenset(
     (
         *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif"),
         *(".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
     )
 )
-ARRAYS = frozenset((".npy", ".npz"))
-SHARDS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}  # and the library's name for each
-TABLES = frozenset((".parquet", ".arrow"))
-UNREADABLE_PICTURES = frozenset(
+ARRAY_EXTENSIONS = frozenset((".npy", ".npz"))
+IMAGE_EXTENSIONS = PICTURE_EXTENSIONS | ARRAY_EXTENSIONS
+SHARD_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
+"""Extension of a shard -> the builder that `datasets` reads it with."""
+TABLE_EXTENSIONS = frozenset((".parquet", ".arrow"))
+UNSUPPORTED_EXTENSIONS = frozenset(
     (
         *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".jpx", ".jpf"),
         *(".dcm", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".psd", ".svg"),
@@ -20,18 +22,23 @@ UNREADABLE_PICTURES = frozenset(
     )
 )
 """Of phones, cameras, scanners and drawings: no decoder here reads them."""
-LISTS = re.compile(r"(metadata|labels)\.(csv|tsv|jsonl|parquet)")
-"""Names of files that say which images of a folder count, and what they show."""
-AN_ENDING = re.compile(r"\.[a-z][a-z0-9]{1,6}")
-OF_THE_SYSTEM = ("__MACOSX", "Thumbs.db", "desktop.ini")
+LIST_NAME = re.compile(r"(metadata|labels)\.(csv|tsv|jsonl|parquet)")
+"""Names of files that list the images of a folder and their labels."""
+EXTENSION = re.compile(r"\.[a-z][a-z0-9]{1,6}")
+SYSTEM_FILES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
-def ending(name: str) -> str:
-    """A file name's ending in small letters: ".jpg"; "" where what follows its last dot is none, as in "scan.2"."""
-    end = os.path.splitext(name)[1].lower()
-    return end if AN_ENDING.fullmatch(end) else ""
+def extension_of(name: str) -> str:
+    """A file name's extension in small letters: ".jpg"; "" where what follows its last dot is none, as in "scan.2"."""
+    extension = os.path.splitext(name)[1].lower()
+    return extension if EXTENSION.fullmatch(extension) else ""
+
+
+def without_extension(name: str) -> str:
+    """A file name, or a path, without its extension."""
+    return name[: len(name) - len(extension_of(name))]
 
 
 def is_list(name: str) -> bool:
     """Whether a file's name is that of a list of images."""
-    return LISTS.fullmatch(name.lower()) is not None
+    return LIST_NAME.fullmatch(name.lower()) is not None

@@ -1,0 +1,121 @@
+"""The images of a folder by their names, for lists that spell these names in several ways."""
+
+import os
+import posixpath
+import unicodedata
+from collections.abc import Hashable, Iterable
+from functools import cached_property
+from typing import TypeVar
+
+from mpp.data.listing.formats import without_extension
+from mpp.data.listing.tree import Tree
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class FileIndex:
+    """The images of a tree, numbered from 0, and found by their names from its top or by other spellings of these.
+
+    A file outside the tree gets a number when a list names it.
+    """
+
+    def __init__(self, tree: Tree):
+        self.root = tree.root
+        self.tops = [top.rstrip("/") + "/" for top in (tree.root, os.path.realpath(tree.root))]
+        self.paths: list[str] = []
+        self.numbers: dict[str, int] = {}
+        """By names from the top, or by paths outside the tree."""
+        for folder in tree.folders:
+            above = "".join(f"{part}/" for part in folder.parts)
+            for file, path in zip(folder.files, folder.paths(), strict=True):
+                self.numbers[above + file] = len(self.paths)
+                self.paths.append(path)
+        self.tree_size = len(self.paths)
+        """Larger numbers are those of files outside."""
+
+    def find(self, name: str, folder: str) -> int | None:
+        """The number of a file by the name that a list has for it; None: there is no such file.
+
+        `\\` is `/`; composed and decomposed letters are the same; the extension may be missing; so may the folder,
+        below that of the list, where one file alone has the name.
+
+        Args:
+            folder: of the list, from the top.
+        """
+        number = self.numbers.get(f"{folder}/{name}" if folder else name)
+        if number is not None:
+            return number
+        for spelling in dict.fromkeys((name, name.replace("\\", "/"))):
+            number = self.find_spelling(spelling, folder)
+            if number is not None:
+                return number
+        if "/" in name or "\\" in name:
+            return None
+        return self.by_bare_name.get((folder, compose(name)))
+
+    def find_spelling(self, name: str, folder: str) -> int | None:
+        """The number of a file by a name with `/` between folders; None: there is no such file."""
+        place = self.place(name, folder)
+        if place in self.numbers:
+            return self.numbers[place]
+        composed = compose(place)
+        if composed in self.composed:
+            return self.composed[composed]
+        if composed in self.without_extensions:
+            return self.without_extensions[composed]
+        path = place if os.path.isabs(place) else os.path.join(self.root, place)
+        if os.path.isfile(path):
+            return self.add_outside(os.path.normpath(path))
+        return None
+
+    def add_outside(self, path: str) -> int:
+        """The number of a file that is no image of the tree."""
+        if path not in self.numbers:
+            self.numbers[path] = len(self.paths)
+            self.paths.append(path)
+        return self.numbers[path]
+
+    def place(self, name: str, folder: str) -> str:
+        """A name from the top, where the file is below it; else an absolute path, or a relative one that leads out."""
+        place = posixpath.normpath(posixpath.join(folder, name))
+        for top in self.tops:
+            if place.startswith(top):
+                return place.removeprefix(top)
+        return place
+
+    @cached_property
+    def composed(self) -> dict[str, int]:
+        """Numbers by names with composed letters."""
+        return {compose(place): number for place, number in self.numbers.items()}
+
+    @cached_property
+    def without_extensions(self) -> dict[str, int]:
+        """Numbers by names without their extension, where one file alone has that name."""
+        return only_unique((without_extension(place), number) for place, number in self.composed.items())
+
+    @cached_property
+    def by_bare_name(self) -> dict[tuple[str, str], int]:
+        """Numbers by a folder and a file's name below it, with its extension or without, where one alone has it."""
+        pairs = []
+        for place, number in self.composed.items():
+            folder, _, file = place.rpartition("/")
+            spellings = {file, without_extension(file)}
+            while folder:
+                folder = folder.rpartition("/")[0]
+                pairs += [((folder, spelling), number) for spelling in spellings]
+        return only_unique(pairs)
+
+
+def compose(text: str) -> str:
+    """Text with composed letters: one character for a letter and its accent."""
+    return unicodedata.normalize("NFC", text)
+
+
+def only_unique(pairs: Iterable[tuple[Key, int]]) -> dict[Key, int]:
+    """Keys -> numbers, without the keys that stand for several numbers."""
+    numbers: dict[Key, int] = {}
+    ambiguous: set[Key] = set()
+    for key, number in pairs:
+        if numbers.setdefault(key, number) != number:
+            ambiguous.add(key)
+    return {key: number for key, number in numbers.items() if key not in ambiguous}

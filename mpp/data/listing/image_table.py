@@ -1,0 +1,163 @@
+"""One table of images: a row for each file, with its split and its label, made anew at each start."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote_to_bytes
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mpp.data.listing.left_out import LeftOutFiles
+from mpp.data.listing.shared_table import share_table
+from mpp.data.listing.split_names import split_order
+from mpp.runtime.messages import tell, warn
+from mpp.runtime.output import printable
+
+IMAGE = "image"
+LABEL = "label"
+SPLIT = "split"
+METADATA_KEY = b"mpp"
+ENCODED_PATH_PREFIX = "file-bytes://"  # of a path that is no text: percent-encoded
+
+
+@dataclass
+class Listing:
+    """Images in memory, before they are a table: columns of the same length."""
+
+    columns: dict[str, list[Any] | pa.Array] = field(default_factory=lambda: {IMAGE: [], SPLIT: []})
+    """SPLIT has names of splits."""
+    label_columns: set[str] = field(default_factory=set)
+    """Columns of texts, or of lists of texts."""
+    path_columns: set[str] = field(default_factory=lambda: {IMAGE})
+    """Columns of paths of images, or of masks."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user, such as the files that were left out."""
+    warnings: list[str] = field(default_factory=list)
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    """Split -> files that others read: tables by `datasets`, or shards as streams."""
+
+    def __len__(self) -> int:
+        return len(self.columns[SPLIT])
+
+    def add_left_out(self, left_out: LeftOutFiles) -> None:
+        """Add lines about the files that were left out."""
+        self.notes += map(printable, left_out.lines(images=False))
+        self.warnings += map(printable, left_out.lines(images=True))
+
+    def to_table(self) -> pa.Table:
+        """As arrow, sorted by split, with the features of `datasets` and the lines for the user as metadata."""
+        self.sort_by_split()
+        features: dict[str, Any] = {}
+        arrays: dict[str, pa.Array] = {}
+        for name, values in self.columns.items():
+            if name in self.path_columns:
+                arrays[name] = path_column(values)
+                features[name] = datasets.Image(decode=False)
+                continue
+            if name == SPLIT or name in self.label_columns:
+                arrays[name] = text_column(values)
+            else:
+                arrays[name] = any_column(values)
+            schema = pa.schema([(name, arrays[name].type)])
+            features[name] = datasets.Features.from_arrow_schema(schema)[name]
+        schema = datasets.Features(features).arrow_schema
+        lines = {"notes": self.notes, "warnings": self.warnings, "shards": self.shards}
+        schema = schema.with_metadata({**schema.metadata, METADATA_KEY: json.dumps(lines).encode()})
+        return pa.Table.from_arrays([*arrays.values()], schema=schema)
+
+    def sort_by_split(self) -> None:
+        """Bring the rows of each split together; within a split they stay in their order."""
+        splits = self.columns[SPLIT]
+        if isinstance(splits, pa.Array):
+            return  # sorted already
+        keys = [split_order(split) for split in splits]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        if order != list(range(len(keys))):
+            self.columns = {name: [values[row] for row in order] for name, values in self.columns.items()}
+
+
+def path_column(paths: list[str | None]) -> pa.Array:
+    """Paths of images as `datasets` has images: {"bytes": none, "path"}."""
+    try:
+        texts = pa.array(paths, pa.string())
+    except (UnicodeEncodeError, pa.ArrowInvalid):  # a name that is no UTF-8: then all are encoded
+        texts = pa.array([None if path is None else encode_path(path) for path in paths], pa.string())
+    return pa.StructArray.from_arrays([pa.nulls(len(texts), pa.binary()), texts], ["bytes", "path"])
+
+
+def encode_path(path: str) -> str:
+    """A path of any bytes as text that arrow can hold."""
+    return ENCODED_PATH_PREFIX + quote(os.fsencode(path))
+
+
+def decode_path(text: str) -> str:
+    """The path in a table: see `encode_path`."""
+    if not text.startswith(ENCODED_PATH_PREFIX):
+        return text
+    return os.fsdecode(unquote_to_bytes(text.removeprefix(ENCODED_PATH_PREFIX)))
+
+
+def text_column(values: list[Any] | pa.Array) -> pa.Array:
+    """Texts, or lists of texts, with escapes for characters that UTF-8 lacks."""
+    if isinstance(values, pa.Array):
+        return values
+    holds_lists = any(isinstance(value, list) for value in values)
+    kind = pa.list_(pa.string()) if holds_lists else pa.string()
+    try:
+        return pa.array(values, kind)
+    except (UnicodeEncodeError, pa.ArrowInvalid):
+        return pa.array([printable_label(value) for value in values], kind)
+
+
+def printable_label(label: str | list[str] | None) -> str | list[str] | None:
+    """A label, or several, with escapes for characters that UTF-8 lacks."""
+    if label is None:
+        return None
+    if isinstance(label, list):
+        return [printable(text) for text in label]
+    return printable(label)
+
+
+def any_column(values: list[Any]) -> pa.Array:
+    """Values of one type, or their texts."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError):
+        return pa.array([None if value is None else printable(str(value)) for value in values], pa.string())
+
+
+class SharedListing(NamedTuple):
+    """The images or shards of a dataset, which all processes of this machine share."""
+
+    splits: dict[str, datasets.Dataset]
+    """Images, one by one, in the order of their names."""
+    shards: dict[str, list[str]]
+    """Or the files that hold them, by split."""
+
+
+def share_listing(make: Callable[[], Listing], source: str, key: str) -> SharedListing:
+    """A listing that all processes of this machine share. Prints its notes and warnings.
+
+    Args:
+        make: makes the listing; one process of a machine calls it.
+        source: the dataset's name in messages.
+        key: what the listing is made from.
+    """
+    rows, metadata = share_table(lambda: make().to_table(), key)
+    lines = json.loads(metadata[METADATA_KEY])
+    for line in lines["notes"]:
+        tell(f"{source}: {line}")
+    for line in lines["warnings"]:
+        warn(f"{source}: {line}")
+    split_of_row = rows.data.column(SPLIT).combine_chunks() if len(rows) else pa.array([], pa.string())
+    columns = [name for name in rows.column_names if name != SPLIT]
+    splits = {}
+    for name in sorted(pc.unique(split_of_row).to_pylist(), key=split_order):
+        first = pc.index(split_of_row, name).as_py()
+        count = pc.sum(pc.equal(split_of_row, name)).as_py()  # which stand together
+        splits[name] = rows.select(range(first, first + count)).select_columns(columns)
+    return SharedListing(splits, lines["shards"])

@@ -1,0 +1,179 @@
+"""Splits and classes of images by the names of their folders.
+
+Splits are folders `train`, `val` and `test` at the top, or below one single folder. Classes are the innermost folders
+whose name is not the same for all. See mpp/data/README.md for the rules.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mpp.data.listing.split_names import SPLIT_WORD_INSIDE, SPLIT_WORDS
+from mpp.data.listing.tree import Folder, Parts
+from mpp.runtime.messages import shortened
+
+MASK_WORD = re.compile(r"masks|segmentation|annotation|trimap|ground_?truth")
+MIN_SHARE_AT_DEPTH = 0.2  # of the images: folders at a depth that has fewer are not the level of the classes
+MAX_SHARE_OF_ONE_NAME = 0.95  # of the images: where one name has more, the level is the same for all but a few
+
+
+@dataclass
+class Layout:
+    """A split and a class for each folder of a tree, by their names."""
+
+    splits: list[str | None]
+    """None: the folder is in no split."""
+    classes: list[str | None]
+    """None: the images of the folder have no label."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def find_layout(folders: Sequence[Folder], label_folder: Literal["inner", "outer"]) -> Layout:
+    """Splits and classes of folders.
+
+    Args:
+        label_folder: the class, where several levels have different names.
+    """
+    top = count_common_levels(folders)
+    splits = [split_of_folder(folder.parts, top) for folder in folders]
+    if any(splits):
+        below = [folder.parts[top + 1 :] for folder in folders]
+    else:
+        splits = ["train"] * len(folders)
+        below = [folder.parts[top:] for folder in folders]
+    layout = Layout(splits, [None] * len(folders))
+
+    training = [number for number, split in enumerate(splits) if split == "train"]
+    if not training:
+        training = [number for number, split in enumerate(splits) if split]
+    training_parts = [below[number] for number in training]
+    image_counts = [len(folders[number].files) for number in training]
+    levels = class_levels(training_parts, image_counts)
+    layout.warnings += suspicious_names(training_parts)
+    if not levels:
+        return layout
+
+    level = levels[0] if label_folder == "outer" else levels[-1]
+    for number in training:
+        if len(below[number]) > level:
+            layout.classes[number] = below[number][level]
+    known_classes = {layout.classes[number] for number in training} - {None}
+    training_splits = {splits[number] for number in training}
+    for split in {*splits} - training_splits - {None}:
+        held_out = [number for number, name in enumerate(splits) if name == split]
+        classes = held_out_classes([below[number] for number in held_out], level, known_classes)
+        for number, name in zip(held_out, classes, strict=True):
+            layout.classes[number] = name
+    if level > levels[0]:
+        layout.warnings.append(describe_levels(training_parts, levels))
+    return layout
+
+
+def count_common_levels(folders: Sequence[Folder]) -> int:
+    """The number of levels from the top where there is one single folder, which has not the name of a split."""
+    level = 0
+    while folders and all(len(folder.parts) > level for folder in folders):
+        names = {folder.parts[level] for folder in folders}
+        if len(names) > 1 or names.pop().lower() in SPLIT_WORDS:
+            break
+        level += 1
+    return level
+
+
+def split_of_folder(parts: Parts, top: int) -> str | None:
+    """The split that a folder's name at the level `top` is a word for; None: it is none."""
+    return SPLIT_WORDS.get(parts[top].lower()) if len(parts) > top else None
+
+
+def class_levels(below: list[Parts], image_counts: list[int]) -> list[int]:
+    """The levels at which the names of folders differ, among the images of the usual depth.
+
+    Args:
+        below: each folder's parts, below its split.
+        image_counts: number of images in each folder.
+    """
+    depth = usual_depth(below, image_counts)
+    differing = []
+    levels = []
+    for level in range(depth):
+        images_by_name = Counter[str]()
+        for parts, count in zip(below, image_counts, strict=True):
+            if len(parts) >= depth:
+                images_by_name[parts[level]] += count
+        if len(images_by_name) > 1:
+            differing.append(level)
+            if max(images_by_name.values()) < MAX_SHARE_OF_ONE_NAME * images_by_name.total():
+                levels.append(level)
+    return levels or differing
+
+
+def usual_depth(below: list[Parts], image_counts: list[int]) -> int:
+    """The smallest depth, above 0, that has a good share of the images in folders; 0: no image is in a folder."""
+    images_by_depth = Counter[int]()
+    for parts, count in zip(below, image_counts, strict=True):
+        if parts:
+            images_by_depth[len(parts)] += count
+    for depth in sorted(images_by_depth):
+        if images_by_depth[depth] >= MIN_SHARE_AT_DEPTH * images_by_depth.total():
+            return depth
+    return 0
+
+
+def held_out_classes(below: list[Parts], level: int, known_classes: set[str]) -> list[str | None]:
+    """The class of each folder of a held-out split: one of training, at any level, or another at the usual level.
+
+    A single folder that is no class of training holds images without labels, as ImageNet's `val` is unpacked.
+    """
+    names = {parts[level] for parts in below if len(parts) > level}
+    is_one_other_folder = len(names) == 1 and names.isdisjoint(known_classes)
+    classes: list[str | None] = []
+    for parts in below:
+        known = [part for part in parts if part in known_classes]
+        if known:
+            classes.append(known[-1])
+        elif len(parts) > level and not is_one_other_folder:
+            classes.append(parts[level])
+        else:
+            classes.append(None)
+    return classes
+
+
+def describe_levels(below: list[Parts], levels: list[int]) -> str:
+    """A line where folders on several levels have different names: the classes, and the other choice.
+
+    It names folders of the same name in different folders, which are one class.
+    """
+    inner_level = levels[-1]
+    inner = sorted({parts[inner_level] for parts in below if len(parts) > inner_level})
+    outer = sorted({parts[levels[0]] for parts in below if len(parts) > levels[0]})
+    line = f"classes are the innermost folders ({len(inner)}: {shortened(inner)})"
+
+    parents: dict[str, set[Parts]] = {}
+    for parts in below:
+        if len(parts) > inner_level:
+            parents.setdefault(parts[inner_level], set()).add(parts[:inner_level])
+    repeated = sorted(name for name in parents if len(parents[name]) > 1)
+    if repeated:
+        first = repeated[0]
+        places = ["/".join((*parts, first)) for parts in sorted(parents[first])]
+        line += f"; {shortened(places)} are one class"
+        if len(repeated) > 1:
+            line += f", and so with {len(repeated) - 1} more"
+    return f"{line}; data.label_folder outer takes the outer ones ({len(outer)}: {shortened(outer)})"
+
+
+def suspicious_names(below: list[Parts]) -> list[str]:
+    """Warnings of folders that look like splits or masks, and are taken for folders of images."""
+    names = sorted({part for parts in below for part in parts})
+    warnings = []
+    like_splits = [name for name in names if SPLIT_WORD_INSIDE.search(name.lower())]
+    if like_splits:
+        rule = "splits are folders train, val and test at the top, of whatever is below them"
+        warnings.append(f"folders look like splits and are none: {shortened(like_splits)}; {rule}: rename or move them")
+    like_masks = [name for name in names if MASK_WORD.search(name.lower())]
+    if like_masks:
+        advice = "move them away, or list the images in a metadata.csv"
+        warnings.append(f"folders look like masks and count as images: {shortened(like_masks)}; {advice}")
+    return warnings

@@ -1,0 +1,57 @@
+"""Files that are left out of a dataset, and the reasons."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from mpp.data.listing.formats import extension_of
+
+NAMES_PER_REASON = 3
+
+
+@dataclass
+class LeftOutFiles:
+    """Files that are not used, by reason: how many, and the names of the first."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    names: dict[str, list[str]] = field(default_factory=dict)
+    about_images: set[str] = field(default_factory=set)
+    """Reasons of files that look like images: warnings."""
+
+    def add(self, reason: str, name: str, count: int = 1, images: bool = True) -> None:
+        """Add `count` files for a reason.
+
+        Args:
+            name: one of them, seen from the top of the dataset.
+            images: whether they look like images.
+        """
+        self.counts[reason] += count
+        if images:
+            self.about_images.add(reason)
+        names = self.names.setdefault(reason, [])
+        if len(names) < NAMES_PER_REASON or name < names[-1]:
+            self.names[reason] = sorted([*names, name])[:NAMES_PER_REASON]
+
+    def forget(self, reason: str, name: str) -> None:
+        """Take back one file, which is used after all."""
+        if self.counts[reason] > 0:
+            self.counts[reason] -= 1
+            self.names[reason] = [other for other in self.names[reason] if other != name]
+
+    def lines(self, images: bool) -> list[str]:
+        """One line for each reason that is, or is not, about images: "left out: .txt files (2: a.txt, b.txt)"."""
+        lines = []
+        for reason, count in self.counts.items():
+            if count > 0 and (reason in self.about_images) == images:
+                names = ", ".join(self.names[reason])
+                more = ", ..." if count > len(self.names[reason]) else ""
+                lines.append(f"left out: {reason} ({count}: {names}{more})")
+        return lines
+
+
+def other_files(name: str) -> str:
+    """The reason why a file that is no image is left out, by its extension."""
+    extension = extension_of(name)
+    if not extension:
+        return "files without an ending"
+    hint = "; data.labels names a list of images" if extension in (".csv", ".tsv", ".jsonl") else ""
+    return f"{extension} files{hint}"

@@ -1,0 +1,51 @@
+"""Names of splits: the words for them in names of folders and shards and in cells of lists, and their order."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Word -> split."""
+USUAL_SPLITS = [*dict.fromkeys(SPLIT_WORDS.values())]
+ANY_SPLIT_WORD = "|".join(SPLIT_WORDS)
+SPLIT_WORD_INSIDE = re.compile(rf"(?:^|[^a-z])({ANY_SPLIT_WORD})(?:[^a-z]|$)")
+SPLIT_WORD_AT_END = re.compile(rf"(?:^|[^a-z])({ANY_SPLIT_WORD})$")
+NUMBERED_SHARD = re.compile(r"(\w+)-\d+-of-\d+\.")
+
+
+def split_order(name: str) -> tuple[int, str]:
+    """A key that sorts splits in the usual order: training first."""
+    position = USUAL_SPLITS.index(name) if name in USUAL_SPLITS else len(USUAL_SPLITS)
+    return position, name
+
+
+def split_of_cell(value: Any) -> str | None:
+    """The split that a list's cell names; None: the cell is blank."""
+    if value is None:
+        return None
+    text = str(value).strip()
+    return SPLIT_WORDS.get(text.lower(), text) or None
+
+
+def split_of_shard(path: str, folders: Sequence[str]) -> str:
+    """The split of a shard by its name: NAME of NAME-00000-of-00012, or a word such as train, val or test.
+
+    Args:
+        folders: names of the folders around it, whose words count if its own name has none.
+    Returns:
+        train, where there is no such word.
+    """
+    name = os.path.basename(path)
+    numbered = NUMBERED_SHARD.match(name)
+    if numbered and not SPLIT_WORD_AT_END.search(numbered[1].lower()):
+        return numbered[1]
+    for text in (name, *reversed(folders)):
+        word = SPLIT_WORD_INSIDE.search(text.lower())
+        if word:
+            return SPLIT_WORDS[word[1]]
+    return "train"

@@ -1,0 +1,258 @@
+"""The files of a folder by kind: images, lists of images, shards, archives. One walk finds them."""
+
+import heapq
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpp.data.decoding.kinds import is_picture
+from mpp.data.listing.archives import archive_stem, is_archive, unpack_archive
+from mpp.data.listing.formats import (
+    ARRAY_EXTENSIONS,
+    PICTURE_EXTENSIONS,
+    SHARD_BUILDERS,
+    SYSTEM_FILES,
+    UNSUPPORTED_EXTENSIONS,
+    extension_of,
+    is_list,
+)
+from mpp.data.listing.left_out import LeftOutFiles, other_files
+from mpp.data.listing.split_names import SPLIT_WORDS
+from mpp.runtime.progress import progress_bar
+
+PICTURE_HEAD_BYTES = 64  # of a file without an extension, by which a picture is known
+Parts = tuple[str, ...]
+"""Names of nested folders, from the top of a tree on."""
+
+
+@dataclass
+class Folder:
+    """A folder that holds images."""
+
+    parts: Parts
+    path: str
+    """On disk: in the tree, or in the cache where it was in an archive."""
+    files: list[str]
+    """Names of its images, sorted."""
+
+    @property
+    def first(self) -> str:
+        """Its first image, seen from the top of the tree."""
+        return "/".join((*self.parts, self.files[0]))
+
+    def paths(self) -> list[str]:
+        """Paths of its images."""
+        start = self.path.rstrip("/") + "/"
+        return [start + file for file in self.files]
+
+
+@dataclass
+class Tree:
+    """The files of a folder that are images, or hold or list images."""
+
+    root: str
+    folders: list[Folder] = field(default_factory=list)
+    """Folders that hold images, sorted by their names."""
+    lists: list[tuple[Parts, str]] = field(default_factory=list)
+    """Lists of images: the folder of each, and its path."""
+    shards: list[tuple[Parts, str]] = field(default_factory=list)
+    """Parquet, arrow and tar files: the folder of each, and its path."""
+    left_out: LeftOutFiles = field(default_factory=LeftOutFiles)
+
+    @property
+    def shard_extensions(self) -> set[str]:
+        """Extensions of the shards."""
+        return {extension_of(path) for _, path in self.shards}
+
+    def __len__(self) -> int:
+        return sum(len(folder.files) for folder in self.folders)
+
+
+def walk_folder(root: str) -> Tree:
+    """The files of a folder and of all folders below it.
+
+    Each folder is listed once, and only links are asked for their state. Links to folders are followed, unless they
+    lead into a folder that is walked anyway. Pictures are the images; arrays where there are no pictures; the files in
+    archives where there are neither, nor shards.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    walk = Walk(Tree(root))
+    walk.list_folders(root, ())
+    walk.choose_images()
+    walk.unpack_archives()
+    tree = walk.tree
+    tree.folders.sort(key=lambda folder: folder.parts)
+    tree.lists.sort()
+    tree.shards.sort()
+    return tree
+
+
+class Walk:
+    """The state of one walk: see `walk_folder`.
+
+    Args:
+        tree: gets the files that are found.
+    """
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+        self.followed: list[str] = []
+        """Folders that are walked, with links resolved."""
+        self.pictures: list[Folder] = []
+        self.arrays: list[Folder] = []
+        self.archives: list[tuple[Parts, str, str]] = []
+        """Folder, name and path of each."""
+
+    def list_folders(self, root: str, parts: Parts) -> None:
+        """List all folders from `root` on.
+
+        Links to folders come last, in the order of their names: which of two links to the same images is followed does
+        not depend on the file system.
+        """
+        self.followed.append(os.path.realpath(root))
+        folders = [(root, parts)]
+        links: list[tuple[Parts, str]] = []
+        with progress_bar(desc="looking for images", unit=" files", delay=1, leave=False) as bar:
+            while folders or links:
+                if folders:
+                    path, parts = folders.pop()
+                    bar.update(self.list_folder(path, parts, folders, links))
+                else:
+                    parts, path = heapq.heappop(links)
+                    if self.leads_elsewhere(path, parts):
+                        folders.append((path, parts))
+
+    def list_folder(
+        self, path: str, parts: Parts, folders: list[tuple[str, Parts]], links: list[tuple[Parts, str]]
+    ) -> int:
+        """List one folder.
+
+        Args:
+            folders, links: get the folders in it, and a heap of the links to folders.
+        Returns:
+            The number of its images.
+        """
+        pictures: list[str] = []
+        arrays: list[str] = []
+        for entry in visible_entries(path):
+            name = entry.name
+            extension = name[name.rfind(".") :].lower()
+            if extension in PICTURE_EXTENSIONS and entry.is_file(follow_symlinks=False):  # most files, fast
+                pictures.append(name)
+            elif entry.is_dir():
+                if entry.is_symlink():
+                    heapq.heappush(links, ((*parts, name), entry.path))
+                else:
+                    folders.append((entry.path, (*parts, name)))
+            elif not entry.is_file():
+                reason = "dangling links" if entry.is_symlink() else "entries that are no files"
+                self.leave_out(reason, parts, name)
+            elif extension_of(name) in PICTURE_EXTENSIONS:
+                pictures.append(name)
+            elif extension_of(name) in ARRAY_EXTENSIONS:
+                arrays.append(name)
+            elif not self.take_container(entry, parts):
+                if extension_of(name) == "" and begins_as_picture(entry.path):
+                    pictures.append(name)
+                else:
+                    self.leave_out_unreadable(name, parts)
+        if pictures:
+            self.pictures.append(Folder(parts, path, sorted(pictures)))
+        if arrays:
+            self.arrays.append(Folder(parts, path, sorted(arrays)))
+        return len(pictures) + len(arrays)
+
+    def take_container(self, entry: os.DirEntry, parts: Parts) -> bool:
+        """Take a file that lists or holds images: a list, a shard, an archive. Whether it is one."""
+        if is_list(entry.name):
+            self.tree.lists.append((parts, entry.path))
+        elif extension_of(entry.name) in SHARD_BUILDERS:
+            self.tree.shards.append((parts, entry.path))
+        elif is_archive(entry.name):
+            self.archives.append((parts, entry.name, entry.path))
+        else:
+            return False
+        return True
+
+    def leave_out_unreadable(self, name: str, parts: Parts) -> None:
+        """Leave out a file that is no image, or that no decoder here reads."""
+        extension = extension_of(name)
+        if extension in UNSUPPORTED_EXTENSIONS:
+            self.leave_out(
+                f"{extension} files, which mpp does not read; convert them to JPEG, PNG or TIFF", parts, name
+            )
+        else:
+            self.leave_out(other_files(name), parts, name, images=False)
+
+    def leads_elsewhere(self, link: str, parts: Parts) -> bool:
+        """Whether a link to a folder leads out of the folders that are walked: not into one, nor around one."""
+        target = os.path.realpath(link)
+        for walked in self.followed:
+            if is_below(target, walked) or is_below(walked, target):
+                self.leave_out("links to folders of the same tree", parts[:-1], parts[-1])
+                return False
+        self.followed.append(target)
+        return True
+
+    def leave_out(self, reason: str, parts: Parts, name: str, images: bool = True) -> None:
+        """Note a file that is not used."""
+        self.tree.left_out.add(reason, "/".join((*parts, name)), images=images)
+
+    def choose_images(self) -> None:
+        """Pictures are the images; arrays where there are none."""
+        if not self.pictures:
+            self.tree.folders += self.arrays
+            return
+        self.tree.folders += self.pictures
+        for folder in self.arrays:
+            self.tree.left_out.add("arrays next to pictures", folder.first, len(folder.files))
+
+    def unpack_archives(self) -> None:
+        """Take the files of archives as if they had been unpacked where the archives are, if there is nothing else.
+
+        Each is a folder of its name. A single archive that names no split is none.
+        """
+        if self.tree.folders or self.tree.shards:
+            self.leave_out_archives()
+            return
+        is_alone = len(self.archives) == 1
+        for parts, name, path in sorted(self.archives):
+            stem = archive_stem(name)
+            files = unpack_archive(Path(path))
+            if files is None:
+                self.leave_out("files that are named as archives and are none", parts, name)
+                continue
+            has_own_folder = (files / stem).is_dir() or (is_alone and stem.lower() not in SPLIT_WORDS)
+            inside = Walk(self.tree)
+            inside.list_folders(str(files), parts if has_own_folder else (*parts, stem))
+            inside.choose_images()
+            inside.leave_out_archives()
+
+    def leave_out_archives(self) -> None:
+        """Leave out archives next to images, or in an archive."""
+        for parts, name, _ in self.archives:
+            self.leave_out("archives next to images, or in one; unpack them or move them away", parts, name)
+
+
+def visible_entries(path: str) -> Iterator[os.DirEntry]:
+    """The entries of a folder, without hidden files and those of operating systems."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name[0] != "." and entry.name not in SYSTEM_FILES:
+                yield entry
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether a path is that of a folder, or below it."""
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def begins_as_picture(path: str) -> bool:
+    """Whether a file's first bytes are those of a picture; not where it cannot be opened."""
+    with suppress(OSError), open(path, "rb") as file:
+        return is_picture(file.read(PICTURE_HEAD_BYTES))
+    return False
