@@ -117,7 +117,8 @@ def timed(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[B
         seen += micro if sum(len(batch.images) for batch in seen) < CROPS else []
         done += 1
         if step == 0 and config.run.steps > 1:
-            begin, done, feed.waited = time.perf_counter(), 0, 0.0
+            begin, done = time.perf_counter(), 0
+            feed.reset_wait()
         if time.perf_counter() - begin > LONG:
             break
     seconds = time.perf_counter() - begin
@@ -125,7 +126,7 @@ def timed(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[B
     memory = torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss
     kept = [each for state in update.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
     size = sum(tensor.nbytes for tensor in [*update.model.state_dict().values(), *kept])
-    return Timing(seconds / max(done, 1), feed.waited / max(done, 1), memory / 1e9, size), seen
+    return Timing(seconds / max(done, 1), feed.reset_wait() / max(done, 1), memory / 1e9, size), seen
 
 
 def synchronize(device: torch.device) -> None:

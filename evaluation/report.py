@@ -288,8 +288,7 @@ def extreme_blocks(config: ReportConfig, subject: visualize.Subject, folder: Pat
     """The held-out images that the model predicts best and worst."""
     if not is_pretraining(folder):
         raise Unavailable("only a pre-training run predicts patches")
-    task = reopen(folder, config.data, config.data.eval_crop, subject.accelerator)
-    task.held_out = task.held_out.choose(JUDGED, config.data.cut_seed)
+    task = reopen(folder, config.data, config.data.eval_crop, JUDGED, subject.accelerator)
     with subject.accelerator.autocast():
         losses = losses_of(task, subject.accelerator, JUDGED)
         order = np.argsort(losses, kind="stable").tolist()

@@ -97,10 +97,9 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     if config.random or config.checkpoint or not is_pretraining(subject.run) or Path(config.encoder).name == BEST:
         raise Unavailable("only the folder of a pre-training run has the head that predicts")
     try:
-        task = reopen(subject.run, config.data, config.data.eval_crop, subject.accelerator)
+        task = reopen(subject.run, config.data, config.data.eval_crop, config.images, subject.accelerator)
     except UserError as error:  # its checkpoints are gone, say
         raise Unavailable(str(error)) from error
-    task.held_out = task.held_out.choose(config.images, config.data.cut_seed)
     with subject.accelerator.autocast():
         found = task.predict(task.model, range(len(task.held_out)))
     predicted, _, _, corruption = found

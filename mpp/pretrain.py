@@ -119,8 +119,8 @@ class Pretraining(ImageTask):
         follow(model.teacher.encoder, model.encoder, decay)
         return {"teacher/decay": decay}
 
-    def check(self, scalars: dict[str, float]) -> None:
-        """Stop, where that is asked for, when the targets have become the same for all patches."""
+    def refuse_to_continue(self, scalars: dict[str, float]) -> None:
+        """Stop, if `objective.stop_on_collapse`, when the targets have become the same for all patches."""
         if self.config.objective.stop_on_collapse:
             found = targets_collapse([scalars | {"step": 0}], Facts(0, 0, self.config.optim.lr, moving=self.moving))
             if found:
@@ -196,13 +196,16 @@ def note_other_reading(config: Config) -> None:
         note(f"objective.teacher learned from images of data {theirs}; here they are {own or 'as usual'}")
 
 
-def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelerator: Accelerator) -> Pretraining:
+def reopen(
+    folder: Path, source: SourceConfig, eval_crop: float | None, held_out_images: int, accelerator: Accelerator
+) -> Pretraining:
     """A run's task with the weights of its newest checkpoint, and perhaps other images: to see what it predicts.
 
     Args:
         folder: of a pre-training run.
         source: the images.
         eval_crop: of the held-out view; None: the run's.
+        held_out_images: at most so many of them, a seeded choice.
     Raises:
         ValueError: no pre-training run, or no checkpoint there.
     """
@@ -218,6 +221,7 @@ def reopen(folder: Path, source: SourceConfig, eval_crop: float | None, accelera
     step = restore_trained(folder, task.model, config.optim)
     require(step > 0, "encoder", folder, "a run with a checkpoint that is whole")
     task.model.to(accelerator.device).eval()
+    task.held_out = task.held_out.choose(held_out_images, data.cut_seed)
     return task
 
 

@@ -267,8 +267,8 @@ def pretend_in_ours() -> None:
 
     replace_everywhere(hardware.device, lambda: DEVICE)
     during(Loop, "__init__", lambda *_, **__: "setting up", then="between")
-    during(Loop, "log", lambda *_, **__: "logging")
-    during(Loop, "begin", lambda *_, **__: "evaluating")
+    during(Loop, "log_step", lambda *_, **__: "logging")
+    during(Loop, "evaluate_untrained", lambda *_, **__: "evaluating")
     during(Loop, "evaluate", lambda *_, **__: "evaluating")
     during(Loop, "save", lambda *_, **__: "saving")
     during(ImageTask, "export", lambda *_, **__: "exporting")

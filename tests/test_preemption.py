@@ -21,7 +21,7 @@ from mpp.training import checkpoint
 def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finish_step = True
+        stop.finish_steps()
         assert stop.agreed() is Ending.NONE
         assert stop.agreed(Ending.FAILURE) is Ending.FAILURE
         os.kill(os.getpid(), signal.SIGTERM)
@@ -49,7 +49,7 @@ GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed b
 )
 def test_what_was_asked_to_stop_has_the_marker_before_it_stops_and_not_if_it_fails(tmp_path, error, stays):
     with pytest.raises(type(error)), Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finish_step = True
+        stop.finish_steps()
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until((tmp_path / MARKER).exists)
         raise error
@@ -68,7 +68,7 @@ def ignored(request):
 def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path, ignored):
     """A shell starts `command &` with SIGINT ignored, and Python leaves it so: a run does not."""
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finish_step = True
+        stop.finish_steps()
         os.kill(os.getpid(), ignored)
         wait_until(lambda: stop.asked == "SIGINT")
     assert signal.getsignal(ignored) is signal.SIG_IGN
@@ -81,7 +81,7 @@ def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path,
     monkeypatch.setattr(os, "_exit", exits.append)
     before = signal.getsignal(signal.SIGHUP)
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finish_step = True
+        stop.finish_steps()
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGHUP)
             wait_until(lambda: stop.asked == "SIGHUP")
@@ -92,7 +92,7 @@ def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path,
 @pytest.mark.parametrize("ignored", [signal.SIGHUP], indirect=True)
 def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path, ignored):
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finish_step = True
+        stop.finish_steps()
         os.kill(os.getpid(), ignored)
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: stop.asked)
@@ -109,7 +109,7 @@ def test_a_signal_ends_a_wait_for_images(tmp_path):
             time.sleep(HANGS)
 
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finish_step = True
+        stop.finish_steps()
         assert stop.wait_for(lambda: 1) == 1
         assert stop.wait_for(away) is None
         wait_until(lambda: stop.asked)

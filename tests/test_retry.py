@@ -19,7 +19,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
-from mpp.training.feed import FEW, RECENT, Feed
+from mpp.training.feed import MIN_IMAGES, RECENT_IMAGES, Feed
 from mpp.training.step import Update
 
 
@@ -132,14 +132,16 @@ def test_most_of_the_latest_images_count_and_not_the_whole_life():
     for _ in range(2000):
         feed.take()
     latest = iter(range(20))
-    with pytest.raises(UserError, match=rf"\d+ of the last {RECENT} images cannot be decoded, such as 99.png: broken"):
+    with pytest.raises(
+        UserError, match=rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png: broken"
+    ):
         for _ in latest:
             feed.take()
-    assert next(latest) * 164 <= RECENT + 164
+    assert next(latest) * 164 <= RECENT_IMAGES + 164
 
 
 def test_a_few_broken_images_end_nothing():
-    feed = Feed(itertools.chain([batch(0, FEW - 1), batch(64, 0)], itertools.repeat(batch(51, 49), 50)), 1)
+    feed = Feed(itertools.chain([batch(0, MIN_IMAGES - 1), batch(64, 0)], itertools.repeat(batch(51, 49), 50)), 1)
     for _ in range(30):
         feed.take()
 

@@ -62,7 +62,8 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or after the step, where `finish_step` is true.
+    """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or after the step, once `finish_steps` is
+    called.
 
     A second signal never waits, unless it is SIGHUP.
 
@@ -74,7 +75,7 @@ class Preemption:
 
     def __init__(self, accelerator: Accelerator, folder: Path):
         self.accelerator, self.folder = accelerator, folder
-        self.finish_step = False  # whether there is a step to finish
+        self.finishes_steps = False
         self.waiting = False  # whether the step waits for what it needs
         self.asked = ""  # the first signal's name
         self.marked, self.marking = False, threading.RLock()  # a signal may come while the marker is written
@@ -104,12 +105,16 @@ class Preemption:
             os.close(self.writer)
             os.close(self.reader)
 
+    def finish_steps(self) -> None:
+        """From now on there is a step to finish: a signal stops the run after it."""
+        self.finishes_steps = True
+
     def handle(self, number: int, _: object) -> None:
         """End a run that has not begun its first step, or is done: there is nothing to save. Or end a wait."""
         if self.waiting:
             self.waiting = False
             raise CutShort
-        if not self.finish_step:
+        if not self.finishes_steps:
             self.mark(signal.Signals(number).name, "between steps")
             raise Preempted
 

@@ -1,4 +1,4 @@
-"""What the loop trains on: this process's batches, and when something is wrong with them."""
+"""Training batches, one step's at a time: how long they were waited for, and images that cannot be decoded."""
 
 import time
 from collections import deque
@@ -7,54 +7,62 @@ from collections.abc import Iterable
 from mpp.data.views import Batch
 from mpp.errors import UserError
 
-RECENT = 1024  # the images of which most cannot be decoded when a run ends; those of an update, where they are more
-FEW = 32  # of them have to be there before that means something
+RECENT_IMAGES = 1024  # most of the latest so many have to be decodable; those of a step, where they are more
+MIN_IMAGES = 32  # fewer images say nothing
 
 
 class Feed:
-    """Batches, those of one update at a time.
+    """Batches of this process, those of one step at a time.
 
     Args:
-        batches: of this process, without end.
-        count: how many an update takes.
+        batches: without end.
+        batches_per_step: taken by a step.
     """
 
-    def __init__(self, batches: Iterable[Batch], count: int):
-        self.batches, self.count = iter(batches), count
-        self.waited = 0.0  # seconds since somebody set it to 0
-        self.undecoded: list[str] = []  # of the last update: images that could not be decoded, and why
-        self.recent: deque[bool] = deque(maxlen=RECENT)  # whether each of the latest could not be
+    def __init__(self, batches: Iterable[Batch], batches_per_step: int):
+        self.batches, self.batches_per_step = iter(batches), batches_per_step
+        self.undecoded: list[str] = []
+        """Images of the last step that could not be decoded, and why."""
+        self.recently_undecoded: deque[bool] = deque(maxlen=RECENT_IMAGES)
+        """Whether each of the latest images could not be decoded."""
+        self.waited = 0.0
 
     def take(self) -> list[Batch]:
-        """The batches of the next update.
+        """The batches of the next step.
 
         Raises:
             ReadFailed: images cannot be read.
             UserError: most of the latest images cannot be decoded.
         """
         begin = time.perf_counter()
-        micro = [next(self.batches) for _ in range(self.count)]
+        batches = [next(self.batches) for _ in range(self.batches_per_step)]
         self.waited += time.perf_counter() - begin
-        self.note(micro)
-        return micro
+        self.count_undecoded(batches)
+        return batches
 
-    def attempt(self) -> tuple[list[Batch], UserError | None]:
-        """The next update's batches, or why there are none."""
+    def try_take(self) -> tuple[list[Batch], UserError | None]:
+        """The next step's batches, or the error in their place."""
         try:
             return self.take(), None
         except UserError as error:
             return [], error
 
-    def note(self, micro: list[Batch]) -> None:
-        """Count images that could not be decoded; most of them is an error."""
-        self.undecoded = [failure for batch in micro for failure in batch.unreadable]
-        good = sum(len(batch.images) for batch in micro)
-        if len(self.undecoded) + good > self.recent.maxlen:
-            self.recent = deque(self.recent, maxlen=len(self.undecoded) + good)
-        self.recent.extend([True] * len(self.undecoded) + [False] * good)
-        bad = sum(self.recent)
-        if bad > len(self.recent) / 2 and len(self.recent) >= FEW:
-            raise UserError(
-                f"{bad} of the last {len(self.recent)} images cannot be decoded"
-                + (f", such as {self.undecoded[-1]}" if self.undecoded else "")
-            )
+    def reset_wait(self) -> float:
+        """Seconds waited for batches since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def count_undecoded(self, batches: list[Batch]) -> None:
+        """Count images that could not be decoded; UserError if they are most of the latest ones."""
+        self.undecoded = [failure for batch in batches for failure in batch.unreadable]
+        decoded = sum(len(batch.images) for batch in batches)
+        count = len(self.undecoded) + decoded
+        if count > self.recently_undecoded.maxlen:
+            self.recently_undecoded = deque(self.recently_undecoded, maxlen=count)
+        self.recently_undecoded.extend([True] * len(self.undecoded))
+        self.recently_undecoded.extend([False] * decoded)
+        recent, bad = len(self.recently_undecoded), sum(self.recently_undecoded)
+        if recent < MIN_IMAGES or bad <= recent / 2:
+            return
+        example = f", such as {self.undecoded[-1]}" if self.undecoded else ""
+        raise UserError(f"{bad} of the last {recent} images cannot be decoded{example}")

@@ -25,7 +25,6 @@ from mpp.config.parsing import flatten, to_yaml
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable
-from mpp.training.feed import Feed
 from mpp.training.health import EVALUATED
 
 METRICS = "metrics.jsonl"
@@ -194,35 +193,47 @@ def scalar(value: Any) -> Any:
 
 
 class Speed:
-    """What the time between two log lines went into.
+    """Speed and memory between two lines of metrics.
 
     Args:
-        flops: executed by an update.
-        images: of an update, over all processes.
-        device: on which.
+        flops: executed by a step.
+        images: of a step, over all processes.
+        device: of the model.
     """
 
     def __init__(self, flops: int, images: int, device: torch.device):
         self.flops, self.images, self.device = flops, images, device
-        self.begin, self.updates = time.perf_counter(), 0
+        self.begin, self.steps = time.perf_counter(), 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done meanwhile does not count; what a GPU has yet to do of the updates before does."""
+        """While open, time does not count; what a GPU has yet to do of the steps before does."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         yield
         self.begin += time.perf_counter() - begin
 
-    def read(self, feed: Feed) -> dict[str, float]:
-        """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB."""
+    def count_step(self) -> None:
+        """Note that a step is done."""
+        self.steps += 1
+
+    def read(self, waited: float) -> dict[str, float]:
+        """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB.
+
+        Args:
+            waited: seconds for data since the last call.
+        """
         seconds = time.perf_counter() - self.begin
-        rate = self.updates / seconds
-        result = {"speed/images_per_second": self.images * rate, "speed/data_wait": feed.waited / seconds}
-        result["speed/executed_tflops"] = self.flops * rate / 1e12
-        cuda = self.device.type == "cuda"
-        used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
-        result["speed/memory_gb"] = used / 1e9
-        self.begin, self.updates, feed.waited = time.perf_counter(), 0, 0.0
-        return result
+        steps_per_second = self.steps / seconds
+        if self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device)
+        else:
+            memory = psutil.Process().memory_info().rss
+        self.begin, self.steps = time.perf_counter(), 0
+        return {
+            "speed/images_per_second": self.images * steps_per_second,
+            "speed/data_wait": waited / seconds,
+            "speed/executed_tflops": self.flops * steps_per_second / 1e12,
+            "speed/memory_gb": memory / 1e9,
+        }

@@ -1,7 +1,7 @@
-"""The one training loop: whatever is trained here, it is trained by `Loop.train`, an `Update` at a time.
+"""The training loop: `Loop.train` trains whatever is trained here, an `Update` at a time.
 
 It knows a model, a loss, batches, an optimiser and a schedule, and nothing of what they mean. All of its state is the
-step, the weights and the optimiser's, so that a killed run goes on exactly.
+step, the weights and the optimiser's, so that a killed run resumes exactly.
 """
 
 from collections.abc import Iterator
@@ -34,19 +34,21 @@ class Loop:
     """A run under way, from its newest checkpoint on.
 
     Args:
-        config: the whole config, of which `run` and `optim` are used, and the trackers note the rest.
+        config: the whole config. The loop uses `run` and `optim`; the trackers note the rest.
+        folder: the run folder.
         flops: executed by an update.
-        preemption: which is asked once a step.
+        preemption: asked once a step whether to stop.
     """
 
     def __init__(self, task: ImageTask, config: Any, folder: Path, flops: int, preemption: Preemption):
-        self.task, self.accelerator, self.run, self.optim = task, task.accelerator, config.run, config.optim
+        self.task, self.accelerator = task, task.accelerator
+        self.run, self.optim = config.run, config.optim
         self.folder, self.flops, self.preemption = folder, flops, preemption
         self.update = Update(task, self.optim)
-        self.parallel = self.update.parallel
-        self.model, self.optimizer = self.parallel.model, self.parallel.optimizer.optimizer  # without wrappers
+        self.model = self.update.model
+        self.optimizer = self.update.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.optimizer)
-        self.saved = self.start  # the step of the newest checkpoint
+        self.saved_step = self.start  # of the newest checkpoint
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
         self.feed = Feed(batches, task.layout.accumulation_steps)
         if self.run.compile:
@@ -68,22 +70,24 @@ class Loop:
         Raises:
             Diverged: a loss or gradient that is not finite; nothing was updated by it.
             ReadFailed: images cannot be read; the checkpoint is written.
-            UserError: most images cannot be decoded, or the task says stop; the checkpoint is written. Or it cannot be.
+            UserError: most images cannot be decoded, or the task refuses to continue; the checkpoint is written. Or it
+                cannot be.
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run
-        if self.start and due(self.start, run.eval_every, run.steps) and not self.evaluated(self.start):
-            self.evaluate(self.start)  # it failed when this step was done
         if self.start == 0:
-            self.begin()
-        self.preemption.finish_step = True
+            self.evaluate_untrained()
+        elif due(self.start, run.eval_every, run.steps) and not self.has_evaluation(self.start):
+            self.evaluate(self.start)  # it failed when this step was done
+        self.preemption.finish_steps()
         for step in range(self.start, run.steps):
-            micro = self.next_batches(step)
-            done, log = step + 1, due(step + 1, run.log_every, run.steps)
-            values, sums = self.update(step, micro, measure=log)
-            self.count(micro)
-            if log:
-                self.log(done, values, sums)
+            batches = self.next_batches(step)
+            done = step + 1
+            logged = due(done, run.log_every, run.steps)
+            values, sums = self.update(step, batches, measure=logged)
+            self.count_step(batches)
+            if logged:
+                self.log_step(done, values, sums)
             if due(done, run.eval_every, run.steps):
                 self.evaluate(done)
             if due(done, run.checkpoint_every, run.steps):
@@ -95,60 +99,70 @@ class Loop:
 
     def next_batches(self, step: int) -> list[Batch]:
         """This process's batches of update `step`; on a signal, or without images on any process, all end the run."""
-        micro, failure = self.preemption.wait_for(self.feed.attempt) or ([], None)
-        ending = self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE if micro else Ending.SIGNAL)
+        batches, failure = self.preemption.wait_for(self.feed.try_take) or ([], None)
+        if failure:
+            ending = Ending.FAILURE
+        elif batches:
+            ending = Ending.NONE
+        else:
+            ending = Ending.SIGNAL  # it came while images were waited for
+        ending = self.preemption.agreed(ending)
         if ending is Ending.FAILURE:
             self.fail(step, failure)
         if ending is Ending.SIGNAL:
             self.stop(step)
             self.preemption.leave(f"after step {step}; a checkpoint is written" if step else "before its first step")
-        return micro
+        return batches
 
-    def count(self, micro: list[Batch]) -> None:
-        """Note what an update was made of: how far a stream is read, and images that could not be decoded."""
-        reached = (batch.cursor.tolist() for batch in micro if batch.cursor is not None)
-        self.cursors |= {worker: cursor for worker, *cursor in reached}
-        self.speed.updates += 1
+    def count_step(self, batches: list[Batch]) -> None:
+        """Note what a step was made of: how far a stream is read, and images that could not be decoded."""
+        for batch in batches:
+            if batch.cursor is not None:
+                worker, *cursor = batch.cursor.tolist()
+                self.cursors[worker] = cursor
+        self.speed.count_step()
         self.tracker.warn_unreadable(self.feed.undecoded)
         self.bar.update()
 
-    def log(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> None:
-        """The scalars of the update that was done last."""
-        scalars = {name: float(value) for name, value in values.items()} | self.task.describe(total(sums))
-        self.feed.waited = maximum_of_all(self.feed.waited)  # the others wait for the one that waits for its images
-        scalars |= self.speed.read(self.feed) | {"compute/pflop": self.flops * done / 1e15}
-        scalars |= {"unreadable": self.tracker.count_unreadable()}
+    def log_step(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> None:
+        """Log the scalars of the step that was done last."""
+        scalars = {name: float(value) for name, value in values.items()}
+        scalars |= self.task.describe(total(sums))
+        waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
+        scalars |= self.speed.read(waited)
+        scalars["compute/pflop"] = self.flops * done / 1e15
+        scalars["unreadable"] = self.tracker.count_unreadable()
         self.tracker.log(done, scalars)
         try:
-            self.task.check(scalars)
+            self.task.refuse_to_continue(scalars)
         except UserError as error:
             self.stop(done)
             raise type(error)(f"{error}; a checkpoint after step {done} is written") from None
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
 
-    def begin(self) -> None:
-        """Log what the untrained features know: what those of each evaluation are compared with."""
+    def evaluate_untrained(self) -> None:
+        """Log scalars of the untrained model: the baseline of each later evaluation."""
         self.model.eval()
-        with self.reading(0), self.parallel.whole_model() as model:
-            scalars = self.task.begin(model)
+        with self.held_out_reading(0), self.update.parallel.whole_model() as model:
+            scalars = self.task.evaluate_untrained(model)
         if scalars:
             self.tracker.log(0, scalars)
 
     def evaluate(self, done: int) -> None:
-        """Evaluate on the held-out images, log what was found, and say how the run is."""
+        """Evaluate on the held-out images, log the scalars, and say how the run is."""
         self.model.eval()
         for buffer in self.model.buffers():
-            broadcast(buffer)  # a batch norm's means are each process's own; the main process's are exported
-        with self.reading(done), self.averaged_model() as model:
+            broadcast(buffer)  # each process has its own batch norm statistics; the main process's are exported
+        with self.held_out_reading(done), self.averaged_model() as model:
             self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
-            if self.run.keep_best and self.accelerator.is_main_process and self.watch.best():
+            if self.run.keep_best and self.accelerator.is_main_process and self.watch.is_best():
                 self.task.export(model, self.folder, BEST)
         with self.speed.paused():
-            self.watch(done)
+            self.watch.report(done)
 
     @contextmanager
-    def reading(self, done: int) -> Iterator[None]:
-        """Held-out images are read meanwhile, which takes none of the training's time; a failure ends the run."""
+    def held_out_reading(self, done: int) -> Iterator[None]:
+        """While open, held-out images are read, which does not count as training time; a failure ends the run."""
         try:
             with self.speed.paused():
                 yield
@@ -157,27 +171,27 @@ class Loop:
                 raise  # the others are elsewhere in the evaluation: no checkpoint can be agreed upon
             self.fail(done, error)
 
-    def evaluated(self, done: int) -> bool:
-        """Whether an evaluation after update `done` is logged; the main process knows."""
+    def has_evaluation(self, done: int) -> bool:
+        """Whether an evaluation after step `done` is logged; the main process knows."""
         logged = self.accelerator.is_main_process and last_step(self.folder, EVALUATED) == done
         return any(gather_object([logged]))
 
     @contextmanager
     def averaged_model(self) -> Iterator[nn.Module]:
-        """The whole model as it is evaluated and exported: its weights are their Polyak average, where there is one."""
+        """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
         averaged = averaged_weights(self.optimizer, average=self.optim.average is not None)
-        with averaged, self.parallel.whole_model() as model:
+        with averaged, self.update.parallel.whole_model() as model:
             yield model
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, of finite updates alone, unless it is there."""
-        if step == self.saved:
+        """Write a checkpoint, unless it is there; the steps before it are verified to be finite."""
+        if step == self.saved_step:
             return
         self.update.finite.verify()
         with self.speed.paused():
             keep = self.run.keep_checkpoints
             save(self.accelerator, self.folder, step, self.model, self.optimizer, self.cursors, keep)
-        self.saved = step
+        self.saved_step = step
 
     def stop(self, step: int) -> None:
         """End before the last step, with a checkpoint."""
@@ -195,5 +209,5 @@ class Loop:
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many updates is done after update `step`; the last one counts."""
+    """Whether something done `every` so many steps is done after step `step`; the last one counts."""
     return every > 0 and (step % every == 0 or step == last)

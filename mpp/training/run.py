@@ -123,7 +123,8 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         on_main_process(accelerator, lambda: write_record(folder, images | first_weights(config)))
         flops = update_flops(task, layout.images, config.optim)
         set_timeout(TRAINING)
-        preemption.finish_step = accelerator.num_processes > 1  # several agree before their first step
+        if accelerator.num_processes > 1:  # several agree before their first step
+            preemption.finish_steps()
         Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
 

@@ -136,7 +136,7 @@ class ImageTask:
         sums = total(sums)
         return {"loss": float(sums["loss"] / sums["images"])} | self.describe(sums)
 
-    def begin(self, model: nn.Module) -> dict[str, float]:
+    def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
         """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
         return self.probe(model, floor=True) if self.probe else {}
 
@@ -158,8 +158,8 @@ class ImageTask:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
         return {}
 
-    def check(self, scalars: dict[str, float]) -> None:
-        """Raise UserError, on all processes, where a line of metrics says that it is better to stop."""
+    def refuse_to_continue(self, scalars: dict[str, float]) -> None:
+        """Raise UserError, on all processes, if a line of metrics says that training on is of no use."""
 
     def record(self) -> dict[str, Any]:
         """Which images these are: see mpp/data/identity.py."""

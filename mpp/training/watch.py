@@ -33,7 +33,7 @@ class Watch:
         self.folder, self.main = tracker.folder, tracker.accelerator.is_main_process
         self.facts: Facts | None = None
 
-    def __call__(self, step: int) -> None:
+    def report(self, step: int) -> None:
         """Say how the run is after an evaluation, which is logged. Whatever goes wrong here, the run goes on."""
         if not self.main:
             return
@@ -60,7 +60,7 @@ class Watch:
         said = about | {"step": step, "line": line, "warnings": before + new, "off": [each.check for each in found]}
         write_complete(self.folder / VERDICT, json.dumps(said | {"facts": asdict(self.facts)}, indent=1))
 
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         """Whether the features were never better than at the evaluation that was logged last."""
         return is_best(metrics_of(self.folder))
 
