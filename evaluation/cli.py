@@ -11,6 +11,7 @@ from importlib import import_module
 
 import mpp
 from evaluation.registry import EVALUATIONS
+from mpp.config.imports import take_imports
 from mpp.config.parsing import read, show_help
 from mpp.errors import UserError
 from mpp.runtime.output import steady_output, use_utf8
@@ -68,6 +69,7 @@ def main() -> None:
     if name == "--version":
         show_help(f"mpp {mpp.__version__}")
     try:
+        words = take_imports(words)  # before all else: they may register a command
         if name not in commands():
             near = difflib.get_close_matches(name, commands(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""

@@ -28,6 +28,7 @@ from evaluation.pages.curves import curves_of_run, features_of_run
 from evaluation.pages.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
 from evaluation.pictures.gallery import look_at, losses_of, nearest_neighbours, plane, predicted, sheet
 from mpp.config import Config, require
+from mpp.config.imports import OPTION, require_imports, saved_imports
 from mpp.config.parsing import as_command_line, parse_saved
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
@@ -59,6 +60,7 @@ def report(config: ReportConfig) -> Path:
     """
     folder = find_run(config.encoder)
     require(folder is not None, "encoder", config.encoder, "the folder of a run")
+    require_imports(folder)
     history = metrics_of(folder)
     require(len(history) > 0, "encoder", folder, "a run that has logged something: its metrics.jsonl is empty or gone")
     missing: Missing = {}
@@ -338,7 +340,8 @@ def settings_blocks(folder: Path) -> list:
         settings = changed(config) | {"run.precision": config.run.precision}
         if commit := commit_begun_with(folder):
             settings["data.revision"] = commit
-        words = ["mpp", COMMANDS[kind], *as_command_line(settings)]
+        imports = [f"{OPTION}={each.name}" for each in saved_imports(folder)]
+        words = ["mpp", COMMANDS[kind], *imports, *as_command_line(settings)]
         blocks.append(Text(shlex.join([*words, f"--run.dir={folder}_again"]), code=True))
     return [*blocks, Text("config.yaml in the run folder has all settings.")]
 

@@ -34,6 +34,7 @@ from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
 from mpp.config import Grid, RunConfig, require
+from mpp.config.imports import require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
 from mpp.data.sources import load_image_datasets
@@ -313,6 +314,7 @@ def subject_of(config: VisualizeConfig) -> Subject:
     """
     run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run, "pictures are drawn")
+    require_imports(run_of(Path(config.encoder)))
     largest = max(config.bands or (1,))
     require(largest <= config.data.channels, "bands", largest, f"from 1 to {config.data.channels}: data.channels")
     encoder = open_frozen_encoder(config)

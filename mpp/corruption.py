@@ -166,7 +166,10 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
         UserError: no such pattern, or one that does not fit the grid.
     """
     if config.pattern not in PATTERNS:
-        raise UserError(f"corruption.pattern is {config.pattern}; it must be one of {', '.join(PATTERNS)}")
+        known = ", ".join(PATTERNS)
+        raise UserError(
+            f"corruption.pattern is {config.pattern}; it must be one of {known}, or registered by --import FILE"
+        )
     numbers, patches = uniforms(Stream.CORRUPTION, seed, epoch, index), math.prod(grid)
     positions = np.sort(PATTERNS[config.pattern](config, grid, numbers))
     count = len(positions)

@@ -433,5 +433,6 @@ def build_objective(config: ObjectiveConfig, patch_size: int, channels: int = 3,
     if width is not None:
         return TeacherFeatures(config, patch_size, channels, width)
     if config.name not in OBJECTIVES:
-        raise UserError(f"objective.name is {config.name}; it must be one of {', '.join([*OBJECTIVES, 'features'])}")
+        known = ", ".join([*OBJECTIVES, "features"])
+        raise UserError(f"objective.name is {config.name}; it must be one of {known}, or registered by --import FILE")
     return OBJECTIVES[config.name](config, patch_size, channels)

@@ -24,6 +24,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from mpp.config import refuse_idle
 from mpp.config.fields import default_of
+from mpp.config.imports import require_imports, take_imports
 from mpp.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
@@ -40,6 +41,7 @@ USUAL |= {"num_workers": "data.workers", "batch_size": "data.batch_size", "outpu
 FILE = "--config="
 NEGATIVE = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
 CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
+IMPORT_HELP = "Python file or module of yours, which registers objectives, patterns, networks or evaluations."
 PACKAGE = Path(__file__).parent.parent
 CONFIGS = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), PACKAGE)
 """The configs: installed within the package; in a checkout beside it."""
@@ -63,7 +65,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
 def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None = None) -> ConfigT:
     """The same, where settings may have no effect, since not all of them were given by somebody."""
     parser = parser_of(config_class, prog)
-    arguments = joined_numbers(joined_files(arguments))
+    arguments = joined_numbers(joined_files(take_imports(arguments)))
     if {"-h", "--help"} & set(arguments):
         show_help(help_of(config_class, prog))
     try:
@@ -136,8 +138,16 @@ def help_of(config_class: type, prog: str | None) -> str:
     defaults = {each.name: default_of(each) for each in dataclasses.fields(config_class)}
     documented = dict(documented_settings(config_class, defaults))
     first = [key for key in CHANGED_FIRST if key in documented][:10]
-    lines = [f"usage: {prog or Path(sys.argv[0]).name} [--config FILE_OR_NAME ...] [--SETTING VALUE ...]", ""]
-    lines += [" ".join((config_class.__doc__ or "").split()), "", f"--config: {CONFIG_HELP}"]
+    lines = [
+        f"usage: {prog or Path(sys.argv[0]).name} [--config FILE_OR_NAME ...] [--import FILE] [--SETTING VALUE ...]",
+        "",
+    ]
+    lines += [
+        " ".join((config_class.__doc__ or "").split()),
+        "",
+        f"--config: {CONFIG_HELP}",
+        f"--import: {IMPORT_HELP}",
+    ]
     groups = {"What people change first": first}
     for key in documented:
         if key not in first:
@@ -294,8 +304,9 @@ def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
     """The config that was saved at `path`.
 
     Raises:
-        UserError: it is none of this kind.
+        UserError: it is none of this kind, or of a run with code of its own that is not imported.
     """
+    require_imports(path.parent)
     return read(config_class, ["--config", str(path)])
 
 

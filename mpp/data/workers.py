@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from mpp.config.imports import import_words, take_imports
 from mpp.errors import UserError
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.output import steady_output
@@ -77,9 +78,10 @@ def forget_said() -> None:
     notes.said[0] = 0
 
 
-def start_worker(watch: Tensor, told: Tensor, worker: int) -> None:
+def start_worker(watch: Tensor, told: Tensor, imports: list[str], worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn)."""
     steady_output()  # a fork has it from its parent
+    take_imports(imports)  # likewise
     notes.reading, notes.said = watch[worker].numpy(), told.numpy()
     notes.reading[:] = os.getpid(), NOTHING
     signal.set_wakeup_fd(-1)
@@ -118,7 +120,7 @@ class WatchedLoader:
             context = copy.copy(multiprocessing.get_context("fork" if FORKS else None))  # 3.14 would not fork
             context.Process = partial(context.Process, name=PROCESS_NAME)
             options["multiprocessing_context"] = context
-        shared = dict(generator=own, worker_init_fn=partial(start_worker, self.watch, told))
+        shared = dict(generator=own, worker_init_fn=partial(start_worker, self.watch, told, import_words()))
         self.build = partial(DataLoader, dataset, **shared, **options)
         self.loader = self.build()
         alive.add(self)

@@ -55,5 +55,6 @@ def build_network(
         UserError: no such network, or one that does not fit the encoder.
     """
     if config.name not in NETWORKS:
-        raise UserError(f"network.name is {config.name}; it must be one of {', '.join(NETWORKS)}")
+        known = ", ".join(NETWORKS)
+        raise UserError(f"network.name is {config.name}; it must be one of {known}, or registered by --import FILE")
     return NETWORKS[config.name](encoder, outputs, mean, std, config=config)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mpp.config.imports import import_words
 from mpp.runtime.start import SHARDED
 
 REPORT_TIMEOUT_S = 600  # other processes of the run wait meanwhile, for at most 20 minutes
@@ -31,7 +32,7 @@ LAUNCHER_VARIABLES = (
 
 def write_report(folder: Path) -> None:
     """Have `mpp report` write `report.html` in a run folder; a failure is a warning on stderr."""
-    words = (sys.executable, str(REPORT_SCRIPT), "--encoder", str(folder))
+    words = (sys.executable, str(REPORT_SCRIPT), "--encoder", str(folder), *import_words())
     try:
         ended = subprocess.run(
             words,

@@ -1,6 +1,7 @@
 """The run folder: whose it is, what it says of itself, whether it is finished.
 
 config.yaml                        the resolved config
+imports.json                       name and digest of the user's code (--import), where the run uses any
 data.json                          which images it is of (mpp/data/identity.py)
 metrics.jsonl, events.out.*        scalars; pictures
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
@@ -22,6 +23,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from mpp.config import SourceConfig, require
+from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code
 from mpp.config.parsing import changed_keys, read_saved, to_yaml
 from mpp.data.data_path import could_be_hub_name, is_local, is_url
 from mpp.data.identity import differences, digest_listing, identify_images, keep_known_files, unlisted_parts
@@ -33,6 +35,7 @@ from mpp.runtime.files import partial_path, write_complete
 from mpp.runtime.output import printable
 from mpp.runtime.signals import MARKER
 from mpp.training.checkpoint import newest_step
+from mpp.training.user_code import imports_used
 
 CONFIG, IMAGES = "config.yaml", "data.json"
 REPORT, CHECK = "report.html", "check.html"  # what evaluation/report.py and evaluation/check.py write
@@ -71,6 +74,9 @@ def check_owner(config: Any, folder: Path) -> None:
     if not is_ours(folder):
         raise UserError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
     saved = folder / CONFIG
+    imports = imports_used(config)
+    if saved.is_file():
+        refuse_other_code(folder, imports)
     different = changed_keys(config, saved, with_absolute_paths) if saved.is_file() else []
     data = getattr(with_absolute_paths(config), "data", None)
     if "data.path" in different and has_moved_images(folder, data):
@@ -89,7 +95,9 @@ def is_ours(folder: Path) -> bool:
     """Whether a folder is a run's, or has nothing in it but what a check or a run leaves that ended before it began."""
     if (folder / CONFIG).is_file() or not folder.is_dir():
         return True
-    return {path.name for path in folder.iterdir()} <= {*lock.FILES, MARKER, CHECK, partial_path(folder / CONFIG).name}
+    before_config = {*lock.FILES, MARKER, CHECK, IMPORTS_FILE}
+    before_config |= {partial_path(folder / name).name for name in (IMPORTS_FILE, CONFIG)}
+    return {path.name for path in folder.iterdir()} <= before_config
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -109,6 +117,9 @@ def write_config(config: Any, folder: Path) -> None:
     """
     check_owner(config, folder)  # once more: building the task may have taken long
     folder.mkdir(parents=True, exist_ok=True)
+    imports = imports_used(config)
+    if imports:
+        write_complete(folder / IMPORTS_FILE, imports_as_json(imports))
     write_complete(folder / CONFIG, to_yaml(with_absolute_paths(config)))
 
 

@@ -1,0 +1,171 @@
+"""Code of the user: `--import mine.py` registers it for every command, and a run folder never runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY
+
+from evaluation import report, visualize
+from mpp.config import Config, imports
+from mpp.config.imports import import_words, take_imports, user_imports
+from mpp.config.parsing import parse
+from mpp.corruption import PATTERNS
+from mpp.errors import UserError
+from mpp.models.networks import NETWORKS
+from mpp.objectives import OBJECTIVES
+
+BRIGHTNESS = "--objective.name=brightness"
+
+
+@pytest.fixture(autouse=True)
+def no_imports(monkeypatch):
+    """Every test begins like a new process, without imports, and leaves nothing registered."""
+    monkeypatch.setattr(imports, "_imports", {})
+    modules, registries = set(sys.modules), [dict(each) for each in (OBJECTIVES, PATTERNS, NETWORKS)]
+    yield
+    for name in {"brightness", "mine"} & (set(sys.modules) - modules):
+        del sys.modules[name]
+    for registry, before in zip((OBJECTIVES, PATTERNS, NETWORKS), registries, strict=True):
+        registry.clear()
+        registry.update(before)
+
+
+def start_a_new_process():
+    """Forget the imports, as a new process does that has not yet read its command line."""
+    imports._imports.clear()
+    sys.modules.pop("brightness", None)
+    OBJECTIVES.pop("brightness", None)
+
+
+@pytest.fixture
+def brightness(tmp_path):
+    """The file that mpp/README.md shows."""
+    page = (ROOT / "mpp" / "README.md").read_text()
+    example = page[page.index("import torch.nn.functional as F\nfrom torch import Tensor") :]
+    file = tmp_path / "brightness.py"
+    file.write_text(example[: example.index("```")])
+    return file
+
+
+def test_the_pages_example_trains_resumes_and_is_drawn(pretrain, brightness, capsys):
+    own = f"--import={brightness}"
+    folder = pretrain(own, BRIGHTNESS, "--run.steps=2")
+    (saved,) = json.loads((folder / "imports.json").read_text())
+    assert saved["name"] == str(brightness) and len(saved["sha256"]) == 64
+    assert not list(folder.rglob("*.py"))
+
+    start_a_new_process()
+    visualize.main([own, f"--encoder={folder}", "--pictures=[predictions]", "--precision=fp32", "--images=2"])
+    report.main([own, f"--encoder={folder}"])
+    assert "predictions.png" in capsys.readouterr().out
+    page = (folder / "report.html").read_text()
+    assert f"--import={brightness}" in page and "brightness" in page
+
+
+@pytest.mark.parametrize("command", ["resume", "visualize", "report"])
+def test_a_run_is_not_read_without_its_code(pretrain, brightness, command):
+    folder = pretrain(f"--import={brightness}", BRIGHTNESS)
+    start_a_new_process()
+    with pytest.raises(UserError, match=rf"run uses code of its own: add --import {brightness} "):
+        if command == "resume":
+            pretrain(BRIGHTNESS)
+        elif command == "visualize":
+            visualize.main([f"--encoder={folder}", "--pictures=[predictions]", "--precision=fp32"])
+        else:
+            report.main([f"--encoder={folder}"])
+    assert "brightness" not in sys.modules
+
+
+def test_a_run_is_not_resumed_with_a_changed_file(pretrain, brightness):
+    pretrain(f"--import={brightness}", BRIGHTNESS)
+    start_a_new_process()
+    brightness.write_text(brightness.read_text() + "\n# changed\n")
+    with pytest.raises(UserError, match=r"brightness\.py has changed since .*run was started with it"):
+        pretrain(f"--import={brightness}", BRIGHTNESS)
+
+
+def test_a_file_in_another_folder_is_the_same_code(pretrain, brightness, tmp_path):
+    folder = pretrain(f"--import={brightness}", BRIGHTNESS)
+    start_a_new_process()
+    moved = tmp_path / "elsewhere" / "brightness.py"
+    moved.parent.mkdir()
+    brightness.rename(moved)
+    assert pretrain(f"--import={moved}", BRIGHTNESS) == folder
+
+
+def test_imports_that_a_run_does_not_use_do_not_count(pretrain, brightness):
+    folder = pretrain(f"--import={brightness}")
+    assert not (folder / "imports.json").exists()
+    start_a_new_process()
+    pretrain()
+
+
+def test_saved_code_is_named_and_never_run(finished_run, tmp_path):
+    """A run folder of a stranger names a file that is there: nobody runs it."""
+    trap = tmp_path / "mine.py"
+    trap.write_text(f"open({str(tmp_path / 'struck')!r}, 'w')\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_bytes((finished_run / "config.yaml").read_bytes())
+    (tmp_path / "run" / "imports.json").write_text(json.dumps([{"name": str(trap), "sha256": "0" * 64}]))
+    run = tmp_path / "run"
+    for command in (visualize, report):
+        with pytest.raises(UserError, match="uses code of its own: add --import"):
+            command.main([f"--encoder={run}"])
+    assert not (tmp_path / "struck").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--import=missing.py"], r"--import is missing\.py, which is not a file"),
+        (["--import", "missing_module"], r"--import missing_module failed: ModuleNotFoundError"),
+        (["--import"], r"--import needs a Python file or the name of a module"),
+        (["--import", "--run.steps=3"], r"--import needs a Python file or the name of a module"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(words, message):
+    with pytest.raises(UserError, match=message):
+        parse(Config, words)
+
+
+@pytest.mark.parametrize("name, code", [("json", ""), ("numpy", ""), ("mine", "1 / 0\n")])
+def test_a_file_that_hides_another_module_or_fails_is_refused(tmp_path, name, code):
+    file = tmp_path / f"{name}.py"
+    file.write_text(code)
+    expected = "is the name of another module" if not code else r"failed: ZeroDivisionError: division by zero"
+    with pytest.raises(UserError, match=expected):
+        take_imports([f"--import={file}"])
+    assert not user_imports() and not import_words()
+
+
+def test_other_words_stay_and_a_file_is_imported_once(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"with open({str(tmp_path / 'count')!r}, 'a') as count:\n    count.write('x')\n")
+    words = ["--run.steps=3", "--import", str(file), "--config", "birds", f"--import={file}"]
+    assert take_imports(words) == ["--run.steps=3", "--config", "birds"]
+    assert (tmp_path / "count").read_text() == "x"
+
+
+@pytest.mark.parametrize("kind", ["pattern", "network"])
+def test_patterns_and_networks_are_registered_too(pretrain, tmp_path, kind):
+    code = {
+        "pattern": "from mpp.corruption import PATTERNS, anywhere\nPATTERNS['mine'] = lambda *a: anywhere(*a)\n",
+        "network": "from mpp.models.networks import NETWORKS\n"
+        "NETWORKS['mine'] = lambda *parts, config: NETWORKS['predictor'](*parts, config=config)\n",
+    }
+    option = {"pattern": "--corruption.pattern=mine", "network": "--network.name=mine"}
+    (tmp_path / "mine.py").write_text(code[kind])
+    folder = pretrain(f"--import={tmp_path / 'mine.py'}", option[kind], "--data.workers=1")
+    assert json.loads((folder / "imports.json").read_text())
+
+
+@pytest.mark.faults
+def test_several_processes_and_the_runs_own_report_know_the_code(brightness, tmp_path):
+    words = [word for word in TINY if not word.startswith("--run.report")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mpp/pretrain.py"]
+    command = [*launch, f"--import={brightness}", BRIGHTNESS, *words, f"--run.dir={tmp_path / 'run'}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "report.html").is_file(), ended.stderr
