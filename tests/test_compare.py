@@ -13,9 +13,15 @@ from safetensors.torch import save_file
 from server import Command
 
 from evaluation import compare, fewshot, finetune, knn, masked
-from evaluation.comparison import cases as plan
-from evaluation.comparison import run as jobs
-from evaluation.comparison.tables import Question, numbers_of, plot_question, table_of, write_findings
+from evaluation.comparison import run
+from evaluation.comparison.cases import cases_of, evaluation_settings
+from evaluation.comparison.digests import identity, relevant_settings
+from evaluation.comparison.entries import Question, read_entries
+from evaluation.comparison.files import write_comparison
+from evaluation.comparison.plots import plot_question
+from evaluation.comparison.reports import divergence_of, training_pflop
+from evaluation.comparison.tables import markdown_of, numbers_of
+from evaluation.comparison.trainings import TRAININGS, executed_pflop, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
 from evaluation.figures import plot_depths, plot_lines
 from evaluation.frozen import probing
@@ -58,20 +64,21 @@ def test_every_case_of_a_comparison_file_parses(path):
     assert "frozen features" not in kinds or any(
         entry["encoder"].startswith("floor:") for entry in config.encoders
     )  # and a floor
-    asked = plan.plan(config)
+    cases = cases_of(read_entries(config))
     taught = {str(entry.get("train_options", {}).get("objective.teacher")) for entry in config.encoders}
-    assert {case.encoder.encoder for case in asked.unasked} <= taught  # all others are judged
+    evaluated = {case.encoder.entry.encoder for case in cases}
+    assert {entry["encoder"] for entry in config.encoders} - evaluated <= taught  # all but teachers
     if (RESULTS / path.stem / "results.json").exists():
         return  # test_published_results_are_found_by_their_digests parses each case
     known = set()
-    for case in asked.cases:
-        judged = case.evaluation.name
-        pairs = {(case.encoder.name, judged), (judged, case.dataset.name)}
+    for case in cases:
+        entry, evaluation = case.encoder.entry, case.evaluation.name
+        pairs = {(entry.name, evaluation), (evaluation, case.dataset.name)}
         if pairs <= known:
             continue
         known |= pairs
-        job = jobs.Job(case, ROOT)
-        assert job.evaluation.encoder and (job.requested is None) == (case.encoder.train is None)
+        assert evaluation_settings(case).encoder
+        assert (case.encoder.training is None) == (entry.train is None)
 
 
 @pytest.mark.faults
@@ -86,9 +93,9 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     config["evaluations"], config["datasets"] = config["evaluations"][:1], config["datasets"][:1]
     config["encoders"].reverse()
     small.write_text(yaml.safe_dump(config))
-    student, _ = jobs_of(small, tmp_path / "out").values()
+    student, _ = cases_in(small).values()
     with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
-        student.prepare()
+        run.train_encoder(student.encoder, tmp_path / "out")
     compare.main(["--config", str(small)])
     own = {name: max(read_metrics(tmp_path / name, "compute/pflop").values()) for name in ("encoders/0", "taught")}
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
@@ -96,8 +103,8 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     assert costs == {"pre-trained": own["encoders/0"], "taught": own["encoders/0"] + own["taught"]}
     config["encoders"][1]["train_options"]["optim.lr"] = 0.02
     small.write_text(yaml.safe_dump(config))
-    taught_otherwise, _ = jobs_of(small, tmp_path / "out").values()
-    assert taught_otherwise.digest != student.digest
+    taught_otherwise, _ = cases_in(small).values()
+    assert identity(taught_otherwise) != identity(student)
     config["encoders"][0]["train_options"]["objective.teacher"] = str(tmp_path / "taught")
     small.write_text(yaml.safe_dump(config))
     with pytest.raises(UserError, match="taught would be taught by itself"):
@@ -211,8 +218,9 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     assert text in capsys.readouterr().out and text.count("\n") == 5 and "\n| pre-trained " in text
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
     monkeypatch.setattr(Evaluation, "run", lambda *_: pytest.fail("evaluated twice"))
-    for name, (kind, _) in list(jobs.TRAININGS.items()):
-        monkeypatch.setitem(jobs.TRAININGS, name, (kind, lambda *_: pytest.fail("trained twice")))
+    for name, training in list(TRAININGS.items()):
+        refused = training._replace(build_task=lambda *_: pytest.fail("trained twice"))
+        monkeypatch.setitem(TRAININGS, name, refused)
     compare.main(["--config", str(small)])
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
     config = yaml.safe_load(small.read_text())
@@ -223,10 +231,12 @@ def test_a_comparison_trains_judges_and_does_nothing_twice(small, tmp_path, caps
     assert json.loads((tmp_path / "out" / "results.json").read_text())["results"] == report["results"]
 
 
-def jobs_of(file, folder):
-    """The jobs of a comparison, by encoder, seed, evaluation and dataset."""
-    found = jobs.jobs_of(plan.plan(parse(CompareConfig, ["--config", str(file)])), folder)
-    return {(j.case.encoder.name, j.case.seed, j.case.evaluation.name, j.case.dataset.name): j for j in found}
+def cases_in(file):
+    """The cases of a comparison, by encoder, seed, evaluation and dataset."""
+    by_names = {}
+    for case in cases_of(read_entries(parse(CompareConfig, ["--config", str(file)]))):
+        by_names[case.encoder.entry.name, case.encoder.seed, case.evaluation.name, case.dataset.name] = case
+    return by_names
 
 
 def accuracies(comparison):
@@ -283,15 +293,15 @@ def test_the_answer_in_words_says_what_was_measured(page):
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)
-def test_published_results_are_found_by_their_digests(path, tmp_path):
+def test_published_results_are_found_by_their_digests(path):
     """So `extends` computes none of them again."""
-    jobs = jobs_of(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml", tmp_path)
-    known = compare.published(str(path))
-    assert {job.digest for job in jobs.values()} == set(known)
-    for rows in known.values():
+    cases = cases_in(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml")
+    published = compare.read_published(str(path))
+    assert {identity(case) for case in cases.values()} == set(published)
+    for rows in published.values():
         for row in rows:
-            about = (row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"])
-            assert jobs[about].digest == row["digest"]
+            case = cases[row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"]]
+            assert identity(case) == row["digest"]
 
 
 @pytest.mark.faults
@@ -309,8 +319,8 @@ def test_another_comparison_goes_on_from_published_results(small, tmp_path, monk
     config["encoders"] = config["encoders"][-1:]
     other = config | {"dir": str(tmp_path / "other"), "extends": str(tmp_path / "out" / "results.json")}
     small.write_text(yaml.safe_dump(other))
-    done, run = [], fewshot.run
-    monkeypatch.setattr(fewshot, "run", lambda config: (done.append(config.shots), run(config))[1])
+    done, evaluate = [], fewshot.run
+    monkeypatch.setattr(fewshot, "run", lambda config: (done.append(config.shots), evaluate(config))[1])
     compare.main(["--config", str(small)])
     second = json.loads((tmp_path / "other" / "results.json").read_text())
     assert done == [(2,)] * 2
@@ -342,10 +352,10 @@ def floors(small, tmp_path):
 def test_a_report_that_was_cut_off_is_none(floors, monkeypatch, tmp_path):
     whole = floors(shots=[5])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(jobs, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(run, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         floors(shots=[1])  # killed between its report and the mark of which images and weights it is
-    done, run = [], fewshot.run
-    monkeypatch.setattr(fewshot, "run", lambda config: (done.append(config.shots), run(config))[1])
+    done, evaluate = [], fewshot.run
+    monkeypatch.setattr(fewshot, "run", lambda config: (done.append(config.shots), evaluate(config))[1])
     assert [row["case"] for row in floors(shots=[1])] == ["1"] * 3 and done == [(1,)]
     assert floors(shots=[5]) == whole and done == [(1,)]
 
@@ -360,46 +370,45 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     (fewshot, finetuned), knn = config["evaluations"], {"name": "kNN", "command": "knn"}
     fewshot["options"]["shots"], knn["options"] = 1, FAST | {"neighbours": 20}
     config["evaluations"] = [fewshot, knn]
-    trained, train = [], jobs.train
-    monkeypatch.setattr(jobs, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
+    trained, train = [], run.train
+    monkeypatch.setattr(run, "train", lambda config, task: (trained.append(config.run.dir), train(config, task)))
 
-    def run():
+    def compared():
         small.write_text(yaml.safe_dump(config))
         compare.main(["--config", str(small)])
         return json.loads((tmp_path / "out" / "results.json").read_text())
 
-    first = run()
+    first = compared()
     assert trained == [str(tmp_path / "encoders" / seed) for seed in "01"]
     assert first["summary"]["comparison"]["wild"] == {"few-shot 1": {"diverged": 2}, "kNN 20": {"diverged": 2}}
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert [line.replace(" ", "") for line in lines if "wild" in line] == ["|wild|diverged|diverged|-|"]
-    assert run() == first and len(trained) == 2
+    assert compared() == first and len(trained) == 2
     assert "says so; delete it to try again" in capsys.readouterr().err
 
     shutil.rmtree(tmp_path / "encoders" / "1")
     config["encoders"][0]["train_options"]["optim.lr"] = 1e-3
     config["encoders"][0]["seeds"] = [1]
     config["evaluations"] = [knn, finetuned | {"options": finetuned["options"] | {"lrs": 1e30}}]
-    second = run()["summary"]["comparison"]["wild"]
+    second = compared()["summary"]["comparison"]["wild"]
     assert trained[2:] == [str(tmp_path / "encoders" / "1")] * 2  # the second time it is finished
     assert second["kNN 20"]["mean"] > 0 and second["fine-tuned"] == {"diverged": 1}
     monkeypatch.setattr(finetune, "run", lambda config: pytest.fail("again"))
-    assert run()["summary"]["comparison"]["wild"] == second
+    assert compared()["summary"]["comparison"]["wild"] == second
 
 
 def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small, tmp_path, monkeypatch):
     def diverge(*_):
         raise Diverged("the loss is nan")
 
-    monkeypatch.setattr(jobs, "train", diverge)
-    cases = plan.plan(parse(CompareConfig, ["--config", str(small)])).cases
-    found = {case.encoder.name: jobs.Job(case, tmp_path) for case in reversed(cases)}
-    trained, random = found["pre-trained"], found["random"]
+    monkeypatch.setattr(run, "train", diverge)
+    cases = cases_in(small)
+    trained, random = (cases[name, 0, "few-shot", "one"].encoder for name in ("pre-trained", "random"))
     with pytest.raises(Diverged, match="the loss is nan"):
-        trained.prepare()
+        run.train_encoder(trained, tmp_path)
     with pytest.raises(UserError, match=r"encoders/0 has no encoder to take the architecture of: .*nan"):
-        random.prepare()
-    assert trained.divergence.is_file()
+        run.train_encoder(random, tmp_path)
+    assert divergence_of(trained, tmp_path).is_file()
 
 
 @pytest.mark.faults
@@ -422,7 +431,7 @@ def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
         [*(test | {"encoder_seed": seed} for seed in (0, 1)), about | {"kind": "diverged", "encoder_seed": 2}]
     )
     assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "diverged": 1}
-    assert "50.0 ± 0.0 (1 diverged)" in table_of(numbers)
+    assert "50.0 ± 0.0 (1 diverged)" in markdown_of(numbers)
 
 
 def test_rank_and_dev_accuracy_are_columns_but_no_bars():
@@ -439,8 +448,11 @@ def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     rows += [about | {"kind": "dev", "accuracy": 0.25}, about | {"kind": "test", "case": "20", "accuracy": 0.5}]
     numbers = numbers_of(rows)
     assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1}
-    assert [heading.strip() for heading in table_of(numbers).splitlines()[0].split("|")[-3:-1]] == ["kNN, dev", "rank"]
-    assert table_of(numbers).splitlines()[-1].replace(" ", "") == "|a|50.0|25.0|4|"
+    assert [heading.strip() for heading in markdown_of(numbers).splitlines()[0].split("|")[-3:-1]] == [
+        "kNN, dev",
+        "rank",
+    ]
+    assert markdown_of(numbers).splitlines()[-1].replace(" ", "") == "|a|50.0|25.0|4|"
     assert len(plot_question(Question("bars"), rows, numbers).axes) == 1
 
 
@@ -484,10 +496,10 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     options |= {"model.width": 16, "model.depth": 1, "model.heads": 2, "model.img_size": 16, "probe.every": 0}
     trained = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
     judged = [{"name": "kNN", "command": "knn"}, {"name": "masked patches", "command": "masked"}]
-    (case,) = plan.plan(CompareConfig(encoders=[trained], evaluations=judged)).cases
-    job = jobs.Job(case, tmp_path)
-    assert case.evaluation.name == "kNN" and job.training.views.blur == 0 and job.training.contrast.temperature == 0.1
-    job.prepare()
+    (case,) = cases_of(read_entries(CompareConfig(encoders=[trained], evaluations=judged)))
+    training = run.settings_to_train(case.encoder)
+    assert case.evaluation.name == "kNN" and training.views.blur == 0 and training.contrast.temperature == 0.1
+    run.train_encoder(case.encoder, tmp_path)
     assert load_frozen_encoder(str(tmp_path / "0")).img_size == (16, 16)
 
 
@@ -498,10 +510,9 @@ def test_what_a_result_depends_on_is_in_its_digest(tmp_path):
         file = tmp_path / "weights.safetensors"
         save_file({}, file)
         entry = {"name": name, "encoder": name, "options": {"checkpoint": str(file)}}
-        (case,) = plan.plan(CompareConfig(encoders=[entry], evaluations=judged)).cases
-        job = jobs.Job(case, tmp_path)
-        digests.add(job.digest)
-        assert job.training_pflop() is None  # nothing says so
+        (case,) = cases_of(read_entries(CompareConfig(encoders=[entry], evaluations=judged)))
+        digests.add(identity(case))
+        assert training_pflop(case.encoder) is None  # there is no record
     assert len(digests) == 2
     for kind, words, counts in (
         (ContrastiveConfig, [], True),
@@ -510,7 +521,7 @@ def test_what_a_result_depends_on_is_in_its_digest(tmp_path):
         (FinetuneConfig, ["--augment.mixup=0.1"], True),
     ):
         configs = (parse(kind, [*words, *more]) for more in ([], ["--data.batch_size=8"]))
-        assert len({json.dumps(jobs.substance(each)) for each in configs}) == 1 + counts
+        assert len({json.dumps(relevant_settings(each)) for each in configs}) == 1 + counts
 
 
 def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(tmp_path):
@@ -519,8 +530,8 @@ def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(
     for own, expected in (({}, (0, 9)), ({"data.range": [0, 5]}, (0, 5))):
         images = {"name": "scans", "options": own | {"data.path": "scans"}}
         judged = [{"name": "kNN", "command": "knn"}]
-        (case,) = plan.plan(CompareConfig(encoders=[encoder], evaluations=judged, datasets=[images])).cases
-        data = jobs.Job(case, tmp_path).evaluation.data
+        (case,) = cases_of(read_entries(CompareConfig(encoders=[encoder], evaluations=judged, datasets=[images])))
+        data = evaluation_settings(case).data
         assert data.channels == 1 and tuple(data.range) == expected
 
 
@@ -534,7 +545,7 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
         (tmp_path / name / "encoder").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5}\n')
-    found = [jobs.executed(tmp_path / name) for name in ("first", "longer", "student", "tuned")]
+    found = [executed_pflop(tmp_path / name) for name in ("first", "longer", "student", "tuned")]
     assert found == [1.5, 3.0, 4.5, 4.5]
 
 
@@ -581,7 +592,7 @@ def test_processes_share_a_comparison(small, tmp_path):
 
 
 def hurry() -> None:
-    compare.PAUSE = 0.2
+    run.RETRY_S = 0.2
 
 
 @pytest.mark.faults
@@ -690,8 +701,8 @@ def test_a_result_is_of_its_images(small, tmp_path, monkeypatch):
     """Other images are judged anew; an encoder that was trained on others is not passed off as theirs."""
     config = yaml.safe_load(small.read_text())
     config |= {"encoders": config["encoders"][-1:], "evaluations": config["evaluations"][:1]}
-    judged, run = [], fewshot.run
-    monkeypatch.setattr(fewshot, "run", lambda settings: (judged.append(settings.data.path), run(settings))[1])
+    judged, evaluate = [], fewshot.run
+    monkeypatch.setattr(fewshot, "run", lambda settings: (judged.append(settings.data.path), evaluate(settings))[1])
 
     def judge():
         record_source.cache_clear()  # as in a new process
@@ -737,13 +748,13 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
         for name, of in (("narrow", options), ("wide", wide))
     ]
     small.write_text(yaml.safe_dump(config))
-    asked = plan.plan(parse(CompareConfig, ["--config", str(small)]))
-    found = {case.encoder.name: jobs.Job(case, tmp_path) for case in asked.cases}
-    for job in found.values():
-        an_update = jobs.flops_of("pretrain", job.training)
-        assert job.training.run.steps == round(1e9 / an_update)
-        assert job.requested.run.steps == 2
-    assert found["narrow"].training.run.steps > 2 * found["wide"].training.run.steps
+    steps = {}
+    for case in cases_in(small).values():
+        config = run.settings_to_train(case.encoder)
+        steps[case.encoder.entry.name] = config.run.steps
+        assert config.run.steps == round(1e9 / step_flops("pretrain", config))
+        assert case.encoder.training.run.steps == 2
+    assert steps["narrow"] > 2 * steps["wide"]
 
 
 def test_lines_go_through_encoders_against_all_compute(tmp_path):
@@ -760,7 +771,7 @@ def test_lines_go_through_encoders_against_all_compute(tmp_path):
     assert drawn["both"] == [[2.0, pytest.approx(20)], [3.0, pytest.approx(10)]]
     assert drawn["from scratch"] == [[2.0, pytest.approx(20)]] and axes.get_xticks().tolist() == [2, 3, 6]
 
-    write_findings(tmp_path, [dataclasses.replace(question, encoders=["long", "scratch"])], rows, {})
+    write_comparison(tmp_path, [dataclasses.replace(question, encoders=["long", "scratch"])], rows, {})
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "table.md").read_text().split("\n")
     ]

@@ -14,7 +14,8 @@ from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
 from evaluation import check, contrastive
-from evaluation.comparison.tables import Question, write_findings
+from evaluation.comparison.entries import Question
+from evaluation.comparison.files import write_comparison
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
 from evaluation.report import main as report
@@ -290,7 +291,7 @@ def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
     (tmp_path / f"run {SCRIPT}").mkdir()
     (tmp_path / f"run {SCRIPT}" / "report.html").touch()
     questions = [Question("first", title=f"Which? {SCRIPT}"), Question("empty", encoders=["nobody"])]
-    write_findings(
+    write_comparison(
         tmp_path / "out", questions, rows, {}, {SCRIPT: [tmp_path / f"run {SCRIPT}"], "floor": [Path("floor:x")]}
     )
     seen, words = read(tmp_path / "out" / "report.html")

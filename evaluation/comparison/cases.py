@@ -1,180 +1,206 @@
-"""What a comparison consists of: encoders, evaluations, datasets, questions; and the cases that they make."""
+"""The cases of a comparison: which evaluation of which encoder on which dataset, and the settings of each."""
 
-import copy
-import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
-from evaluation.comparison.tables import Question
-from evaluation.config import CompareConfig
-from evaluation.registry import EVALUATIONS
-from mpp.config import require
+from evaluation.comparison.entries import (
+    DatasetEntry,
+    EncoderEntry,
+    Entries,
+    EntryT,
+    EvaluationEntry,
+    Options,
+    Question,
+)
+from evaluation.comparison.trainings import TRAININGS, teacher_folder
+from evaluation.frozen.run_images import find_run, run_image_settings
+from evaluation.registry import EVALUATIONS, Evaluation
+from mpp.config import HOW_READ, require
+from mpp.config.parsing import as_command_line, parse
 from mpp.errors import UserError
+from mpp.models.descriptions import how_read
 
-Options = dict[str, Any]
-
-TRAININGS = ("pretrain", "supervised", "contrastive")  # commands that make encoders
-
-
-@dataclass(frozen=True)
-class EncoderEntry:
-    """A row of the table."""
-
-    name: str
-    """What the table calls it."""
-    encoder: str
-    """Folder, timm name or floor; `{seed}` stands for the seed."""
-    random: bool
-    """The folder's architecture with random weights."""
-    options: Options
-    """Further settings of every evaluation, such as {representation: class}."""
-    seeds: tuple[int, ...]
-    """Encoders that differ in their seed alone: what the spread is over."""
-    train: Literal["pretrain", "supervised", "contrastive"] | None
-    """The command that makes it, where it is not there."""
-    train_options: Options
-    """Settings of that command."""
-    compute: float | None = None
-    """PFLOP that it executes: the steps follow. null: as many steps as its settings say."""
+SettingsT = TypeVar("SettingsT")
 
 
-@dataclass(frozen=True)
-class EvaluationEntry:
-    """A way to judge an encoder."""
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """An encoder of a comparison: an entry at one of its seeds."""
 
-    name: str
-    """What the table calls it."""
-    command: str
-    """Name in the registry of evaluations."""
-    options: Options
-    """Its settings."""
+    entry: EncoderEntry
+    seed: int
+    training: Any | None
+    """Settings of the command that trains it, as the entry has them; None: the entry does not train it."""
+    teacher: "Encoder | None" = None
+    """The encoder whose features its training predicts, where that is one of the comparison."""
 
-
-@dataclass(frozen=True)
-class DatasetEntry:
-    """Labelled images."""
-
-    name: str
-    """What the table calls it."""
-    options: Options
-    """Settings of every evaluation on it, such as {data.path: ...}."""
-    group: str | None = None
-    """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
+    @property
+    def weights(self) -> Path:
+        """The folder or file that is evaluated."""
+        path = str(self.entry.options.get("checkpoint") or self.entry.encoder)
+        return Path(with_seed(path, self.seed))
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Case:
     """One evaluation of one encoder on one dataset."""
 
-    encoder: EncoderEntry
-    seed: int
+    encoder: Encoder
     evaluation: EvaluationEntry
     dataset: DatasetEntry
 
     @property
+    def command(self) -> Evaluation:
+        """The registered evaluation."""
+        return EVALUATIONS[self.evaluation.command]
+
+    @property
     def slug(self) -> str:
-        """Its name as a file's."""
-        parts = (self.encoder.name, str(self.seed), self.evaluation.name, self.dataset.name)
-        return "-".join(parts).replace(" ", "_").replace("/", "_")
+        """Its name in file names."""
+        names = (self.encoder.entry.name, str(self.encoder.seed), self.evaluation.name, self.dataset.name)
+        return "-".join(names).replace(" ", "_").replace("/", "_")
 
 
-class Plan(NamedTuple):
-    """What a config asks for."""
-
-    questions: list[Question]
-    cases: list[Case]
-    unasked: list[Case]
-    """A case of each encoder that no question is about, which may be a teacher: it is not judged."""
-
-
-def entries(kind: type, values: Sequence[dict[str, Any]], key: str, **defaults: Any) -> list:
-    """Entries of the config as their dataclass; UserError where they are not that."""
-    made = []
-    for value in values:
-        try:
-            made.append(kind(**copy.deepcopy(defaults) | value))
-        except TypeError as error:
-            raise UserError(f"{key}: {value} is not {{{', '.join(kind.__dataclass_fields__)}}}: {error}") from None
-        require(isinstance(made[-1].name, str), f"{key}: name", made[-1].name, "text, in quotes")
-        for part in ("options", "train_options"):
-            given = getattr(made[-1], part, {})
-            require(isinstance(given, dict), f"{key}: {made[-1].name}: {part}", given, "settings, or left out")
-    names = [entry.name for entry in made]
-    require(len(set(names)) == len(names), f"{key}: names", names, "all different")
-    return made
-
-
-def plan(config: CompareConfig) -> Plan:
-    """The cases of all questions, each once; the first seed of all before the second of any.
+def cases_of(entries: Entries) -> list[Case]:
+    """All cases that the questions ask for, each once: those of all first seeds come before those of second seeds.
 
     Raises:
-        UserError: an entry that is none, or a name that nothing has.
+        UserError: a question about an unknown name, names that are alike in file names, or an encoder that would be its
+            own teacher.
     """
-    plain = dict(random=False, options={}, seeds=(0,), train=None, train_options={})
-    encoders = {entry.name: entry for entry in entries(EncoderEntry, config.encoders, "encoders", **plain)}
-    evaluations = {e.name: e for e in entries(EvaluationEntry, config.evaluations, "evaluations", options={})}
-    datasets = entries(DatasetEntry, config.datasets, "datasets", options={})
-    questions = entries(Question, config.questions, "questions")
-    for evaluation in evaluations.values():
-        require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, " or ".join(EVALUATIONS))
-    for entry in encoders.values():
-        check_encoder(entry, encoders.values())
-    encoders = {name: as_trained(entry, encoders.values()) for name, entry in encoders.items()}
+    encoders = encoders_of(entries.encoders)
     cases: dict[str, Case] = {}
-    rounds = max(len(entry.seeds) for entry in encoders.values())
-    for number, question in itertools.product(range(rounds), questions):
-        key = f"questions: {question.name}"
-        asked = choose(encoders, question.encoders, key), choose(evaluations, question.evaluations, key)
-        for entry, dataset, evaluation in itertools.product(asked[0], datasets, asked[1]):
-            if number < len(entry.seeds) and suits(entry, evaluation):
-                case = Case(entry, entry.seeds[number], evaluation, dataset)
+    for position in range(max(len(entry.seeds) for entry in entries.encoders)):
+        for question in entries.questions:
+            for case in cases_of_question(question, entries, encoders, position):
                 same = cases.setdefault(case.slug, case)
-                require(same == case, "names", f"alike as files' names ({case.slug})", "more different")
-    asked_for = {case.encoder.name for case in cases.values()}
-    spare = [entry for name, entry in encoders.items() if name not in asked_for]
-    judged_by = next(iter(evaluations.values())), datasets[0]
-    return Plan(questions, list(cases.values()), [Case(e, seed, *judged_by) for e in spare for seed in e.seeds])
+                alike = (same.encoder, same.evaluation, same.dataset) == (case.encoder, case.evaluation, case.dataset)
+                require(alike, "names", f"alike as files' names ({case.slug})", "more different")
+    return list(cases.values())
 
 
-def check_encoder(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> None:
-    """Raise UserError where an entry cannot be carried out."""
-    key = f"encoders: {entry.name}"
-    require(entry.train in (None, *TRAININGS), f"{key}: train", entry.train, " or ".join(TRAININGS))
-    seeds = entry.seeds
-    require(isinstance(seeds, list | tuple) and len(seeds) > 0, f"{key}: seeds", seeds, "a list that is not empty")
-    compute = entry.compute
-    require(compute is None or (entry.train and compute > 0), f"{key}: compute", compute, "above 0, beside train")
-    if entry.train:
-        several = len(seeds) > 1 and "{seed}" not in entry.encoder
-        require(not several, f"{key}: encoder", entry.encoder, "with {seed} in it, for several seeds")
-        made = (entry.train, entry.train_options, entry.compute)
-        for other in others:
-            of_other = (other.train, other.train_options, other.compute)
-            alike = other.encoder != entry.encoder or not other.train or of_other == made
-            require(alike, f"{key}: train_options", entry.train_options, f"those of {other.name}, in the same folder")
+def cases_of_question(
+    question: Question, entries: Entries, encoders: dict[tuple[str, int], Encoder], position: int
+) -> Iterator[Case]:
+    """The cases of a question at the seeds that stand at this position in the lists of seeds.
+
+    Args:
+        encoders: by name of their entry and seed.
+    """
+    key = f"questions: {question.name}"
+    evaluations = entries_named(entries.evaluations, question.evaluations, key)
+    for entry in entries_named(entries.encoders, question.encoders, key):
+        if position >= len(entry.seeds):
+            continue
+        encoder = encoders[entry.name, entry.seeds[position]]
+        for dataset in entries.datasets:
+            for evaluation in evaluations:
+                if fits(entry, evaluation):
+                    yield Case(encoder, evaluation, dataset)
 
 
-def as_trained(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> EncoderEntry:
-    """The entry; where another one trains its encoder, it knows how too."""
-    same = [other for other in others if other.encoder == entry.encoder and other.train]
-    if entry.train or not same:
-        return entry
-    made = {name: getattr(same[0], name) for name in ("train", "train_options", "compute")}
-    return dataclasses.replace(entry, **made)
+def entries_named(entries: list[EntryT], names: Iterable[str] | None, key: str) -> list[EntryT]:
+    """The entries of these names, in the order of the names; None: all."""
+    if names is None:
+        return entries
+    by_name = {entry.name: entry for entry in entries}
+    for name in names:
+        require(name in by_name, key, name, f"one of {', '.join(by_name)}")
+    return [by_name[name] for name in names]
 
 
-def choose(named: dict[str, Any], names: Iterable[str] | None, key: str) -> list[Any]:
-    """The entries of these names; None: all."""
-    for name in names or ():
-        require(name in named, key, name, f"one of {', '.join(named)}")
-    return list(named.values()) if names is None else [named[name] for name in names]
-
-
-def suits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
+def fits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
     """Whether there is something to evaluate: a floor has no weights, and only pre-training has predicted patches."""
     kind = EVALUATIONS[evaluation.command].kind
     if entry.encoder.startswith("floor:"):
         return kind == "frozen features"
     predicts_patches = not entry.random and entry.train not in ("supervised", "contrastive")
     return kind != "masked patches" or predicts_patches
+
+
+def encoders_of(entries: list[EncoderEntry]) -> dict[tuple[str, int], Encoder]:
+    """The encoders of all entries, with their teachers, by name of the entry and seed.
+
+    Raises:
+        UserError: an encoder would be its own teacher.
+    """
+    alone = [Encoder(entry, seed, training_settings(entry, seed)) for entry in entries for seed in entry.seeds]
+    trained = [encoder for encoder in alone if encoder.training is not None]
+    trained.sort(key=lambda encoder: not encoder.entry.random)  # of the same folder, the one with learned weights
+    by_weights = {encoder.weights: encoder for encoder in trained}
+    return {(encoder.entry.name, encoder.seed): with_teacher(encoder, by_weights) for encoder in alone}
+
+
+def with_teacher(encoder: Encoder, trained: dict[Path, Encoder], students: tuple[Path, ...] = ()) -> Encoder:
+    """The encoder with its teacher, if that is among the `trained` ones.
+
+    Args:
+        trained: encoders by their weights.
+        students: weights of the encoders that it teaches, directly or not.
+    """
+    if encoder.weights in students:
+        raise UserError(f"{encoder.weights} would be taught by itself; objective.teacher must be another encoder")
+    teacher = trained.get(teacher_folder(encoder.training))
+    if teacher is None:
+        return encoder
+    return replace(encoder, teacher=with_teacher(teacher, trained, (*students, encoder.weights)))
+
+
+def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
+    """Settings of the command that trains the encoder; None: the entry does not say how it is trained."""
+    if entry.train is None:
+        return None
+    options = {"run.seed": seed} | entry.train_options | {"run.dir": entry.encoder}
+    return parsed(TRAININGS[entry.train].config_class, tuple(command_line(options, seed)))
+
+
+@cache
+def evaluation_settings(case: Case) -> Any:
+    """Settings of a case's evaluation, but for the places of its results."""
+    entry, seed = case.encoder.entry, case.encoder.seed
+    options = case.evaluation.options | {"encoder": entry.encoder}
+    if case.command.kind != "masked patches":
+        options = reading_options(case.encoder) | case.dataset.options | case.evaluation.options | entry.options
+        options |= {"encoder": entry.encoder}
+    if case.command.kind == "frozen features":
+        options |= {"random": entry.random, "seed": seed}
+    if case.command.kind == "fine-tuning":
+        options |= {"run.seed": seed}
+        if entry.random:
+            options |= {"init": "random"}
+    return parsed(case.command.config_class(), tuple(command_line(options, seed)))
+
+
+def reading_options(encoder: Encoder) -> Options:
+    """Settings by which the files were read that the encoder learned from: other images are read in the same way."""
+    weights = str(encoder.weights)
+    run = find_run(weights)
+    reading: dict[str, Any] = {}
+    if encoder.training is not None:
+        reading = encoder.training.data.how_read()
+    elif run is not None:
+        reading = {name: value for name, value in run_image_settings(run).items() if name in HOW_READ}
+    else:
+        with suppress(UserError):  # no such encoder, which its evaluation reports
+            reading = how_read(weights)
+    return {f"data.{name}": value for name, value in reading.items()}
+
+
+def command_line(options: Options, seed: int) -> list[str]:
+    """Settings as a command line; `{seed}` is filled in."""
+    return as_command_line({name: with_seed(value, seed) for name, value in options.items()})
+
+
+def with_seed(value: Any, seed: int) -> Any:
+    """A setting with `{seed}` filled in, where it is text."""
+    return value.replace("{seed}", str(seed)) if isinstance(value, str) else value
+
+
+@cache
+def parsed(config_class: type[SettingsT], arguments: tuple[str, ...]) -> SettingsT:
+    """The settings of a command line. Several encoders ask for the same one, and parsing takes a while."""
+    return parse(config_class, arguments)

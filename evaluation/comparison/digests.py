@@ -1,0 +1,98 @@
+"""Digests that results are known by: of the settings of an evaluation, and of those of the encoder's training."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from timm import is_model
+
+from evaluation.comparison.cases import Case, Encoder, evaluation_settings
+from evaluation.config import MaskedDataConfig
+from evaluation.frozen.run_images import record_images
+from mpp.config.parsing import differing, plain, settings
+from mpp.data.identity import short_digest
+from mpp.runtime.weights import fingerprint
+
+PLACES = {"encoder", "checkpoint", "out", "run.dir"}
+"""Settings that say where something is: a result depends on what is there."""
+
+
+@cache
+def identity(case: Case) -> str:
+    """Digest of all settings that a case's result depends on: of its evaluation, and of the encoder's training.
+
+    An encoder that is not trained here is known by its weights, or by its name. Hashing these takes a while, so the
+    digest of a case is kept.
+    """
+    encoder = case.encoder
+    content = {
+        "command": case.evaluation.command,
+        "settings": relevant_settings(evaluation_settings(case)),
+        "encoder": training_digest(encoder) or fingerprint(encoder.weights) or encoder.entry.encoder,
+        "at": checkpoint_name(encoder),
+        "random": encoder.entry.random,
+        "seed": encoder.seed,
+    }
+    return digest_of(content)
+
+
+def training_digest(encoder: Encoder) -> str | None:
+    """Digest of the settings that an encoder is trained by, and its teacher; None: the comparison does not train it."""
+    if encoder.training is None:
+        return None
+    of_training = relevant_settings(encoder.training)
+    if encoder.teacher is not None:
+        of_training["objective.teacher"] = training_digest(encoder.teacher)
+    entry = encoder.entry
+    return digest_of({"command": entry.train, "settings": of_training, "compute": entry.compute})
+
+
+def checkpoint_name(encoder: Encoder) -> str | None:
+    """Name of the file of weights that an entry has; beside timm's name, which says how images are scaled."""
+    entry = encoder.entry
+    if "checkpoint" not in entry.options:
+        return None
+    return f"{entry.encoder} {encoder.weights.name}" if is_model(entry.encoder) else encoder.weights.name
+
+
+def relevant_settings(config: Any) -> dict[str, Any]:
+    """The settings that a result depends on: those that are not the defaults, not operational, and no places.
+
+    If you change a default, write the earlier one into the configs of published comparisons.
+    """
+    ignored = {key for key, field, _ in settings(config) if field.metadata.get("operational")}
+    if depends_on_images_of_a_pass(config):
+        ignored.discard("data.batch_size")
+    ignored |= PLACES
+    return {key: plain(value) for key, value in differing(config).items() if key not in ignored}
+
+
+def depends_on_images_of_a_pass(config: Any) -> bool:
+    """Whether it matters which images share a forward pass: they are mixed, contrasted, or lend patches."""
+    augment = getattr(config, "augment", None)
+    if augment is not None and augment.mixup + augment.cutmix > 0:
+        return True
+    corruption = getattr(config, "corruption", None)
+    return hasattr(config, "contrast") or getattr(corruption, "source", None) == "batch"
+
+
+def provenance(case: Case) -> dict[str, Any]:
+    """The images and weights that a result would be of if it were computed now."""
+    encoder, config = case.encoder, evaluation_settings(case)
+    data = getattr(config, "data", None)
+    of_training = None if encoder.entry.random else encoder.training
+    found = {
+        "digest": identity(case),
+        "images": None if data is None else record_images(data),
+        "trained_on": None if of_training is None else record_images(of_training.data),
+        "weights": fingerprint(encoder.weights),
+    }
+    if isinstance(data, MaskedDataConfig) and data.path is not None:
+        found["masks"] = record_images(replace(data, image_column=data.mask_column))
+    return found
+
+
+def digest_of(content: dict[str, Any]) -> str:
+    """Digest of a dictionary that JSON can hold, whatever the order of its keys."""
+    return short_digest([json.dumps(content, sort_keys=True).encode()])

@@ -1,0 +1,180 @@
+"""Entries of a comparison's config, typed: encoders, evaluations, datasets, questions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from evaluation.comparison.trainings import TRAININGS
+from evaluation.config import CompareConfig
+from evaluation.registry import EVALUATIONS
+from mpp.config import require
+from mpp.errors import UserError
+
+Options = dict[str, Any]
+"""Settings of a command by dotted name."""
+
+MEASURED_AXES = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
+"""Values of a question's `x` that are measured, and the labels of their axes."""
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    """A row of the table."""
+
+    name: str
+    """Its name in the table."""
+    encoder: str
+    """Folder, timm name or floor; `{seed}` stands for the seed."""
+    random: bool = False
+    """Take the folder's architecture with random weights."""
+    options: Options = field(default_factory=dict)
+    """Further settings of every evaluation, such as {representation: class}."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of encoders that differ in nothing else: the spread is over them."""
+    train: str | None = None
+    """Command that trains the encoder if it is missing: pretrain, supervised or contrastive."""
+    train_options: Options = field(default_factory=dict)
+    """Settings of that command."""
+    compute: float | None = None
+    """PFLOP that the training executes; the number of steps follows. null: as many steps as its settings say."""
+
+
+@dataclass(frozen=True)
+class EvaluationEntry:
+    """A way to evaluate encoders."""
+
+    name: str
+    """Its name in the table."""
+    command: str
+    """Name of a registered evaluation."""
+    options: Options = field(default_factory=dict)
+    """Its settings."""
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """Labelled images."""
+
+    name: str
+    """Their name in the table."""
+    options: Options = field(default_factory=dict)
+    """Settings of every evaluation on them, such as {data.path: ...}."""
+    group: str | None = None
+    """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Some of the encoders by some of the evaluations: a table and a plot."""
+
+    name: str
+    """File name of the plot."""
+    title: str = ""
+    """The question in words."""
+    encoders: Sequence[str] | Mapping[str, float] | None = None
+    """Names of rows; with numbers, the plot is against these. null: all."""
+    evaluations: Sequence[str] | None = None
+    """Names of evaluations. null: all."""
+    plot: Literal["bars", "lines", "depth"] = "bars"
+    """bars; lines: against x; depth: against the encoder's depth, on the dev split."""
+    x: str = ""
+    """Meaning of the numbers of `encoders`. Instead of numbers: `compute`, the PFLOP that training the encoder executed
+    (random weights: 0), or `total compute`, those of its fine-tuning too; the choice of a rate is left out."""
+    lines: Mapping[str, Sequence[str]] | None = None
+    """Lines of the plot: name and encoders. null: a line for each case of an evaluation (5 shots, 25 shots)."""
+
+    def __post_init__(self):
+        require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")
+        require(isinstance(self.title, str), "questions: title", self.title, "text (without a colon and a blank)")
+        for name in ("encoders", "evaluations"):
+            names = getattr(self, name)
+            require(names is None or len(names) > 0, f"questions: {name}", names, "null (all), or not empty")
+        if self.plot == "lines":
+            has_numbers = isinstance(self.encoders, Mapping) or self.x in MEASURED_AXES
+            require(has_numbers, "questions: encoders", self.encoders, "{name: number} to plot lines")
+
+
+class Entries(NamedTuple):
+    """All entries of a comparison's config."""
+
+    encoders: list[EncoderEntry]
+    evaluations: list[EvaluationEntry]
+    datasets: list[DatasetEntry]
+    questions: list[Question]
+
+
+EntryT = TypeVar("EntryT", EncoderEntry, EvaluationEntry, DatasetEntry, Question)
+
+
+def read_entries(config: CompareConfig) -> Entries:
+    """The config's entries as dataclasses; an encoder that another entry trains knows how it is trained, too.
+
+    Raises:
+        UserError: an entry with a setting that does not exist or fits no other.
+    """
+    encoders = typed_entries(EncoderEntry, config.encoders, "encoders")
+    evaluations = typed_entries(EvaluationEntry, config.evaluations, "evaluations")
+    datasets = typed_entries(DatasetEntry, config.datasets, "datasets")
+    questions = typed_entries(Question, config.questions, "questions")
+    for evaluation in evaluations:
+        allowed = " or ".join(EVALUATIONS)
+        require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, allowed)
+    for encoder in encoders:
+        check_encoder(encoder, encoders)
+    return Entries([with_training(encoder, encoders) for encoder in encoders], evaluations, datasets, questions)
+
+
+def typed_entries(kind: type[EntryT], values: Sequence[dict[str, Any]], key: str) -> list[EntryT]:
+    """Entries below `key` of the config as dataclasses of this kind, whose names must all differ."""
+    entries = [typed_entry(kind, value, key) for value in values]
+    names = [entry.name for entry in entries]
+    require(len(set(names)) == len(names), f"{key}: names", names, "all different")
+    return entries
+
+
+def typed_entry(kind: type[EntryT], value: dict[str, Any], key: str) -> EntryT:
+    """An entry of the config as a dataclass."""
+    try:
+        entry = kind(**value)
+    except TypeError as error:
+        allowed = ", ".join(each.name for each in fields(kind))
+        raise UserError(f"{key}: {value} is not {{{allowed}}}: {error}") from None
+    require(isinstance(entry.name, str), f"{key}: name", entry.name, "text, in quotes")
+    for name in ("options", "train_options"):
+        options = getattr(entry, name, {})
+        require(isinstance(options, dict), f"{key}: {entry.name}: {name}", options, "settings, or left out")
+    return entry
+
+
+def check_encoder(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> None:
+    """Raise UserError where an entry cannot be carried out, or another entry trains otherwise in its folder."""
+    key = f"encoders: {entry.name}"
+    require(entry.train in (None, *TRAININGS), f"{key}: train", entry.train, " or ".join(TRAININGS))
+    is_list = isinstance(entry.seeds, list | tuple) and len(entry.seeds) > 0
+    require(is_list, f"{key}: seeds", entry.seeds, "a list that is not empty")
+    possible = entry.compute is None or (entry.train is not None and entry.compute > 0)
+    require(possible, f"{key}: compute", entry.compute, "above 0, beside train")
+    if entry.train is None:
+        return
+    has_folders = len(entry.seeds) == 1 or "{seed}" in entry.encoder
+    require(has_folders, f"{key}: encoder", entry.encoder, "with {seed} in it, for several seeds")
+    for other in others:
+        same_folder = other.train is not None and other.encoder == entry.encoder
+        if same_folder:
+            alike = training_of(other) == training_of(entry)
+            require(alike, f"{key}: train_options", entry.train_options, f"those of {other.name}, in the same folder")
+
+
+def training_of(entry: EncoderEntry) -> dict[str, Any]:
+    """The part of an entry that says how its encoder is trained."""
+    return {"train": entry.train, "train_options": entry.train_options, "compute": entry.compute}
+
+
+def with_training(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> EncoderEntry:
+    """The entry, with the training of another one that trains the same encoder if it has none."""
+    if entry.train is not None:
+        return entry
+    for other in others:
+        if other.encoder == entry.encoder and other.train is not None:
+            return replace(entry, **training_of(other))
+    return entry

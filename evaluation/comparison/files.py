@@ -1,0 +1,171 @@
+"""Files of a comparison's results: results.json, table.md, a plot for each question, and a page."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from matplotlib.figure import Figure
+
+from evaluation.comparison.entries import Question
+from evaluation.comparison.plots import plot_question
+from evaluation.comparison.reports import Row
+from evaluation.comparison.tables import (
+    Groups,
+    Numbers,
+    accuracy_text,
+    cells_of,
+    markdown_of,
+    numbers_of,
+    of_encoder,
+    of_kind,
+    rows_asked,
+    spread,
+    unique,
+)
+from evaluation.figures import DPI
+from evaluation.frozen.results import write_json
+from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_page
+from mpp.runtime.files import write_complete
+from mpp.training.run_folder import REPORT
+
+MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
+"""Cases of masked patches that no encoder made."""
+LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
+NAMED_BESIDE_BEST = 6
+"""Encoders that the page's verdict names beside the best one, at most."""
+
+Runs = Mapping[str, Sequence[Path]]
+"""Encoder -> its run folders, one for each seed."""
+
+
+class Answer(NamedTuple):
+    """The numbers and the plot of a question."""
+
+    question: Question
+    numbers: Numbers
+    plot: Figure | None
+
+    @property
+    def has_table(self) -> bool:
+        """Whether there are numbers to show; those of curves by depth are no test accuracies."""
+        return bool(self.numbers) and self.question.plot != "depth"
+
+
+def write_comparison(
+    folder: Path, questions: Sequence[Question], rows: list[Row], settings: dict[str, Any], runs: Runs | None = None
+) -> dict[str, Any]:
+    """Write results.json, table.md, the plots and a page, and print the tables.
+
+    Args:
+        rows: all results.
+        settings: the config's entries.
+        runs: run folders whose reports the page leads to.
+    Returns:
+        `results`, the rows, and `summary`: question -> numbers.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = groups_of(settings.get("datasets", ()))
+    answers = [answer_of(question, rows, groups) for question in questions]
+    summary = {answer.question.name: answer.numbers for answer in answers}
+    versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    results = {"summary": summary, "results": rows, "versions": versions, "settings": settings}
+    write_json(folder / "results.json", results)
+    text = text_of(answers)
+    write_complete(folder / "table.md", f"{text}\n")
+    plots = []
+    for answer in answers:
+        if answer.plot is not None:
+            plots.append(f"{answer.question.name}.png")
+            answer.plot.savefig(folder / plots[-1], dpi=DPI)
+    write_page(folder / REPORT, page_of(folder, rows, answers, versions, runs or {}))
+    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT, *plots])}; see reports/")
+    return {"results": rows, "summary": summary}
+
+
+def groups_of(datasets: Sequence[dict[str, Any]]) -> Groups:
+    """The datasets of each group, by the config's entries."""
+    groups: dict[str | None, set[str]] = {}
+    for dataset in datasets:
+        groups.setdefault(dataset.get("group"), set()).add(dataset["name"])
+    return groups
+
+
+def answer_of(question: Question, rows: list[Row], groups: Groups) -> Answer:
+    """The numbers and the plot of a question."""
+    asked = rows_asked(rows, question)
+    numbers = numbers_of(asked, question, groups)
+    return Answer(question, numbers, plot_question(question, asked, numbers))
+
+
+def text_of(answers: Sequence[Answer]) -> str:
+    """The tables of all questions as Markdown."""
+    texts = []
+    for answer in answers:
+        if answer.has_table:
+            heading = f"### {answer.question.title}\n\n" if answer.question.title else ""
+            texts.append(heading + markdown_of(answer.numbers))
+    return "\n\n".join(texts) or "no results yet"
+
+
+def page_of(folder: Path, rows: list[Row], answers: Sequence[Answer], versions: dict[str, str], runs: Runs) -> Page:
+    """The comparison as a page: the best encoders, then a section for each question."""
+    tested = of_kind(rows, "test")
+    sections = [section_of(answer, f"question_{number}", folder, runs) for number, answer in enumerate(answers)]
+    filled = [section for section in sections if section.blocks]
+    missing = {section.title: "there are no results yet" for section in sections if not section.blocks}
+    link = Link("why", "#question_0") if sections else None
+    verdict = [(sentence, link) for sentence in best_encoders(tested)]
+    diverged = {(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")}
+    warnings = [f"{len(diverged)} trainings diverged: see the tables"] if diverged else []
+    about = Section("versions", "Versions", [Table(["", ""], [[name, each] for name, each in versions.items()])])
+    subtitle = f"{len(unique(rows, 'encoder'))} encoders, {len(tested)} results on test images"
+    verdict = verdict or [("No results yet", None)]
+    return Page(f"{folder}: a comparison", subtitle, verdict, warnings, [*filled, about], missing)
+
+
+def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
+    """A question's table, whose rows lead to the reports of their runs, and its plot."""
+    section = Section(name, answer.question.title or answer.question.name)
+    if answer.has_table:
+        headings, cells = cells_of(answer.numbers)
+        links = [links_to_reports(folder, runs.get(encoder, ())) for encoder in answer.numbers]
+        if any(links):
+            headings = [*headings, "reports"]
+            cells = [[*row, of_row] for row, of_row in zip(cells, links, strict=True)]
+        section.blocks.append(Table(headings, cells))
+    if answer.plot is not None:
+        section.blocks.append(picture_of(answer.plot, f"Plot: {section.title}"))
+    return section
+
+
+def links_to_reports(folder: Path, runs: Sequence[Path]) -> list[Link]:
+    """Links from the comparison's page to the reports of runs, by the runs' names where there are several."""
+    pages = [run / REPORT for run in runs if (run / REPORT).is_file()]
+    links = []
+    for page in pages:
+        name = page.parent.name if len(pages) > 1 else "report"
+        links.append(Link(name, quote(os.path.relpath(page, folder))))
+    return links
+
+
+def best_encoders(tested: list[Row]) -> list[str]:
+    """A sentence for each dataset, evaluation and case: the best encoder, and the others' accuracies."""
+    by_case: dict[tuple[str, str, str], list[Row]] = {}
+    for row in tested:
+        by_case.setdefault((row["dataset"], row["evaluation"], row["case"]), []).append(row)
+    sentences = []
+    for (dataset, evaluation, case), rows in by_case.items():
+        if case in MASKED_BASELINES:
+            continue
+        cells = {encoder: spread(of_encoder(rows, encoder)) for encoder in unique(rows, "encoder")}
+        best = max(cells, key=lambda encoder: cells[encoder]["mean"])
+        others = [f"{encoder} {100 * cell['mean']:.1f} %" for encoder, cell in cells.items() if encoder != best]
+        more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
+        beside = f" (beside {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
+        name = f"{evaluation} {case}".strip()
+        sentences.append(f"{name} on {dataset}: best is {best} with {accuracy_text(cells[best])} %{beside}")
+    return sentences

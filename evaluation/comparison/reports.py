@@ -1,0 +1,109 @@
+"""Reports of a comparison's cases: where they are, whether they count, and the rows of results that they give."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from evaluation.comparison.cases import Case, Encoder
+from evaluation.comparison.digests import identity, provenance, training_digest
+from evaluation.comparison.trainings import executed_pflop
+from mpp.errors import UserError
+
+Row = dict[str, Any]
+"""A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
+
+test: an accuracy, of a case (such as 5 shots) and a seed; dev: an accuracy on the dev split, of a probe at a depth;
+rank: the effective rank of test features at a depth; diverged: no more.
+"""
+
+
+def report_of(case: Case, folder: Path) -> Path:
+    """The file of a case's report: its name has the digest of the settings.
+
+    Args:
+        folder: of the comparison.
+    """
+    return folder / "reports" / f"{case.slug}-{identity(case)}.json"
+
+
+def divergence_of(encoder: Encoder, folder: Path) -> Path:
+    """The file that exists once the encoder's training diverged: by these settings it would again, in the same step."""
+    return folder / "reports" / f"training-{training_digest(encoder)}.json"
+
+
+def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
+    """The report of a case, if there is one of these settings, images and weights."""
+    with suppress(UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder, no report, or one that was cut off
+        report = json.loads(report_of(case, folder).read_text(encoding="utf-8"))
+        if report.get("comparison") == provenance(case):
+            return report
+    return None
+
+
+def was_never_trained(encoder: Encoder, folder: Path) -> bool:
+    """Whether the training of the encoder diverged, or that of its teacher."""
+    if encoder.teacher is not None and was_never_trained(encoder.teacher, folder):
+        return True
+    return not encoder.entry.random and divergence_of(encoder, folder).is_file()
+
+
+def rows_of(case: Case, folder: Path) -> list[Row]:
+    """The results of a case; none where it has no report."""
+    diverged = was_never_trained(case.encoder, folder)
+    report = {"diverged": True} if diverged else read_report(case, folder)
+    if report is None:
+        return []
+    about = {
+        "encoder": case.encoder.entry.name,
+        "encoder_seed": case.encoder.seed,
+        "evaluation": case.evaluation.name,
+        "dataset": case.dataset.name,
+        "group": case.dataset.group,
+        "digest": identity(case),
+    }
+    pflop = training_pflop(case.encoder)
+    if pflop is not None:
+        about["training_pflop"] = pflop
+    if "diverged" in report:
+        return [about | {"kind": "diverged"}]
+    return [about | row for row in (*test_rows(case, report), *dev_rows(case, report), *rank_rows(report))]
+
+
+def test_rows(case: Case, report: dict[str, Any]) -> list[Row]:
+    """Accuracies on test images; of several depths, at the one that counts."""
+    chosen_depth = report["protocol"].get("chosen_depth")
+    rows = []
+    for result in report["results"]:
+        if result.get("depth", chosen_depth) != chosen_depth:
+            continue
+        name = str(result.get("case", result.get(case.command.case_key, "")))
+        row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
+        rows.append(row | {key: result[key] for key in ("depth", "lr", "pflop") if key in result})
+    return rows
+
+
+def dev_rows(case: Case, report: dict[str, Any]) -> list[Row]:
+    """Accuracies on the dev split, by depth; of fine-tuning, on training images that it left out."""
+    by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
+    rows = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
+    if case.command.kind == "fine-tuning":
+        for result in report["results"]:
+            if "dev_accuracy" in result:
+                rows.append({"kind": "dev", "seed": 0, "accuracy": result["dev_accuracy"]})
+    return rows
+
+
+def rank_rows(report: dict[str, Any]) -> list[Row]:
+    """Effective ranks of test features by depth."""
+    by_depth = report["protocol"].get("rank_by_depth", {})
+    return [{"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank} for depth, rank in by_depth.items()]
+
+
+def training_pflop(encoder: Encoder) -> float | None:
+    """PFLOP executed to train an encoder and its ancestors; 0 of random weights; None: there is no record."""
+    if encoder.entry.random:
+        return 0.0
+    with suppress(UserError):  # a folder from elsewhere, or timm's name
+        return executed_pflop(encoder.weights)
+    return None

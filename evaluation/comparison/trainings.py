@@ -1,0 +1,87 @@
+"""Trainings that make a comparison's encoders: their commands, and the compute that they take."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from timm import is_model
+
+from evaluation import contrastive, supervised
+from evaluation.config import ContrastiveConfig, SupervisedConfig
+from evaluation.frozen.provenance import parent_encoders
+from evaluation.frozen.run_images import find_run
+from mpp.config import Config
+from mpp.config.parsing import to_yaml
+from mpp.data.loader import BatchLayout
+from mpp.pretrain import Pretraining
+from mpp.runtime.hardware import uses_gpu
+from mpp.training.flops import update_flops
+from mpp.training.log import last_scalars
+from mpp.training.task import ImageTask
+
+PETA = 1e15
+
+
+class Training(NamedTuple):
+    """A command that trains an encoder."""
+
+    config_class: type
+    build_task: Callable[[Any, Accelerator, BatchLayout], ImageTask]
+
+
+TRAININGS: dict[str, Training] = {
+    "pretrain": Training(Config, Pretraining),
+    "supervised": Training(SupervisedConfig, supervised.build_task),
+    "contrastive": Training(ContrastiveConfig, contrastive.Contrastive),
+}
+KNOWN_STEP_FLOPS: dict[str, int] = {}
+"""FLOPs of a step by command and settings: to count them, the images are loaded and the model is built."""
+
+
+def step_flops(command: str, config: Any) -> int:
+    """FLOPs that a step of this training executes."""
+    key = f"{command}\n{to_yaml(config)}"
+    if key not in KNOWN_STEP_FLOPS:
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=not uses_gpu())
+        layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+        task = TRAININGS[command].build_task(config, accelerator, layout)
+        KNOWN_STEP_FLOPS[key] = update_flops(task, layout.images, config.optim)
+    return KNOWN_STEP_FLOPS[key]
+
+
+def with_compute(command: str, config: Any, pflop: float) -> Any:
+    """The training with as many steps as execute this compute."""
+    of_any_run = replace(config, run=replace(config.run, dir="", seed=0))
+    steps = round(PETA * pflop / step_flops(command, of_any_run))
+    return replace(config, run=replace(config.run, steps=steps))
+
+
+def teacher_folder(config: Any) -> Path | None:
+    """Folder of the frozen teacher whose features a training predicts; None: it has no teacher, or a published one."""
+    objective = getattr(config, "objective", None)
+    if objective is None or not objective.frozen_teacher:
+        return None
+    teacher = objective.teacher_checkpoint or objective.teacher
+    run = find_run(teacher)
+    if run is not None:
+        return run
+    return None if is_model(teacher) else Path(teacher)
+
+
+def executed_pflop(run: Path) -> float:
+    """PFLOP that a run, its teacher and the run that it began from executed.
+
+    Raises:
+        UserError: one of them has no record of it.
+    """
+    own = last_scalars(run, "compute/pflop")["compute/pflop"]
+    ancestors = []
+    for setting, encoder in parent_encoders(run).items():
+        published = setting == "objective.teacher" and is_model(encoder)  # its training is not counted
+        if not published:
+            ancestors.append(executed_pflop(find_run(encoder) or Path(encoder)))
+    return own + sum(ancestors)
