@@ -1,6 +1,6 @@
 """Corruption of patch embeddings: which patches, what becomes of each. Pure functions (paper, appendix B.1.2).
 
-Which patches is a pattern's choice. To add one, write a function that chooses positions and name it in PATTERNS.
+A pattern chooses the patches. To add one, write a function that returns their positions, and name it in PATTERNS.
 
 B images, N patches on a grid of rows x columns, K corrupted patches, D width.
 """
@@ -20,16 +20,16 @@ from mpp.config import CorruptionConfig, Grid, require
 from mpp.errors import UserError
 from mpp.runtime.randomness import Numbers, Stream, uniforms
 
-LEAST = 16  # patches of a rectangle of `blockwise`, and how flat one may be (BEiT)
-FLATTEST = 0.3
+MIN_RECTANGLE_PATCHES = 16  # of `blockwise`, as in BEiT
+MIN_RECTANGLE_RATIO = 0.3  # height / width of `blockwise`, as in BEiT; the highest is its inverse
 
 
 class Kind(IntEnum):
-    """What becomes of a corrupted patch's embedding."""
+    """Replacement of a corrupted patch's embedding."""
 
     MASK = 0  # the learnable [mask]
     RANDOM = 1  # the embedding of another patch
-    KEEP = 2  # as it is
+    KEEP = 2  # its own embedding
 
 
 class Corruption(NamedTuple):
@@ -61,13 +61,17 @@ def corrupted_count(rate: float, count: int, what: str = "patches") -> int:
     return corrupted
 
 
-def anywhere(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+# --- patterns: (config, grid, random numbers) -> positions of the corrupted patches (K,) ---
+
+
+def random_patches(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
     """Any K patches."""
     patches = math.prod(grid)
-    return np.argsort(numbers(patches), kind="stable")[: corrupted_count(config.rate, patches)]
+    order = np.argsort(numbers(patches), kind="stable")
+    return order[: corrupted_count(config.rate, patches)]
 
 
-def whole_blocks(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+def square_blocks(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
     """Squares of `block` x `block` patches on their own grid, all or nothing (SimMIM).
 
     The rate is that of the squares: K is block**2 times floor(rate * squares + 1/2).
@@ -75,88 +79,106 @@ def whole_blocks(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDAr
     Raises:
         UserError: the squares do not fill the grid of patches, or there is but one.
     """
-    side, (rows, columns) = config.block, grid
+    side = config.block
+    rows, columns = grid
     fits = rows % side == 0 == columns % side and side < max(grid)
     require(fits, "corruption.block", side, f"a divisor of the grid of patches ({rows} x {columns}), and smaller")
-    coarse = (rows // side, columns // side)
-    hidden = np.zeros(coarse, bool)
-    squares = np.argsort(numbers(hidden.size), kind="stable")
-    hidden.flat[squares[: corrupted_count(config.rate, hidden.size, "blocks")]] = True
-    return np.flatnonzero(hidden.repeat(side, 0).repeat(side, 1))
+    squares = np.zeros((rows // side, columns // side), bool)
+    order = np.argsort(numbers(squares.size), kind="stable")
+    squares.flat[order[: corrupted_count(config.rate, squares.size, "blocks")]] = True
+    patches = squares.repeat(side, 0).repeat(side, 1)
+    return np.flatnonzero(patches)
 
 
-def rectangles(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+def blockwise(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
     """Rectangles anywhere, one after the other, until K patches are in one (BEiT, algorithm 1; MaskFeat).
 
     A rectangle has from 16 patches to as many as are left to corrupt, and is from 0.3 to 1 / 0.3 times as high as wide:
     both in so far as its sides are whole numbers and the grid has room. Where K, or what is left of it, is below 16,
     so is what is taken: of the rectangle that would be too much, the first patches in reading order.
     """
-    hidden = np.zeros(grid, bool)
-    count = corrupted_count(config.rate, hidden.size)
-    while (left := count - np.count_nonzero(hidden)) > 0:
-        size, flatness, down, right = numbers(4)
-        area = min(LEAST, count) + size * max(left - LEAST, 0)
-        ratio = FLATTEST ** (1 - 2 * flatness)  # its logarithm is uniform, as in BEiT's code
-        inside = rectangle(grid, area, ratio, down, right)
-        hidden.flat[np.flatnonzero(inside & ~hidden)[:left]] = True
-    return np.flatnonzero(hidden)
+    corrupted = np.zeros(grid, bool)
+    count = corrupted_count(config.rate, corrupted.size)
+    while (left := count - np.count_nonzero(corrupted)) > 0:
+        area_number, ratio_number, row_number, column_number = numbers(4)
+        area = min(MIN_RECTANGLE_PATCHES, count) + area_number * max(left - MIN_RECTANGLE_PATCHES, 0)
+        ratio = MIN_RECTANGLE_RATIO ** (1 - 2 * ratio_number)  # its logarithm is uniform, as in BEiT's code
+        inside = rectangle(grid, area, ratio, row_number, column_number)
+        new = np.flatnonzero(inside & ~corrupted)
+        corrupted.flat[new[:left]] = True
+    return np.flatnonzero(corrupted)
 
 
-def large_rectangles(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+def multiblock(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
     """Rectangles of 0.15 to 0.2 of the patches anywhere, until K patches are in one (I-JEPA's targets).
 
-    A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. Of the last one
-    there is what K leaves, from a corner on that is drawn: no side of the image is hidden less often for it.
+    A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. The last one is
+    cut to what K leaves, beginning at a corner that is drawn: all sides of the image are corrupted equally often.
     """
-    hidden = np.zeros(grid, bool)
-    count = corrupted_count(config.rate, hidden.size)
-    while (left := count - np.count_nonzero(hidden)) > 0:
-        size, flatness, down, right, corner = numbers(5)
-        area, ratio = (0.15 + 0.05 * size) * hidden.size, 0.75 * 2**flatness
-        inside = rectangle(grid, area, ratio, down, right)
-        new = np.flatnonzero(inside & ~hidden)
-        hidden.flat[new[np.argsort(rank_from_corner(grid, corner)[new])][:left]] = True
-    return np.flatnonzero(hidden)
-
-
-def rectangle(grid: Grid, area: float, ratio: float, down: float, right: float) -> NDArray[np.bool_]:
-    """A rectangle of about that area and height / width within the grid; `down` and `right`, in [0, 1), place it."""
-    height, width = (max(1, round(side)) for side in (math.sqrt(area * ratio), math.sqrt(area / ratio)))
-    height, width = min(height, grid[0]), min(width, grid[1])
-    top, start = int(down * (grid[0] - height + 1)), int(right * (grid[1] - width + 1))
-    inside = np.zeros(grid, bool)
-    inside[top : top + height, start : start + width] = True
-    return inside
-
-
-def rank_from_corner(grid: Grid, number: float) -> NDArray[np.int64]:
-    """Each patch's rank (N,) in a reading order, of which a number in [0, 1) draws one of eight: by rows or by columns,
-    from any corner on."""
-    order, choice = np.arange(math.prod(grid)).reshape(grid), int(8 * number)
-    turned = order if choice < 4 else order.T
-    turned = turned[:: 1 - 2 * (choice & 1), :: 1 - (choice & 2)]
-    rank = np.empty(order.size, np.int64)
-    rank[turned.ravel()] = np.arange(order.size)
-    return rank
-
-
-def beside_the_context(
-    config: CorruptionConfig, grid: Grid, positions: NDArray[np.int64], numbers: Numbers
-) -> NDArray[np.int64]:
-    """What is neither seen nor predicted: of all but the corrupted patches those along an edge, U in every image."""
-    others = np.setdiff1d(np.arange(math.prod(grid)), positions)
-    seen = max(1, round(config.context * len(others)))
-    rank = rank_from_corner(grid, numbers(1)[0])[others]
-    return np.sort(others[np.argsort(rank)[: len(others) - seen]])
+    corrupted = np.zeros(grid, bool)
+    count = corrupted_count(config.rate, corrupted.size)
+    while (left := count - np.count_nonzero(corrupted)) > 0:
+        area_number, ratio_number, row_number, column_number, corner_number = numbers(5)
+        area = (0.15 + 0.05 * area_number) * corrupted.size
+        ratio = 0.75 * 2**ratio_number
+        inside = rectangle(grid, area, ratio, row_number, column_number)
+        new = np.flatnonzero(inside & ~corrupted)
+        from_corner = np.argsort(reading_rank(grid, corner_number)[new])
+        corrupted.flat[new[from_corner][:left]] = True
+    return np.flatnonzero(corrupted)
 
 
 PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, Numbers], NDArray[np.int64]]] = {
-    "random": anywhere,
-    "blocks": whole_blocks,
-    "blockwise": rectangles,
-    "multiblock": large_rectangles,
+    "random": random_patches,
+    "blocks": square_blocks,
+    "blockwise": blockwise,
+    "multiblock": multiblock,
 }
+
+
+def rectangle(grid: Grid, area: float, ratio: float, row_number: float, column_number: float) -> NDArray[np.bool_]:
+    """A rectangle of about this area and height / width within the grid, as a mask (rows, columns).
+
+    Args:
+        row_number, column_number: in [0, 1): its place.
+    """
+    rows, columns = grid
+    height = min(max(1, round(math.sqrt(area * ratio))), rows)
+    width = min(max(1, round(math.sqrt(area / ratio))), columns)
+    top = int(row_number * (rows - height + 1))
+    left = int(column_number * (columns - width + 1))
+    inside = np.zeros(grid, bool)
+    inside[top : top + height, left : left + width] = True
+    return inside
+
+
+def reading_rank(grid: Grid, number: float) -> NDArray[np.int64]:
+    """Rank of each patch (N,) in one of eight reading orders: by rows or by columns, from any corner on.
+
+    Args:
+        number: in [0, 1): which order.
+    """
+    choice = int(8 * number)
+    positions = np.arange(math.prod(grid)).reshape(grid)
+    if choice >= 4:
+        positions = positions.T
+    if choice & 1:
+        positions = positions[::-1]
+    if choice & 2:
+        positions = positions[:, ::-1]
+    rank = np.empty(positions.size, np.int64)
+    rank[positions.ravel()] = np.arange(positions.size)
+    return rank
+
+
+def positions_to_drop(
+    config: CorruptionConfig, grid: Grid, positions: NDArray[np.int64], numbers: Numbers
+) -> NDArray[np.int64]:
+    """Positions (U,) that are neither seen nor predicted: those along an edge, of all but the corrupted ones."""
+    others = np.setdiff1d(np.arange(math.prod(grid)), positions)
+    seen = max(1, round(config.context * len(others)))
+    rank = reading_rank(grid, numbers(1)[0])[others]
+    return np.sort(others[np.argsort(rank)[: len(others) - seen]])
 
 
 def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int) -> Corruption:
@@ -170,23 +192,36 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
         raise UserError(
             f"corruption.pattern is {config.pattern}; it must be one of {known}, or registered by --import FILE"
         )
-    numbers, patches = uniforms(Stream.CORRUPTION, seed, epoch, index), math.prod(grid)
+    numbers = uniforms(Stream.CORRUPTION, seed, epoch, index)
+    patches = math.prod(grid)
     positions = np.sort(PATTERNS[config.pattern](config, grid, numbers))
     count = len(positions)
-    kind, other, image = numbers(count), numbers(count), numbers(count)
-    kinds = np.digitize(kind, [config.mask, config.mask + config.random])
-    others = (other * (patches - 1)).astype(np.int64)
-    others += others >= positions  # any position but its own
-    shifts = np.zeros(count, dtype=np.int64)
-    if config.source == "batch":
-        others = (other * patches).astype(np.int64)  # another image's patch may stand anywhere
-        shifts = (image * 2**31).astype(np.int64) + 1
-    random = kinds == Kind.RANDOM
-    sources, shifts = np.where(random, others, positions), np.where(random, shifts, 0)
+    # The order in which the numbers are drawn is part of the result.
+    kind_numbers = numbers(count)
+    source_numbers = numbers(count)
+    shift_numbers = numbers(count)
+
+    kinds = np.digitize(kind_numbers, [config.mask, config.mask + config.random])
+    if config.source == "batch":  # any patch of another image
+        others = (source_numbers * patches).astype(np.int64)
+        shifts = (shift_numbers * 2**31).astype(np.int64) + 1
+    else:  # any patch of the image but itself
+        others = (source_numbers * (patches - 1)).astype(np.int64)
+        others += others >= positions
+        shifts = np.zeros(count, dtype=np.int64)
+    is_random = kinds == Kind.RANDOM
+    sources = np.where(is_random, others, positions)
+    shifts = np.where(is_random, shifts, 0)
     dropped = np.empty(0, np.int64)
     if config.pattern == "multiblock":
-        dropped = beside_the_context(config, grid, positions, numbers)
-    return Corruption(*(torch.from_numpy(a) for a in (positions, kinds.astype(np.int64), sources, shifts, dropped)))
+        dropped = positions_to_drop(config, grid, positions, numbers)
+    return Corruption(
+        torch.from_numpy(positions),
+        torch.from_numpy(kinds.astype(np.int64)),
+        torch.from_numpy(sources),
+        torch.from_numpy(shifts),
+        torch.from_numpy(dropped),
+    )
 
 
 def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> Tensor:
@@ -199,16 +234,21 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     Returns:
         (B, N, D). Patches that are not corrupted, or kept, are unchanged; those that are dropped are [mask].
     """
-    batch, _, width = embeddings.shape
-    images = torch.arange(batch, device=embeddings.device)[:, None]  # (B, 1)
-    others = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # an image after this one, never itself
-    images = (images + torch.where(corruption.shifts > 0, others, 0)) % batch  # (B, K)
-    flat = images * embeddings.shape[1] + corruption.sources
+    batch, patches, width = embeddings.shape
+    images = source_images(corruption, batch)  # (B, K)
+    flat = images * patches + corruption.sources
     replaced = torch.nn.functional.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
-    masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
-    replaced = torch.where(masked, mask_token.to(embeddings.dtype), replaced)
+    is_masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
+    replaced = torch.where(is_masked, mask_token.to(embeddings.dtype), replaced)
     embeddings = embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)
     if corruption.dropped.shape[1] == 0:
         return embeddings
     blank = mask_token.to(embeddings.dtype).expand(*corruption.dropped.shape, -1)
     return embeddings.scatter(1, corruption.dropped[..., None].expand(-1, -1, width), blank)
+
+
+def source_images(corruption: Corruption, batch: int) -> Tensor:
+    """Images of the batch (B, K) whose embeddings the corrupted patches get: another one, where they have a shift."""
+    images = torch.arange(batch, device=corruption.shifts.device)[:, None]
+    distance = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # 1 to B - 1: never the image itself
+    return (images + torch.where(corruption.shifts > 0, distance, 0)) % batch

@@ -17,7 +17,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, ImagesConfig, resized_side
-from mpp.data.crops import LONGEST, augment, centre_crop, crop_box, random_crop
+from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop
 from mpp.data.decoding.decode import decode
 from mpp.data.decoding.pictures import to_ppm
 from mpp.errors import UnreadableImage
@@ -236,7 +236,9 @@ def test_timms_crop_is_the_held_out_view(side, share, image_size):
 def test_the_oblong_held_out_view_is_timms(patches, share, image_size):
     size = tuple(8 * side for side in patches)
     (height, width), proportion = image_size, patches[1] / patches[0]
-    assume(1 / LONGEST < width / height / proportion < LONGEST)  # what is longer is cut before it is resized
+    assume(
+        1 / MAX_RELATIVE_ASPECT < width / height / proportion < MAX_RELATIVE_ASPECT
+    )  # what is longer is cut before it is resized
     pixels = noise(image_size)
     ours, theirs, own_size, their_size = views_of(pixels, size, share, timm_crop_pct(size, share))
     assert own_size == their_size

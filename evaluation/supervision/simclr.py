@@ -52,7 +52,7 @@ class TwoViews(ViewDataset):
         crop = crops.random_crop(pixels, self.img_size, self.data, seed, epoch, place)
         if self.distorted.jitter or self.distorted.grey:
             crop = crops.to_8_bits(crop)
-        return crops.transformed(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, place)
+        return crops.apply_random(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, place)
 
 
 def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:

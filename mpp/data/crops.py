@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,19 @@ from torchvision.transforms.v2 import functional
 from mpp.config import DataConfig, ImageSize, resized_side, sides
 from mpp.runtime.randomness import Stream, random_words, uniform
 
-LONGEST = 16  # times the view's proportions: what of an image is resized for its centre crop
+MAX_RELATIVE_ASPECT = 16  # an image that is longer, in proportion to its view, is cut before it is resized
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 
 rand_augment = lru_cache(v2.RandAugment)
+
+
+class CropBox(NamedTuple):
+    """A rectangle in an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
 
 
 def random_crop(image: Tensor, size: int | ImageSize, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
@@ -35,90 +45,106 @@ def random_crop(image: Tensor, size: int | ImageSize, config: DataConfig, seed: 
     height, width = image.shape[-2:]
     size = sides(size)
     flip, *numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
-    top, left, crop_height, crop_width = crop_box(height, width, config, numbers, size[1] / size[0])
-    crop = image[:, top : top + crop_height, left : left + crop_width]
-    # as torchvision's resize, without its dispatch
+    box = crop_box(height, width, config, numbers, size[1] / size[0])
+    crop = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
+    # This is torchvision's resize without its dispatch.
     crop = F.interpolate(crop[None], size, mode="bilinear", antialias=True)[0]
     return crop.flip(-1) if config.flip and flip < 0.5 else crop
 
 
-def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) -> Tensor:
-    """RandAugment: torchvision's two random operations; a function of (magnitude, seed, epoch, index).
-
-    Args:
-        image: (3, H, W); what has more than 8 bits is rounded.
-        magnitude: 1 to 30; 0 leaves the image as it is.
-    Returns:
-        (3, H, W) uint8.
-    """
-    if magnitude == 0:
-        return image
-    return transformed(rand_augment(magnitude=magnitude), to_8_bits(image), seed, epoch, index)
-
-
-def to_8_bits(image: Tensor) -> Tensor:
-    """Pixels from 0 to 255 as uint8, rounded."""
-    return image if image.dtype == torch.uint8 else image.round().clamp(0, 255).to(torch.uint8)
-
-
-def transformed(transform: Callable[[Tensor], Tensor], image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
-    """What a random transform of torchvision's makes of an image, as a function of (seed, epoch, index)."""
-    number = int(random_words(Stream.AUGMENT, seed, epoch, index, 1)[0] >> np.uint64(1))
-    with torch.random.fork_rng(devices=[]):  # dropout, which may draw in this process, goes on as if nothing was drawn
-        torch.default_generator.manual_seed(number)
-        return transform(image)
-
-
-def crop_box(
-    height: int, width: int, config: DataConfig, numbers: Sequence[float], proportion: float = 1.0
-) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the inception crop.
+def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[float], proportion: float = 1.0) -> CropBox:
+    """The inception crop of an image of this height and width.
 
     Args:
         numbers: in [0, 1): area, ratio, top, left of each attempt.
         proportion: width / height where `crop_ratio` is 1.
     """
     low, high = config.crop_area
-    slim, wide = map(math.log, config.crop_ratio)
+    log_slim, log_wide = map(math.log, config.crop_ratio)
     for attempt in range(0, len(numbers), 4):
-        area, ratio, down, right = numbers[attempt : attempt + 4]
-        area = height * width * (low + (high - low) * area)
-        ratio = proportion * math.exp(slim + (wide - slim) * ratio)
-        crop_height, crop_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        area_number, ratio_number, top_number, left_number = numbers[attempt : attempt + 4]
+        area = height * width * (low + (high - low) * area_number)
+        ratio = proportion * math.exp(log_slim + (log_wide - log_slim) * ratio_number)
+        crop_height = round(math.sqrt(area / ratio))
+        crop_width = round(math.sqrt(area * ratio))
         if 1 <= crop_height <= height and 1 <= crop_width <= width:
-            top, left = int(down * (height - crop_height + 1)), int(right * (width - crop_width + 1))
-            return top, left, crop_height, crop_width
-    crop_width = max(1, min(width, round(height * proportion * config.crop_ratio[1])))
-    crop_height = max(1, min(height, round(width / (proportion * config.crop_ratio[0]))))
-    return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
+            top = int(top_number * (height - crop_height + 1))
+            left = int(left_number * (width - crop_width + 1))
+            return CropBox(top, left, crop_height, crop_width)
+    slim, wide = config.crop_ratio
+    crop_width = max(1, min(width, round(height * proportion * wide)))
+    crop_height = max(1, min(height, round(width / (proportion * slim))))
+    return CropBox((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
+
+
+def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) -> Tensor:
+    """RandAugment: torchvision's two random operations; a function of (magnitude, seed, epoch, index).
+
+    Args:
+        image: (3, H, W); pixels of more than 8 bits are rounded.
+        magnitude: 1 to 30; 0 leaves the image unchanged.
+    Returns:
+        (3, H, W) uint8.
+    """
+    if magnitude == 0:
+        return image
+    return apply_random(rand_augment(magnitude=magnitude), to_8_bits(image), seed, epoch, index)
+
+
+def apply_random(transform: Callable[[Tensor], Tensor], image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
+    """Apply a random transform of torchvision's, as a function of (seed, epoch, index)."""
+    word = random_words(Stream.AUGMENT, seed, epoch, index, 1)[0]
+    # The generator is put back: dropout may draw from it in this process.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(word >> np.uint64(1)))
+        return transform(image)
+
+
+def to_8_bits(image: Tensor) -> Tensor:
+    """Pixels from 0 to 255 as uint8, rounded."""
+    if image.dtype == torch.uint8:
+        return image
+    return image.round().clamp(0, 255).to(torch.uint8)
 
 
 def centre_crop(image: Tensor, size: int | ImageSize, share: float, nearest: bool = False) -> Tensor:
     """The held-out view: resized to cover size / share, then the centre; (C, H, W) to (C, h, w).
 
     Args:
-        nearest: of a mask, whose numbers are classes: each pixel is one of the image's.
+        nearest: for masks, whose numbers are classes: each pixel is one of the image's.
     """
-    height, width = image.shape[-2:]
     size = sides(size)
-    most = max(1, LONGEST * height * size[1] // size[0]), max(1, LONGEST * width * size[0] // size[1])  # width, height
-    if width > most[0] or height > most[1]:  # a line of pixels would become gigabytes; the crop shows its middle
-        image = functional.center_crop(image, [min(height, most[1]), min(width, most[0])])
-        height, width = image.shape[-2:]
-    how = dict(interpolation=v2.InterpolationMode.NEAREST_EXACT) if nearest else dict(antialias=True)
-    resized = functional.resize(image, covering_size(height, width, size, share), **how)
+    image = limit_aspect(image, size)
+    height, width = image.shape[-2:]
+    covering = covering_size(height, width, size, share)
+    if nearest:
+        resized = functional.resize(image, covering, interpolation=v2.InterpolationMode.NEAREST_EXACT)
+    else:
+        resized = functional.resize(image, covering, antialias=True)
     return functional.center_crop(resized, list(size))
 
 
-def covering_size(height: int, width: int, size: tuple[int, int], share: float) -> list[int]:
+def limit_aspect(image: Tensor, size: ImageSize) -> Tensor:
+    """The middle of an image that is too long for its view: a line of pixels, resized, would take gigabytes."""
+    height, width = image.shape[-2:]
+    max_width = max(1, MAX_RELATIVE_ASPECT * height * size[1] // size[0])
+    max_height = max(1, MAX_RELATIVE_ASPECT * width * size[0] // size[1])
+    if width <= max_width and height <= max_height:
+        return image
+    return functional.center_crop(image, [min(height, max_height), min(width, max_width)])
+
+
+def covering_size(height: int, width: int, size: ImageSize, share: float) -> list[int]:
     """Height and width to which an image is resized in its proportions, so that it covers `size` / `share`.
 
-    Of an oblong view they are timm's. Of a square the shorter side is rounded to the nearest, where timm rounds it
+    For an oblong view they are timm's. For a square the shorter side is rounded to the nearest, where timm rounds it
     down: published results have it so, and exported encoders the `timm_crop_pct` with which timm does the same.
     """
     if size[0] == size[1]:
         side = resized_side(size[0], share)
-        return [side, int(side * width / height)] if height <= width else [int(side * height / width), side]
+        if height <= width:
+            return [side, int(side * width / height)]
+        return [int(side * height / width), side]
     rows, columns = (math.floor(side / share) for side in size)
     reduction = min(height / rows, width / columns)
     return [round(height / reduction), round(width / reduction)]
