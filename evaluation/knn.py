@@ -13,7 +13,7 @@ from evaluation.frozen.extraction import Features
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import probe
 from mpp.features.metrics import is_right
-from mpp.features.probe import knn_predict
+from mpp.features.neighbours import knn_predict
 from mpp.runtime.hardware import device
 from mpp.runtime.start import command
 

@@ -55,7 +55,7 @@ from evaluation.frozen.results import events_folder, report_path, report_suffix,
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.features.probe import nearest
+from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.features.reconstructions import as_rgb
 from mpp.runtime.hardware import device
 from mpp.runtime.randomness import FIXED
@@ -142,13 +142,12 @@ def labelled_patches(features: PatchFeatures, config: SegmentationConfig, classe
 
 def vote(features: Tensor, bank: NDArray, labels: Tensor, classes: int, config: SegmentationConfig) -> Tensor:
     """Shares of the votes of the nearest training patches: features (B, h, w, D) to (B, C, h, w)."""
-    found = []
-    for similarity, index in nearest(bank, features.flatten(0, -2), min(config.neighbours, len(bank))):
-        weights = ((similarity - 1) / config.temperature).exp()
-        votes = torch.zeros(len(index), classes, dtype=weights.dtype, device=weights.device)
-        votes.scatter_add_(1, labels.to(index.device)[index], weights)
-        found.append(votes / votes.sum(1, keepdim=True))
-    return torch.cat(found).unflatten(0, features.shape[:-1]).movedim(-1, 1)
+    queries = features.flatten(0, -2)
+    shares = []
+    for neighbours in find_neighbours(bank, queries, min(config.neighbours, len(bank))):
+        votes = count_votes(neighbours, labels.to(queries.device), classes, config.temperature)
+        shares.append(votes / votes.sum(1, keepdim=True))
+    return torch.cat(shares).unflatten(0, features.shape[:-1]).movedim(-1, 1)
 
 
 @torch.no_grad()

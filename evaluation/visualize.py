@@ -40,7 +40,8 @@ from mpp.data.loader import held_out_batches
 from mpp.data.sources import load_image_datasets
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.features.probe import RANKED, effective_ranks
+from mpp.features.probe import MOST_RANKED
+from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.models.timm_models import has_class
 from mpp.pretrain import is_pretraining, reopen
@@ -230,7 +231,7 @@ def neighbours(subject: Subject) -> tuple[Figure, Numbers]:
     config, encoder = subject.config, subject.encoder
     grid = patch_grid(encoder.model)
     patch = asked_patches(subject)[0] if config.patches else grid[0] // 2 * grid[1] + grid[1] // 2
-    through, queries = (subject.held_out.choose(most, config.data.cut_seed) for most in (RANKED, config.images))
+    through, queries = (subject.held_out.choose(most, config.data.cut_seed) for most in (MOST_RANKED, config.images))
     if len(through) < 2:
         raise Unavailable("there is one held-out image")
     own = np.searchsorted(indices_in_split(through), indices_in_split(queries))
@@ -254,7 +255,7 @@ def neighbours(subject: Subject) -> tuple[Figure, Numbers]:
 def rank(subject: Subject) -> tuple[Figure, Numbers]:
     """In how many directions the features of images spread, by depth: as `features/rank` while training."""
     depths = range(1, 1 + len(subject.encoder.stages))
-    count, found = min(RANKED, len(subject.held_out)), []
+    count, found = min(MOST_RANKED, len(subject.held_out)), []
     for images in progress_bar(subject.images(count), desc="features", unit="batch"):
         with torch.no_grad(), subject.accelerator.autocast():
             found.append(subject.encoder(images, subject.config.representation, depths))

@@ -35,7 +35,8 @@ from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.features.frozen import features_at
-from mpp.features.probe import effective_ranks, knn_predict, nearest
+from mpp.features.neighbours import find_neighbours, knn_predict
+from mpp.features.ranks import effective_ranks
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import Pretraining
@@ -322,14 +323,14 @@ def test_knn_equals_scikit_learns():
 @pytest.mark.parametrize(("block", "train_block"), [(1024, 2**16), (7, 2**16), (13, 100), (1024, 30), (100, 1)])
 def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monkeypatch, block, train_block):
     """Corners of a cube have few similarities, and exact ones: most neighbours are as near as others."""
-    monkeypatch.setattr("mpp.features.probe.BLOCK", block)
-    monkeypatch.setattr("mpp.features.probe.TRAIN_BLOCK", train_block)
+    monkeypatch.setattr("mpp.features.neighbours.QUERIES_PER_BLOCK", block)
+    monkeypatch.setattr("mpp.features.neighbours.BANK_ROWS_PER_BLOCK", train_block)
     rng = np.random.default_rng(0)
     train, test = (torch.from_numpy(rng.choice([-1.0, 1.0], (count, 16))) for count in (300, 40))
     labels = torch.arange(300) % 3
     similarity = (test @ train.T / 16).numpy()
     expected = np.lexsort((np.broadcast_to(np.arange(300), similarity.shape), -similarity))[:, :50]
-    found = [torch.cat(parts).numpy() for parts in zip(*nearest(train, test, 50), strict=True)]
+    found = [torch.cat(parts).numpy() for parts in zip(*find_neighbours(train, test, 50), strict=True)]
     assert (found[1] == expected).all() and (found[0] == np.take_along_axis(similarity, expected, 1)).all()
     predicted = knn_predict(train, labels, test, [1, 9, 1000], 0.07)
     apart = knn_predict(train, labels * 10**12, test, [1, 9, 1000], 0.07)  # prices, say
@@ -360,8 +361,8 @@ class Allocations(TorchDispatchMode):
 
 def test_knn_compares_block_with_block(monkeypatch):
     """No tensor is as large as the training images, or as their similarities with a block of test images."""
-    monkeypatch.setattr("mpp.features.probe.BLOCK", 64)
-    monkeypatch.setattr("mpp.features.probe.TRAIN_BLOCK", 200)
+    monkeypatch.setattr("mpp.features.neighbours.QUERIES_PER_BLOCK", 64)
+    monkeypatch.setattr("mpp.features.neighbours.BANK_ROWS_PER_BLOCK", 200)
     train, labels, test = torch.randn(5000, 8, dtype=torch.half), torch.arange(5000) % 3, torch.randn(300, 8)
     with Allocations() as allocations:
         knn_predict(train, labels, test, [5], 0.07)
@@ -492,6 +493,6 @@ def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(m
     partly = probed(some)
     assert partly["features/rank"] == pytest.approx(whole["features/rank"], rel=1e-6)
     assert partly["knn"] == probed(some.labelled())["knn"]
-    monkeypatch.setattr("mpp.features.probe.RANKED", 2)
+    monkeypatch.setattr("mpp.features.probe.MOST_RANKED", 2)
     few = probed(held_out)
     assert few["knn"] == whole["knn"] and max(few["features/rank"]) <= 2 < min(whole["features/rank"])

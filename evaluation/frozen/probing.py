@@ -13,7 +13,8 @@ from evaluation.frozen.extraction import Extracted, Features, extract_labelled, 
 from evaluation.frozen.results import report_path, report_suffix, summarize, write_probe_report
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
-from mpp.features.probe import RANKED, effective_ranks
+from mpp.features.probe import MOST_RANKED
+from mpp.features.ranks import effective_ranks
 from mpp.runtime.hardware import device
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
@@ -53,7 +54,8 @@ def probe(
 def ranks_of(by_depth: dict[int, Features]) -> dict[int, float]:
     """The effective rank of test features by depth, of at most as many images as `features/rank` while training."""
     count = len(next(iter(by_depth.values())).test)
-    spaced = np.linspace(0, count - 1, min(count, RANKED)).astype(int)  # files may be in the order of their classes
+    ranked = min(count, MOST_RANKED)
+    spaced = np.linspace(0, count - 1, ranked).astype(int)  # files may be in the order of their classes
     return dict(zip(by_depth, effective_ranks([of.test[spaced] for of in by_depth.values()], device()), strict=True))
 
 

@@ -19,6 +19,7 @@ from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder
 from evaluation.frozen.extraction import views_for
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
+from mpp.features.neighbours import find_other_neighbours
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining
 
@@ -68,11 +69,8 @@ def nearest_neighbours(
 
     The query itself is left out.
     """
-    units = F.normalize(features, dim=-1)
-    likeness = units[list(queries)] @ units.T
-    likeness[torch.arange(len(queries)), list(queries)] = -2
-    found = likeness.topk(min(count, len(features) - 1))
-    return found.indices.numpy(), found.values.numpy()
+    similarity, index = find_other_neighbours(features, queries, count)
+    return index.numpy(), similarity.numpy()
 
 
 def plane(features: Tensor) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpp.features.probe import largest
+from mpp.features.neighbours import largest_of_rows
 
 SPREAD = ((0.25, 0.25), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (0.75, 0.75))  # of the height and width
 
@@ -74,5 +74,6 @@ def look_through(
     itself = torch.arange(len(queries)), torch.as_tensor(own)
     near[itself] = best[itself] = -torch.inf
     count = min(count, near.shape[1] - 1)
-    (image_similarity, found), (similarity, hosts) = largest(near, count), largest(best, count)
+    image_similarity, found = largest_of_rows(near, count)
+    similarity, hosts = largest_of_rows(best, count)
     return Alike(found, image_similarity, hosts, places.gather(1, hosts), similarity)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpp.config import Grid
 from mpp.corruption import Corruption, Kind
+from mpp.features.ranks import ranks_of_grams
 from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]
@@ -107,7 +108,7 @@ def spread_of(sums: Sums, name: str) -> dict[str, float]:
     Returns:
         `NAME_deviation`: over the patches, the root of its square's mean over the channels; `NAME_share`: that square's
         share in the features' mean square, which is 0 where all patches have the same; `NAME_rank`: the effective rank
-        (see `ranks_of`) of what is left without the mean.
+        (see `ranks_of_grams`) of what is left without the mean.
     """
     count = sums["features"]
     mean = sums[f"{name}_sum"] / count
@@ -115,7 +116,7 @@ def spread_of(sums: Sums, name: str) -> dict[str, float]:
     around = products - torch.outer(mean, mean)
     variance, whole = (float(each.diagonal().mean().clamp(min=0)) for each in (around, products))
     spread = {"deviation": math.sqrt(variance), "share": variance / whole if whole else 0.0}
-    return {f"{name}_{key}": value for key, value in (spread | {"rank": ranks_of(around[None])[0]}).items()}
+    return {f"{name}_{key}": value for key, value in (spread | {"rank": ranks_of_grams(around[None])[0]}).items()}
 
 
 def share_of_place(sums: Sums) -> float | None:
@@ -131,14 +132,6 @@ def share_of_place(sums: Sums) -> float | None:
     if freedom <= 0 or around <= 0:
         return None
     return float(1 - (whole - of_places) / freedom * (count - 1) / around)
-
-
-def ranks_of(grams: Tensor) -> list[float]:
-    """In how many directions vectors spread, by their Gram matrices (n, m, m): see `effective_ranks`."""
-    values = torch.linalg.eigvalsh(grams).clamp(min=0).sqrt()
-    total = values.sum(-1, keepdim=True)
-    entropy = torch.special.entr(values / total.where(total > 0, 1)).sum(-1)
-    return entropy.exp().where(total[:, 0] > 0, 0).tolist()
 
 
 def add(one: Sums, other: Sums) -> Sums:

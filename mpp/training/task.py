@@ -138,7 +138,7 @@ class ImageTask:
 
     def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
         """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
-        return self.probe(model, floor=True) if self.probe else {}
+        return self.probe(model, baseline=True) if self.probe else {}
 
     def facts(self) -> dict[str, Any]:
         """What the verdict on a run is to know of its images (see `mpp.training.health.Facts`)."""

@@ -1,0 +1,147 @@
+"""Nearest neighbours by cosine similarity, and the classes that they vote for (kNN).
+
+N rows of a bank (training images, patches), M queries, D width, k neighbours, C classes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpp.features.metrics import is_right
+from mpp.runtime.arrays import in_blocks
+from mpp.runtime.progress import progress_bar
+
+QUERIES_PER_BLOCK = 1024  # with BANK_ROWS_PER_BLOCK, bounds the memory of similarities
+BANK_ROWS_PER_BLOCK = 2**15
+TIED_ROWS_PER_SORT = 64
+
+
+class Neighbours(NamedTuple):
+    """The nearest rows of a bank for each of M queries, the nearest first."""
+
+    similarity: Tensor  # (M, k) cosines
+    index: Tensor  # (M, k) int64, rows of the bank
+
+
+def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> list[Neighbours]:
+    """The nearest rows of a bank, for queries of which it has none; of equally near ones the first come first.
+
+    Args:
+        bank: (N, D), on any device and of any floating-point type, perhaps mapped: read once, block by block.
+        queries: (M, D), on the device and of the type to compute in.
+        count: k, at most N.
+    Returns:
+        Neighbours of consecutive blocks of queries.
+    """
+    query_blocks = [F.normalize(block, dim=-1) for block in queries.split(QUERIES_PER_BLOCK)]
+    nearest: list[Neighbours] = []
+    bank_blocks = progress_bar(
+        in_blocks(bank, BANK_ROWS_PER_BLOCK),
+        desc="neighbours",
+        total=math.ceil(len(bank) / BANK_ROWS_PER_BLOCK),
+        disable=len(bank) <= BANK_ROWS_PER_BLOCK,  # ImageNet takes an hour of a CPU
+    )
+    for number, block in enumerate(bank_blocks):
+        if not isinstance(block, Tensor):
+            block = torch.tensor(block)  # a copy: mapped arrays must not be written to
+        rows = F.normalize(block.to(queries), dim=-1)
+        in_block = [largest_of_rows(units @ rows.T, count) for units in query_blocks]
+        if number == 0:
+            nearest = in_block
+            continue
+        first_row = number * BANK_ROWS_PER_BLOCK
+        for place, (similarity, index) in enumerate(in_block):
+            nearest[place] = merge_neighbours(nearest[place], Neighbours(similarity, index + first_row), count)
+    return nearest
+
+
+def find_other_neighbours(features: Tensor, queries: Sequence[int], count: int) -> Neighbours:
+    """The nearest rows of (N, D) for some of the rows, which are not neighbours of themselves.
+
+    Args:
+        queries: numbers of these M rows.
+        count: k; fewer where there are fewer other rows.
+    """
+    units = F.normalize(features, dim=-1)
+    rows = torch.as_tensor(queries, device=features.device)
+    similarity = units[rows] @ units.T
+    similarity[torch.arange(len(rows), device=features.device), rows] = -math.inf
+    return largest_of_rows(similarity, min(count, len(features) - 1))
+
+
+def merge_neighbours(before: Neighbours, after: Neighbours, count: int) -> Neighbours:
+    """The `count` nearest of both, whose indices ascend from `before` to `after`."""
+    similarity = torch.cat([before.similarity, after.similarity], dim=1)
+    index = torch.cat([before.index, after.index], dim=1)
+    similarity, chosen = largest_of_rows(similarity, count)
+    return Neighbours(similarity, index.gather(1, chosen))
+
+
+def largest_of_rows(values: Tensor, count: int) -> Neighbours:
+    """The `count` largest of each row (M, N), descending, and where they are; of equal ones the first come first.
+
+    torch.topk leaves the order of equal ones open, and a stable sort of all rows takes many times as long: only rows
+    that have equal ones are sorted.
+    """
+    most = min(count + 1, values.shape[1])  # one more: the last may be equal to the first that is left out
+    largest, index = values.topk(most)
+    tied_rows = (largest[:, 1:] == largest[:, :-1]).any(1).nonzero().squeeze(1)
+    for rows in tied_rows.split(TIED_ROWS_PER_SORT):
+        sorted_values, order = values[rows].sort(descending=True, stable=True)
+        largest[rows] = sorted_values[:, :most]
+        index[rows] = order[:, :most]
+    return Neighbours(largest[:, :count], index[:, :count])
+
+
+def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temperature: float) -> Tensor:
+    """Votes of the neighbours for each class: one of similarity s has the weight exp((s - 1) / temperature).
+
+    Args:
+        bank_classes: (N,) int64 of the bank's rows, from 0 to C - 1.
+        classes: C.
+    Returns:
+        (M, C).
+    """
+    weights = ((neighbours.similarity - 1) / temperature).exp()
+    votes = torch.zeros(len(weights), classes, dtype=weights.dtype, device=weights.device)
+    return votes.scatter_add_(1, bank_classes[neighbours.index], weights)
+
+
+def knn_predict(
+    train: Tensor | NDArray, train_labels: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
+) -> dict[int, Tensor]:
+    """Classes that a weighted kNN predicts for test images (Wu et al., 2018).
+
+    Cosine similarity s; the nearest k training images vote with weight exp(s / temperature). Of training images that
+    are equally near the first count; of classes with equally many votes the lowest wins.
+
+    Args:
+        train: (N, D) features: see `find_neighbours`.
+        train_labels: (N,) int64, from 0.
+        test: (M, D) features, on the device and of the type to compute in.
+        neighbours: values of k; those above N count as N.
+    Returns:
+        k -> (M,) int64, on the device of `test`.
+    """
+    labels, classes = train_labels.to(test.device).unique(return_inverse=True)  # labels may be far apart
+    most = min(max(neighbours), len(train))
+    predictions: dict[int, list[Tensor]] = {k: [] for k in neighbours}
+    for similarity, index in find_neighbours(train, test, most):
+        for k in neighbours:
+            nearest = Neighbours(similarity[:, :k], index[:, :k])
+            votes = count_votes(nearest, classes, len(labels), temperature)
+            predictions[k].append(labels[votes.argmax(-1)])
+    return {k: torch.cat(blocks) for k, blocks in predictions.items()}
+
+
+def knn_accuracy(
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, neighbours: int, temperature: float = 0.07
+) -> float:
+    """Share of test images (M, D) that a kNN classifies correctly: see `knn_predict`."""
+    predicted = knn_predict(train, train_labels, test, [neighbours], temperature)[neighbours]
+    return float(is_right(predicted, test_labels).double().mean())
