@@ -1,7 +1,7 @@
 """Labels of images: a column of classes, by number or by name, as numbers from 0.
 
-They stay arrow's and numpy's all the way: 14 million Python lists would take gigabytes in every process. The library's
-`class_encode_column` makes text of integers, numbers each split by itself, and knows no lists.
+They stay arrow's and numpy's all the way: 14 million Python lists would take gigabytes in every process.
+`class_encode_column` of `datasets` makes text of integers, numbers each split by itself, and knows no lists.
 """
 
 from collections.abc import Sequence
@@ -17,113 +17,126 @@ from numpy.typing import NDArray
 from mpp.errors import UserError
 from mpp.runtime.messages import note
 
-NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
-WHOLE = r"^[+-]?\d{1,18}(\.0*)?$"
+ANY_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
+WHOLE_NUMBER = r"^[+-]?\d{1,18}(\.0*)?$"
+NO_LABEL = -1
 
 
 def find_label_column(
-    column: str | None, features: datasets.Features, source: str, key: str = "data.label_column"
+    column: str | None, features: datasets.Features, source: str, setting: str = "data.label_column"
 ) -> str | None:
-    """The column of the labels: the named one, or `label`; None where there is none.
+    """The column of the labels: the named one, or `label`; None: there is none.
 
     Args:
-        column: named by the user.
-        source, key: the dataset and the setting, for the message.
+        column: the value of the setting.
+        source, setting: names of the dataset and of the setting, for messages.
+    Raises:
+        UserError: the named column is not there.
     """
     if column is not None and column not in features:
-        raise UserError(f"{key} is {column}; {source} has {', '.join(features)}")
-    return next((name for name in (column, "label") if name in features), None)
+        raise UserError(f"{setting} is {column}; {source} has {', '.join(features)}")
+    if column is not None:
+        return column
+    return "label" if "label" in features else None
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelColumn:
     """The labels of some images, as their column has them."""
 
-    column: str
+    name: str
     values: pa.ChunkedArray
-    names: list[str] | None
-    """Of the classes, by number, where the dataset declares them."""
+    """Of each image: a label, none, or a list of labels."""
+    class_names: list[str] | None
+    """By number, where the dataset declares them."""
 
     @property
-    def each(self) -> pa.ChunkedArray:
+    def flat(self) -> pa.ChunkedArray:
         """The labels of one image after the other."""
-        return one_by_one(self.values)
+        return flatten(self.values)
 
     @property
     def is_empty(self) -> bool:
         """Whether no image has a label."""
-        return self.each.null_count == len(self.each)
+        return self.flat.null_count == len(self.flat)
 
-    def spelled(self) -> pa.ChunkedArray:
-        """The labels as they are told apart: texts, or integers that have no names. Null: no label."""
-        each = self.each
+    @property
+    def is_text(self) -> bool:
+        """Whether the labels are texts, not numbers."""
+        return is_text(self.flat.type)
+
+    def classes(self) -> pa.ChunkedArray:
+        """The class of each label in `flat`: a text, or an integer that has no name. Null: no label."""
+        labels = self.flat
         if self.is_empty:
-            return pa.chunked_array([pa.nulls(len(each), pa.string())])
-        if is_text(each.type):
-            texts = each.cast(pa.string())
-            blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
-            return pc.if_else(blank, pa.scalar(None, pa.string()), texts)
-        if pa.types.is_boolean(each.type):
-            each = each.cast(pa.int8())
-        if not pa.types.is_unsigned_integer(each.type):
-            self.note_negative(each)
-            each = pc.if_else(pc.less(each, 0), pa.scalar(None, each.type), each)
+            return pa.chunked_array([pa.nulls(len(labels), pa.string())])
+        if self.is_text:
+            texts = labels.cast(pa.string())
+            return pc.if_else(is_blank(texts), pa.scalar(None, pa.string()), texts)
+        if pa.types.is_boolean(labels.type):
+            labels = labels.cast(pa.int8())
+        if not pa.types.is_unsigned_integer(labels.type):
+            self.note_negative(labels)
+            labels = pc.if_else(pc.less(labels, 0), pa.scalar(None, labels.type), labels)
         try:
-            numbers = each.cast(pa.int64())
+            numbers = labels.cast(pa.int64())
         except pa.ArrowInvalid:  # above 2**63
-            return each.cast(pa.string())
-        return numbers if self.names is None else named(numbers, self.names)
+            return labels.cast(pa.string())
+        return numbers if self.class_names is None else to_names(numbers, self.class_names)
 
     def note_negative(self, numbers: pa.ChunkedArray) -> None:
-        """Say how many images have a negative number of a class that nothing declares."""
-        negative = 0 if self.names is not None else pc.sum(pc.less(numbers, 0)).as_py()
-        if negative:
-            what = f"{negative} labels in the column {self.column} are negative numbers"
+        """Print how many negative numbers there are, where no declared names explain them."""
+        if self.class_names is not None:
+            return
+        count = pc.sum(pc.less(numbers, 0)).as_py()
+        if count:
+            what = f"{count} labels in the column {self.name} are negative numbers"
             note(f"{what}: no labels, as datasets of the hub have it; as text, or in a list, they are classes")
 
 
 @dataclass(frozen=True)
-class Numbered:
-    """Labels as numbers of classes, and what these stand for."""
+class NumberedLabels:
+    """Labels of several splits as numbers of classes, and the names of these."""
 
     parts: list[NDArray[np.int64] | None]
-    """Of each part (n,), or (n, L) where some image has several; padded with -1. None: it has no labels."""
+    """Of each split (n,), or (n, L) where an image has several; padded with -1. None: the split has no labels."""
     names: list[str]
-    """Of the classes, by number: those of the first part, then those that only others have."""
+    """Of the classes, by number: those of the first split with labels, then those that only others have."""
     classes: int
-    """How many the first part has, or declares."""
+    """Number of classes that the first split with labels has, or declares."""
 
 
 def read_labels(
-    rows: datasets.Dataset, column: str | None, source: str, key: str = "data.label_column"
-) -> Labels | None:
+    rows: datasets.Dataset, column: str | None, source: str, setting: str = "data.label_column"
+) -> LabelColumn | None:
     """The labels of each image: none, one, or (where the column holds lists) several. They stay where the rows are.
 
     Args:
-        column, source, key: see `find_label_column`.
+        column, source, setting: see `find_label_column`.
     Returns:
         None: there is no such column, or the column `label`, which no setting names, holds no classes.
     Raises:
         UserError: the named column holds no classes.
     """
-    name = find_label_column(column, rows.features, source, key)
+    name = find_label_column(column, rows.features, source, setting)
     if name is None:
         return None
-    labels = whole_numbers(rows.select_columns([name]).with_format("arrow")[:].column(0))
+    labels = without_fractions(rows.select_columns([name]).with_format("arrow")[:].column(0))
     feature = rows.features[name]
-    if holds_classes(labels) and not holds_fractions(labels):
-        while hasattr(feature, "feature"):  # a list of what it holds
+    has_fractions = holds_fractions(labels)
+    if holds_classes(labels) and not has_fractions:
+        while hasattr(feature, "feature"):  # of lists
             feature = feature.feature
-        return Labels(name, labels, getattr(feature, "names", None))
-    what = "numbers with fractions" if holds_fractions(labels) else str(feature)
-    if column is None:
-        note(f"the column {name} of {source} holds no classes but {what}; it is not used")
-        return None
-    raise UserError(f"{key} is {column}, which holds no classes but {what}")
+        return LabelColumn(name, labels, getattr(feature, "names", None))
+    content = "numbers with fractions" if has_fractions else str(feature)
+    if column is not None:
+        raise UserError(f"{setting} is {column}, which holds no classes but {content}")
+    note(f"the column {name} of {source} holds no classes but {content}; it is not used")
+    return None
 
 
-def whole_numbers(labels: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Floating-point labels as integers, where all are whole: so pandas writes numbers with blanks between them."""
+def without_fractions(labels: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Floating-point labels as integers, if all are whole: so pandas writes numbers with blanks between them."""
     if not pa.types.is_floating(labels.type):
         return labels
     with suppress(pa.ArrowInvalid):
@@ -133,113 +146,145 @@ def whole_numbers(labels: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def holds_lists(labels: pa.ChunkedArray) -> bool:
     """Whether an image may have several labels."""
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(kind(labels.type) for kind in kinds)
+    kind = labels.type
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether labels are texts, not numbers."""
+    """Whether values of this type are texts."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def one_by_one(labels: pa.ChunkedArray) -> pa.ChunkedArray:
+def is_blank(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Whether each text is empty or only spaces."""
+    return pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
+
+
+def flatten(labels: pa.ChunkedArray) -> pa.ChunkedArray:
     """The labels of one image after the other."""
     return pc.list_flatten(labels) if holds_lists(labels) else labels
 
 
 def holds_classes(labels: pa.ChunkedArray) -> bool:
     """Whether each label is an integer or a text; an image may have none, but no list has a hole."""
-    each = one_by_one(labels)
-    if holds_lists(labels) and each.null_count:
+    flat = flatten(labels)
+    if holds_lists(labels) and flat.null_count:
         return False
-    kinds = (pa.types.is_integer, pa.types.is_boolean, is_text)
-    return any(kind(each.type) for kind in kinds) or each.null_count == len(each)
+    if flat.null_count == len(flat):
+        return True
+    return pa.types.is_integer(flat.type) or pa.types.is_boolean(flat.type) or is_text(flat.type)
 
 
 def holds_fractions(labels: pa.ChunkedArray) -> bool:
-    """Whether labels are numbers that are not all whole: a measure, no class. Text may be numbers, too."""
-    each = one_by_one(labels)
-    if pa.types.is_floating(each.type):
-        return each.null_count < len(each)
-    if not is_text(each.type):
+    """Whether labels are numbers, or texts of numbers, that are not all whole: measurements, not classes."""
+    flat = flatten(labels)
+    if pa.types.is_floating(flat.type):
+        return flat.null_count < len(flat)
+    if not is_text(flat.type):
         return False
-    texts = pc.unique(each).cast(pa.string()).drop_null()
-    texts = texts.filter(pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0))
-    if len(texts) == 0 or not pc.all(pc.match_substring_regex(texts, NUMBER)).as_py():
+    texts = pc.unique(flat).cast(pa.string()).drop_null()
+    texts = texts.filter(pc.invert(is_blank(texts)))
+    if not all_match(texts, ANY_NUMBER):
         return False
     return any(not float(text).is_integer() for text in texts.to_pylist())
 
 
-def number_labels(parts: Sequence[Labels | None]) -> Numbered:
-    """Labels as numbers of classes, the same for all parts.
+def all_match(texts: pa.Array, pattern: str) -> bool:
+    """Whether there are texts, and all of them match a regular expression."""
+    return len(texts) > 0 and pc.all(pc.match_substring_regex(texts, pattern)).as_py()
 
-    Classes that the first part declares keep their numbers. Otherwise its classes are sorted, numbers as numbers, and
+
+def number_labels(columns: Sequence[LabelColumn | None]) -> NumberedLabels:
+    """Labels as numbers of classes, the same for all splits.
+
+    Classes that the first split declares keep their numbers. Otherwise its classes are sorted, numbers as numbers, and
     numbered from 0, however far apart they are. Classes that only others have come after them.
 
     Args:
-        parts: the training images first.
+        columns: of the splits, training first; None: the split has no labels.
     Raises:
-        UserError: some parts have names for their classes, and others numbers without.
+        UserError: some splits have names for their classes, and others numbers without.
     """
-    known = [part for part in parts if part is not None]
+    known = [column for column in columns if column is not None]
     if not known:
-        return Numbered([None] * len(parts), [], 0)
+        return NumberedLabels([None] * len(columns), [], 0)
     refuse_numbers_beside_names(known)
-    declared = {tuple(part.names) for part in known if part.names is not None}
-    if len(declared) == 1:  # numbers without names are numbers of these
-        names = [*declared.pop()]
-        parts = [part and (part if is_text(part.each.type) else replace(part, names=names)) for part in parts]
-        known = [part for part in parts if part is not None]
-    spelled = {id(part): part.spelled() for part in known}
-    if any(is_text(labels.type) for labels in spelled.values()):
-        spelled = {key: labels.cast(pa.string()) for key, labels in spelled.items()}
-    values = list(known[0].names or [])
-    classes = 0
-    for part in known:
-        seen = {*values}
-        values += [value for value in in_order(spelled[id(part)]) if value not in seen]
-        classes = classes or len(values)
-    numbered = [None if part is None else pad(part.values, as_numbers(spelled[id(part)], values)) for part in parts]
-    return Numbered(numbered, [str(value) for value in values], classes)
+    known = share_declared_names(known)
+    class_of_label = [column.classes() for column in known]
+    if any(is_text(classes.type) for classes in class_of_label):
+        class_of_label = [classes.cast(pa.string()) for classes in class_of_label]
+
+    values: list[str] | list[int] = list(known[0].class_names or [])
+    class_count = 0
+    for classes in class_of_label:
+        numbered = {*values}
+        values += [value for value in sorted_classes(classes) if value not in numbered]
+        if class_count == 0:
+            class_count = len(values)
+
+    parts: list[NDArray[np.int64] | None] = [None] * len(columns)
+    positions = [position for position, column in enumerate(columns) if column is not None]
+    for position, column, classes in zip(positions, known, class_of_label, strict=True):
+        parts[position] = pad(column.values, to_numbers(classes, values))
+    return NumberedLabels(parts, [str(value) for value in values], class_count)
 
 
-def refuse_numbers_beside_names(known: Sequence[Labels]) -> None:
+def refuse_numbers_beside_names(columns: Sequence[LabelColumn]) -> None:
     """Raise UserError where some labels are numbers that have no names, and others are texts."""
-    texts = [part for part in known if not part.is_empty and is_text(part.each.type)]
-    numbers = [part for part in known if not part.is_empty and part.names is None and not is_text(part.each.type)]
-    if texts and numbers:
-        said = f"has numbers, such as {pc.max(numbers[0].each)}, and the other split has names"
-        raise UserError(f"the labels' column {numbers[0].column} {said}; both must have names, or both numbers")
+    labelled = [column for column in columns if not column.is_empty]
+    nameless = [column for column in labelled if column.class_names is None and not column.is_text]
+    if nameless and any(column.is_text for column in labelled):
+        problem = f"has numbers, such as {pc.max(nameless[0].flat)}, and the other split has names"
+        raise UserError(f"the labels' column {nameless[0].name} {problem}; both must have names, or both numbers")
 
 
-def named(numbers: pa.ChunkedArray, names: Sequence[str]) -> pa.ChunkedArray:
-    """Numbers as the names of classes; one that has no name is its own."""
-    known = pc.less(numbers, len(names))
-    of_names = pa.array(names or [""], pa.string()).take(pc.if_else(known, numbers, 0).combine_chunks())
-    return pa.chunked_array([pc.if_else(known.combine_chunks(), of_names, numbers.cast(pa.string()).combine_chunks())])
+def share_declared_names(columns: list[LabelColumn]) -> list[LabelColumn]:
+    """The columns with the names that one of them declares: numbers without names in the others are numbers of these.
+
+    Columns of different declared names, or of texts, stay as they are.
+    """
+    declared = {tuple(column.class_names) for column in columns if column.class_names is not None}
+    if len(declared) != 1:
+        return columns
+    names = [*declared.pop()]
+    return [column if column.is_text else replace(column, class_names=names) for column in columns]
 
 
-def in_order(labels: pa.ChunkedArray) -> list[str] | list[int]:
+def to_names(numbers: pa.ChunkedArray, names: Sequence[str]) -> pa.ChunkedArray:
+    """Numbers as the names of classes; a number that has no name is its own."""
+    numbers = numbers.combine_chunks()
+    has_name = pc.less(numbers, len(names))
+    named = pa.array(names or [""], pa.string()).take(pc.if_else(has_name, numbers, 0))
+    return pa.chunked_array([pc.if_else(has_name, named, numbers.cast(pa.string()))])
+
+
+def sorted_classes(labels: pa.ChunkedArray) -> list[str] | list[int]:
     """The classes among labels: texts in the order of the alphabet, and numbers, also where they are texts, by size."""
     values = pc.unique(labels).drop_null()
-    if is_text(values.type) and len(values) and pc.all(pc.match_substring_regex(values, WHOLE)).as_py():
+    if is_text(values.type) and all_match(values, WHOLE_NUMBER):
         return sorted(values.to_pylist(), key=lambda text: (int(text.partition(".")[0]), text))
     return sorted(values.to_pylist())
 
 
-def as_numbers(labels: pa.ChunkedArray, values: Sequence[str] | Sequence[int]) -> NDArray[np.int64]:
-    """Class numbers (n,) of single labels; -1: none."""
+def to_numbers(labels: pa.ChunkedArray, classes: Sequence[str] | Sequence[int]) -> NDArray[np.int64]:
+    """The number (n,) of each label in the list of classes; -1: no label."""
     if labels.null_count == len(labels):
-        return np.full(len(labels), -1)
-    numbers = pc.index_in(labels, pa.array(values, labels.type))
-    return numbers.cast(pa.int64()).fill_null(-1).to_numpy()
+        return np.full(len(labels), NO_LABEL)
+    numbers = pc.index_in(labels, pa.array(classes, labels.type))
+    return numbers.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
 
 
 def pad(labels: pa.ChunkedArray, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(n,) or (n, L): the numbers of each image, as many as it has labels, then -1."""
+    """(n,) or (n, L): the numbers of each image, as many as it has labels, then -1.
+
+    Args:
+        labels: a label or a list of labels for each image.
+        numbers: of the labels of one image after the other.
+    """
     if not holds_lists(labels):
         return numbers
     counts = pc.list_value_length(labels).fill_null(0).to_numpy()
-    padded = np.full((len(counts), max(1, counts.max(initial=0))), -1)
-    padded[np.arange(padded.shape[1]) < counts[:, None]] = numbers
-    return padded if padded.shape[1] > 1 else padded[:, 0]
+    longest = max(1, counts.max(initial=0))
+    padded = np.full((len(counts), longest), NO_LABEL)
+    padded[np.arange(longest) < counts[:, None]] = numbers
+    return padded if longest > 1 else padded[:, 0]
