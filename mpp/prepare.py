@@ -4,7 +4,7 @@
     accelerate launch mpp/pretrain.py --data.path prepared --data.streaming true
 
 Photographs of full size are slow to decode, and a million files are slow to copy and to open. Shards are written in
-parallel, whole or not at all; the same command goes on where it was broken off. The library's `map` and `to_parquet`
+parallel, whole or not at all; the same command continues where it was broken off. The library's `map` and `to_parquet`
 would write every image twice, and begin anew.
 """
 
@@ -51,7 +51,10 @@ from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
 from mpp.runtime.start import command
 
-NOTES, IMAGES = ".prepare", "images.json"  # hidden: what `datasets` finds beside the shards it takes for data
+NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files beside the shards for data
+IMAGES_FILE = "images.json"
+DROPPED_SHOWN = 10  # images that could not be decoded; a file names all of them
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 class Shard(NamedTuple):
@@ -59,70 +62,97 @@ class Shard(NamedTuple):
 
     split: str
     file: Path
-    rows: datasets.Dataset  # of undecoded images or arrays (`image`) and, where there are some, labels
+    rows: datasets.Dataset  # `image`: image files, not decoded, or arrays; and perhaps labels
     config: PrepareConfig
 
     @property
     def notes(self) -> Path:
-        """Where the notes of what went into it are."""
-        return Path(self.config.out) / NOTES / f"{self.file.stem}.json"
+        """File of the notes on its images."""
+        return Path(self.config.out) / NOTES_FOLDER / f"{self.file.stem}.json"
+
+
+# --- an image ---
 
 
 def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
-    """An image file that is shrunk to `config.short_side`, where it is larger; `name` is for the message.
+    """An image file that is shrunk to `config.short_side`, where it is larger.
 
+    Args:
+        name: of the image, for messages.
     Raises:
         UnreadableImage: it cannot be decoded.
         UserError: the format cannot hold it.
     """
     values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
-    small = min(values.shape[1:]) <= config.short_side
-    plain = config.data.bands is None and config.data.nodata is None
-    as_it_is = plain and isinstance(image, bytes) and not white_is_zero(image)  # else, shrunk or not, images differ
-    if small and config.format == "jpeg" and as_it_is:
+    is_small = min(values.shape[1:]) <= config.short_side
+    if is_small and config.format == "jpeg" and may_stay(image, config):
         return image
     if config.format != "npy" and values.dtype != np.uint8:
         what = f"{name or 'an image'}, which has {values.dtype} values"
         raise UserError(f"format is {config.format}, which holds 8 bits; it must be npy for {what}")
-    values = values if small else shrunk(values, config.short_side)
+    if not is_small:
+        values = shrink(values, config.short_side)
     if config.format == "ppm":
         return to_ppm(torch.from_numpy(values))
-    buffer = io.BytesIO()
     if config.format == "npy":
-        np.save(buffer, np.ascontiguousarray(values.transpose(1, 2, 0)))
-    else:
-        shown = values.transpose(1, 2, 0) if len(values) > 1 else values[0]
-        try:
-            Image.fromarray(shown).save(buffer, "JPEG", quality=config.quality)
-        except OSError as error:  # over 65,500 pixels long
-            size = "{1} x {0}".format(*shown.shape)
-            raise UnreadableImage(f"JPEG does not hold {size} pixels; --format ppm or npy does") from error
-    return buffer.getvalue()
+        return to_npy(values)
+    return to_jpeg(values, config.quality)
 
 
-def shrunk(values: NDArray, side: int) -> NDArray:
-    """Values (C, H, W) of any type, resized to so short a side; of the same type."""
+def may_stay(image: bytes | NDArray, config: PrepareConfig) -> bool:
+    """Whether an image that is not shrunk shows the same as one that is, and so may stay the file that it is."""
+    reads_all = config.data.bands is None and config.data.nodata is None
+    return reads_all and isinstance(image, bytes) and not white_is_zero(image)
+
+
+def shrink(values: NDArray, side: int) -> NDArray:
+    """Values (C, H, W) of any type, resized until their shorter side is `side`; of the same type."""
     if values.dtype == np.uint8:
         return functional.resize(torch.from_numpy(values), [side], antialias=True).numpy()
     resized = functional.resize(torch.from_numpy(values.astype(np.float64)), [side], antialias=True).numpy()
-    return (resized if values.dtype.kind == "f" else np.rint(resized)).astype(values.dtype)
+    if values.dtype.kind != "f":
+        resized = np.rint(resized)
+    return resized.astype(values.dtype)
+
+
+def to_npy(values: NDArray) -> bytes:
+    """A file of numpy's with the array (H, W, C)."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(values.transpose(1, 2, 0)))
+    return buffer.getvalue()
+
+
+def to_jpeg(values: NDArray, quality: int) -> bytes:
+    """A JPEG file of values (C, H, W) of 8 bits; raises UnreadableImage where it is longer than JPEG allows."""
+    buffer = io.BytesIO()
+    pixels = values[0] if len(values) == 1 else values.transpose(1, 2, 0)
+    try:
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
+    except OSError as error:  # over 65,500 pixels long
+        height, width = pixels.shape[:2]
+        raise UnreadableImage(f"JPEG does not hold {width} x {height} pixels; --format ppm or npy does") from error
+    return buffer.getvalue()
+
+
+# --- shards ---
 
 
 def write_shard(shard: Shard) -> None:
-    """Write a shard, and notes of what went into it."""
+    """Write a shard, and notes on its images."""
     notes: dict[str, Any] = {"kept": 0, "dropped": [], "bytes_before": 0, "bytes_after": 0}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     columns: dict[str, list] = {column: [] for column in features}
-    numbers = find_array_dtype(shard.rows.features["image"])
+    array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
-        name = name_of(row["image"], shard.config.data.path)
+        name = relative_name(row["image"], shard.config.data.path)
         try:
-            data = read_cell(row["image"], shard.config.data.read_retries, numbers)
+            data = read_cell(row["image"], shard.config.data.read_retries, array_dtype)
             prepared = prepare_image(data, shard.config, name)
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
             continue
-        for column, value in (row | {"image": {"bytes": prepared, "path": name}}).items():
+        row["image"] = {"bytes": prepared, "path": name}
+        for column, value in row.items():
             columns[column].append(value)
         notes["kept"] += 1
         notes["bytes_before"] += memoryview(data).nbytes
@@ -133,8 +163,8 @@ def write_shard(shard: Shard) -> None:
         write_complete(shard.notes, json.dumps(notes))
 
 
-def name_of(cell: Any, root: str | None) -> str | None:
-    """A file's name, from the dataset's folder on where it is in there: nothing of the machine. An array has none."""
+def relative_name(cell: Any, root: str | None) -> str | None:
+    """A file's path in the dataset's folder, or else its name: nothing that the machine is known by. None: an array."""
     path = Path(printable(cell_file_name(cell) or ""))
     folder = Path(root or "").expanduser().absolute()
     if root and path.is_absolute() and path.is_relative_to(folder):
@@ -142,64 +172,92 @@ def name_of(cell: Any, root: str | None) -> str | None:
     return printable(path.name) or None
 
 
-def cut(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
-    """All splits, cut into shards, and what their images are: see mpp/data/identity.py.
+def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
+    """All splits, cut into shards, and the records of their images: see mpp/data/identity.py.
 
     Args:
-        commit: which one of a dataset of the hub.
+        commit: of a dataset of the hub.
     Raises:
         UserError: no such images.
     """
-    shards, images = [], {}
+    shards: list[Shard] = []
+    records = {}
     splits = load_splits(replace(config.data, revision=commit))
-    say_what_is_there(config, splits)
+    announce_images(config, splits)
     for split, rows in splits.items():
-        image_column = find_image_column(config.data, rows.features)
         label_column = config.data.label_column or ("label" if "label" in rows.features else None)
-        require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
-        if image_column != "image" and label_column == "image":
-            raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
-        rows = rows.select_columns([*dict.fromkeys(name for name in (image_column, label_column) if name)])
-        rows = rows if image_column == "image" else rows.rename_column(image_column, "image")
-        rows = without_decoding(rows, "image")
-        files = short_digest(split_fingerprint(rows, "image", config.data.read_retries))
-        images[split] = {"images": len(rows), "files": files, "revision": commit}
-        if label_column:
-            labels = rows.select_columns([label_column]).with_format("arrow")[:].column(0)
-            parts = str(rows.features[label_column]).encode(), json.dumps(labels.to_pylist(), default=str).encode()
-            images[split]["labels"] = short_digest(list(parts))
-        order, count = permutation(Stream.ORDER, config.seed, 0, len(rows)), -(-len(rows) // config.rows)
-        for number in range(count):
-            file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
-            chosen = rows.select(order[number * config.rows : (number + 1) * config.rows])
-            shards.append(Shard(split, file, chosen, config))
-    return shards, images
+        rows = select_columns(config, rows, label_column)
+        records[split] = record_of_rows(config, rows, label_column, commit)
+        shards += cut_into_shards(config, split, rows)
+    return shards, records
 
 
-def say_what_is_there(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:
-    """Say how many images there are, how many of them have a label, and of which classes."""
+def select_columns(config: PrepareConfig, rows: datasets.Dataset, label_column: str | None) -> datasets.Dataset:
+    """The images, as the column `image`, and their labels."""
+    image_column = find_image_column(config.data, rows.features)
+    require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
+    if image_column != "image" and label_column == "image":
+        raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
+    columns = [image_column]
+    if label_column and label_column != image_column:
+        columns.append(label_column)
+    rows = rows.select_columns(columns)
+    if image_column != "image":
+        rows = rows.rename_column(image_column, "image")
+    return without_decoding(rows, "image")
+
+
+def record_of_rows(
+    config: PrepareConfig, rows: datasets.Dataset, label_column: str | None, commit: str | None
+) -> dict[str, Any]:
+    """The record of a split's images and labels."""
+    files = short_digest(split_fingerprint(rows, "image", config.data.read_retries))
+    record = {"images": len(rows), "files": files, "revision": commit}
+    if label_column:
+        labels = rows.select_columns([label_column]).with_format("arrow")[:].column(0)
+        values = json.dumps(labels.to_pylist(), default=str)
+        record["labels"] = short_digest([str(rows.features[label_column]).encode(), values.encode()])
+    return record
+
+
+def cut_into_shards(config: PrepareConfig, split: str, rows: datasets.Dataset) -> list[Shard]:
+    """A split's images in a random order, in shards of `config.rows`."""
+    order = permutation(Stream.ORDER, config.seed, 0, len(rows))
+    count = -(-len(rows) // config.rows)
+    shards = []
+    for number in range(count):
+        file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
+        chosen = order[number * config.rows : (number + 1) * config.rows]
+        shards.append(Shard(split, file, rows.select(chosen), config))
+    return shards
+
+
+def announce_images(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:
+    """Print how many images there are, how many of them have a label, and the classes."""
     source = describe_source(config.data)
-    known = {name: rows for name, rows in splits.items() if len(rows)}
-    with contextlib.suppress(UserError):  # labels of other kinds are kept as they are
+    known = {split: rows for split, rows in splits.items() if len(rows)}
+    with contextlib.suppress(UserError):  # labels that are no classes are kept as they are
         labels = number_labels([read_labels(rows, config.data.label_column, source) for rows in known.values()])
-        columns = [find_image_column(config.data, rows.features) for rows in known.values()]
-        named = zip(known.items(), columns, labels.parts, strict=True)
-        parts = [
-            ImageDataset.from_column(rows, column, numbers, name, labels.names, labels.classes)
-            for (name, rows), column, numbers in named
-        ]
-        announce_splits(source, parts, {})
+        images = []
+        for (split, rows), numbers in zip(known.items(), labels.parts, strict=True):
+            column = find_image_column(config.data, rows.features)
+            images.append(ImageDataset.from_column(rows, column, numbers, split, labels.names, labels.classes))
+        announce_splits(source, images, {})
 
 
-def begun_with(config: PrepareConfig) -> dict[str, Any]:
-    """The images that the folder was begun with; {}: it is new."""
-    noted = Path(config.out) / NOTES / IMAGES
-    return json.loads(noted.read_text(encoding="utf-8")) if noted.is_file() else {}
+# --- the folder ---
+
+
+def read_records(config: PrepareConfig) -> dict[str, Any]:
+    """The records of the images that the folder was begun with; {}: it is new."""
+    file = Path(config.out) / NOTES_FOLDER / IMAGES_FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def check_settings(config: PrepareConfig) -> Path:
-    """Where the settings of the folder are; UserError where they are others, or something else is in there."""
-    out, saved = Path(config.out), Path(config.out) / NOTES / "config.yaml"
+    """Where the folder's settings are saved; raises UserError where they differ, or something else is in there."""
+    out = Path(config.out)
+    saved = out / NOTES_FOLDER / "config.yaml"
     if saved.is_file():
         different = changed_keys(config, saved)
         if different:
@@ -209,27 +267,29 @@ def check_settings(config: PrepareConfig) -> Path:
     return saved
 
 
-def open_folder(config: PrepareConfig, images: dict[str, Any]) -> None:
-    """Check that the folder is new, or of the same settings and images; note both."""
-    saved, before = check_settings(config), begun_with(config)
-    changed = differences(before, images) + [f"{split}: the split is gone" for split in {*before} - {*images}]
+def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
+    """Check that the folder is new, or has the same settings and images; save both."""
+    saved = check_settings(config)
+    before = read_records(config)
+    changed = differences(before, records)
+    changed += [f"{split}: the split is gone" for split in before if split not in records]
     if changed:
         raise UserError(f"out is {config.out}, prepared of other images ({'; '.join(changed)})")
     saved.parent.mkdir(parents=True, exist_ok=True)
     write_complete(saved, to_yaml(config))
-    write_complete(saved.with_name(IMAGES), json.dumps(images))
+    write_complete(saved.with_name(IMAGES_FILE), json.dumps(records))
 
 
-def begin() -> None:
-    """Start a worker: one thread, and no life without its parent (on Linux)."""
+def start_process() -> None:
+    """Start a process of the pool: it has one thread, and ends with its parent (on Linux)."""
     torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def write_all(shards: Sequence[Shard], workers: int) -> Iterable[Shard]:
-    """Write shards in parallel; each as it is done."""
-    with ProcessPoolExecutor(workers, initializer=begin) as pool:
+    """Write shards in parallel; yields each when it is written."""
+    with ProcessPoolExecutor(workers, initializer=start_process) as pool:
         jobs = {pool.submit(write_shard, shard): shard for shard in shards}
         try:
             for job in as_completed(jobs):
@@ -241,29 +301,13 @@ def write_all(shards: Sequence[Shard], workers: int) -> Iterable[Shard]:
             pool.shutdown(cancel_futures=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepare as the command line, or `arguments`, say."""
-    config = parse(PrepareConfig, arguments, prog="python -m mpp.prepare")
-    if config.data.path is None:
-        raise UserError("data.path is null; it must be a dataset of the hub, a folder, or a file")
-    require(not Path(config.out).exists() or Path(config.out).is_dir(), "out", config.out, "a folder")
-    images, out = Path(config.data.path).expanduser(), Path(config.out).resolve()
-    inside = images.is_dir() and out.is_relative_to(images.resolve())
-    require(not inside, "out", config.out, f"outside of {images}: its shards would be read as images")
-    check_settings(config)
-    commits = {noted["revision"] for noted in begun_with(config).values()} - {None}
-    shards, images = cut(config, resolve_commit(config.data, commits.pop() if commits else None))
-    with hold(Path(config.out), "out"):
-        open_folder(config, images)
-        summarize(config, write_missing(config, shards))
-
-
 def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
-    """Write the shards that are not there; the notes of all."""
+    """Write the shards that are not there; returns the notes of all."""
     missing = [shard for shard in shards if not (shard.file.is_file() and shard.notes.is_file())]
-    there, total = len(shards) - len(missing), sum(len(shard.rows) for shard in shards)
+    total = sum(len(shard.rows) for shard in shards)
     left = sum(len(shard.rows) for shard in missing)
-    print(f"{describe_source(config.data)}: {total} images to {len(shards)} shards, {there} of them there already")
+    done = len(shards) - len(missing)
+    print(f"{describe_source(config.data)}: {total} images to {len(shards)} shards, {done} of them there already")
     workers = min(config.workers or cores(), max(1, len(missing)))
     with progress_bar(total=total, initial=total - left, unit="image", desc="preparing") as bar:
         for shard in write_all(missing, workers):
@@ -272,20 +316,51 @@ def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, 
 
 
 def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
-    """Say what was kept and what was dropped, and why."""
-    dropped = sorted(line for each in notes for line in each["dropped"])
-    kept, before, after = (sum(each[key] for each in notes) for key in ("kept", "bytes_before", "bytes_after"))
-    listed = Path(config.out) / NOTES / "dropped.txt"
-    write_complete(listed, "".join(f"{line}\n" for line in dropped))
-    print(f"wrote {config.out}: {kept} images, {before / 1e6:.1f} MB became {after / 1e6:.1f} MB")
+    """Print how many images were kept, and which were dropped and why; then the command that trains on them."""
+    dropped: list[str] = []
+    for of_shard in notes:
+        dropped += of_shard["dropped"]
+    dropped.sort()
+    listing = Path(config.out) / NOTES_FOLDER / "dropped.txt"
+    write_complete(listing, "".join(f"{line}\n" for line in dropped))
+    kept = sum(of_shard["kept"] for of_shard in notes)
+    before = sum(of_shard["bytes_before"] for of_shard in notes) / 1e6
+    after = sum(of_shard["bytes_after"] for of_shard in notes) / 1e6
+    print(f"wrote {config.out}: {kept} images, {before:.1f} MB became {after:.1f} MB")
     if dropped:
-        print(f"dropped {len(dropped)} that cannot be decoded, all named in {listed}:")
-        print("\n".join(f"  {line}" for line in dropped[:10]))
-    channels = f" --data.channels {config.data.channels}" if config.data.channels != 3 else ""
-    named = config.data.label_column
-    labels = f" --data.label_column {shlex.quote(named)}" if named not in (None, "label") else ""
-    command = f"mpp pretrain --data.path {shlex.quote(config.out)}{channels}{labels}"
-    print(f"next: {command}    (--data.streaming true: without an index)")
+        print(f"dropped {len(dropped)} that cannot be decoded, all named in {listing}:")
+        for line in dropped[:DROPPED_SHOWN]:
+            print(f"  {line}")
+    print(f"next: {training_command(config)}    (--data.streaming true: without an index)")
+
+
+def training_command(config: PrepareConfig) -> str:
+    """The command that trains on the shards."""
+    words = f"mpp pretrain --data.path {shlex.quote(config.out)}"
+    if config.data.channels != 3:
+        words += f" --data.channels {config.data.channels}"
+    if config.data.label_column not in (None, "label"):
+        words += f" --data.label_column {shlex.quote(config.data.label_column)}"
+    return words
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare a dataset as the command line, or `arguments`, say."""
+    config = parse(PrepareConfig, arguments, prog="python -m mpp.prepare")
+    if config.data.path is None:
+        raise UserError("data.path is null; it must be a dataset of the hub, a folder, or a file")
+    out = Path(config.out)
+    require(not out.exists() or out.is_dir(), "out", config.out, "a folder")
+    images = Path(config.data.path).expanduser()
+    is_inside = images.is_dir() and out.resolve().is_relative_to(images.resolve())
+    require(not is_inside, "out", config.out, f"outside of {images}: its shards would be read as images")
+    check_settings(config)
+    commits_before = {record["revision"] for record in read_records(config).values()} - {None}
+    commit = resolve_commit(config.data, commits_before.pop() if commits_before else None)
+    shards, records = plan_shards(config, commit)
+    with hold(out, "out"):
+        open_folder(config, records)
+        summarize(config, write_missing(config, shards))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from mpp.data.decoding.decode import decode
 from mpp.data.sources import load_image_datasets
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UnreadableImage, UserError
-from mpp.prepare import NOTES, main, prepare_image
+from mpp.prepare import NOTES_FOLDER, main, prepare_image
 from mpp.runtime.lock import hold
 
 
@@ -51,7 +51,7 @@ def options(folder: Path, out: Path, *more: str) -> list[str]:
 
 def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_path, capsys):
     main(options(folder, tmp_path / "out"))
-    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == [".lock", NOTES, "data"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == [".lock", NOTES_FOLDER, "data"]
     assert sorted(path.name for path in (tmp_path / "out" / "data").glob("*")) == [
         "test-00000-of-00001.parquet",
         *(f"train-{n:05d}-of-00004.parquet" for n in range(4)),
@@ -74,7 +74,7 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
             assert abs(np.array(expected, int) - decode(data, ImagesConfig()).permute(1, 2, 0).numpy()).mean() < 4
     said = capsys.readouterr().out
     assert "29 images" in said and "dropped 2 that cannot be decoded" in said
-    dropped = (tmp_path / "out" / NOTES / "dropped.txt").read_text().splitlines()
+    dropped = (tmp_path / "out" / NOTES_FOLDER / "dropped.txt").read_text().splitlines()
     assert dropped == [
         "train/cat/empty.png: an empty file instead of an image",
         "train/dog/text.jpg: no image file of a known sort",
@@ -297,5 +297,5 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
         warnings.simplefilter("ignore", RuntimeWarning)  # it is imported already
         runpy.run_module("mpp.prepare", run_name="__main__", alter_sys=True)
     assert "next: mpp pretrain --data.path" in capsys.readouterr().out
-    notes = json.loads((tmp_path / "out" / NOTES / "test-00000-of-00001.json").read_text())
+    notes = json.loads((tmp_path / "out" / NOTES_FOLDER / "test-00000-of-00001.json").read_text())
     assert notes["kept"] == 1
