@@ -30,7 +30,8 @@ import mpp
 from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
 from evaluation.frozen.encoder import FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
-from evaluation.frozen.extraction import Features, Readable, extract_readable, views_for, warn_left_out
+from evaluation.frozen.extraction import extract_split, views_for, warn_left_out
+from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import find_run, load_images_of
@@ -263,15 +264,15 @@ class Check(NamedTuple):
         found = []
         for part, seed in zip(parts, (data.eval_seed, data.cut_seed), strict=True):
             chosen = part.choose(most, seed)
-            of_split = extract_readable(
-                Readable(self.batches(chosen), chosen.split),
+            of_split = extract_split(
+                views_for(self.encoder, chosen, data),
                 lambda images: [run(self.prepared(images.cpu()))],
-                len(chosen),
                 self.accelerator,
             )
-            warn_left_out(of_split.broken)
-            found += of_split.arrays
-        results = fewshot.evaluate(Features(*found).check(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
+            warn_left_out(of_split.unreadable)
+            found += [*of_split.by_depth, of_split.labels]
+        features = LabelledFeatures(*found).checked(self.config.encoder)
+        results = fewshot.evaluate(features, FewshotConfig(shots=(SHOTS,)))
         return float(np.mean([result["accuracy"] for result in results]))
 
     @torch.no_grad()

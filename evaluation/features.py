@@ -9,7 +9,8 @@ The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D
 from collections.abc import Sequence
 
 from evaluation.config import FeaturesConfig
-from evaluation.frozen.extraction import extract_labelled, save_features
+from evaluation.frozen.extraction import extract_labelled_features
+from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import report_path, report_suffix
 from mpp.config import RunConfig, require
@@ -17,17 +18,16 @@ from mpp.runtime.start import command, start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Extract features as the command line, or `arguments`, say, and write them."""
+    """Extract features with the settings of the command line, or of `arguments`, and write them."""
     config = parse_with_images(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    place = report_path(config.out, config.encoder, f"features{report_suffix(config)}.npz")
-    by_depth = extract_labelled(config, accelerator).by_depth
-    if accelerator.is_main_process:
-        for depth, features in by_depth.items():
-            path = place.with_stem(f"{place.stem}_depth_{depth:02d}") if len(by_depth) > 1 else place
-            save_features(path, features)
-            print(f"wrote {path}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")
+    path = report_path(config.out, config.encoder, f"features{report_suffix(config)}.npz")
+    by_depth = extract_labelled_features(config, accelerator).by_depth  # empty except on the main process
+    for depth, features in by_depth.items():
+        file = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path
+        save_features(file, features)
+        print(f"wrote {file}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")
     accelerator.wait_for_everyone()
 
 

@@ -3,8 +3,9 @@
     python evaluation/fewshot.py --encoder runs/birds
     python evaluation/fewshot.py --features features.npz --shots "[5]"
 
-What the paper leaves open is as the authors' public evaluator has it: support sets nested by one permutation a seed and
-class, features whitened by the support set, a penalised bias of 100, targets -1 and 1, l2 = 2**10. All in float64.
+The paper leaves details open; these are those of the authors' public evaluator: support sets nested by one permutation
+a seed and class, features whitened by the support set, a penalised bias of 100, targets -1 and 1, l2 = 2**10. All in
+float64.
 """
 
 from collections.abc import Sequence
@@ -15,25 +16,86 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
-from evaluation.frozen.extraction import Features
+from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.probing import probe
+from evaluation.frozen.probing import run_probe
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.messages import note
 from mpp.runtime.start import command
 
 BIAS = 100.0
-BLOCK = 4096  # test images scored at a time: what bounds the memory
+TEST_IMAGES_PER_BLOCK = 4096  # scored at a time, which bounds the memory
 
 
-def orders(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:
-    """For each class up to the largest that occurs, in order of its number, its images in the seed's random order."""
+def run(config: FewshotConfig) -> dict[str, Any]:
+    """Probe and report; the report."""
+    return run_probe(config, "fewshot", lambda features: evaluate(features, config), group_by="shots")
+
+
+def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
+    """Accuracy for every number of shots, seed and l2."""
+    features, classes = features.with_numbered_classes()
+    note_small_classes(features.train_labels, classes, config.shots)
+    test_labels = torch.from_numpy(features.test_labels)
+    results = []
+    for seed in config.seeds:
+        drawn = draw_by_class(features.train_labels, seed)
+        for shots in config.shots:
+            chosen = np.concatenate([images[:shots] for images in drawn])
+            support = select(features.train, chosen)
+            predictions = predict(support, features.train_labels[chosen], features.test, classes, config.l2)
+            for l2, predicted in zip(config.l2, predictions, strict=True):
+                accuracy = is_right(torch.from_numpy(predicted), test_labels).double().mean()
+                case = f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)
+                results.append({"shots": shots, "seed": seed, "l2": l2, "accuracy": float(accuracy), "case": case})
+    return results
+
+
+def note_small_classes(labels: NDArray[np.int64], classes: int, all_shots: Sequence[int]) -> None:
+    """Note the classes that have fewer training images than a support set takes."""
+    counts = np.bincount(labels, minlength=classes)
+    for shots in all_shots:
+        small = int((counts < shots).sum())
+        if small:
+            note(f"classes with fewer than {shots} training images ({small} of {classes}) give what they have")
+
+
+def draw_by_class(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:
+    """The images of each class in random order, for the classes from 0 to the largest that occurs."""
     rng = np.random.default_rng(seed)
     by_class = np.argsort(labels, kind="stable")  # within a class ascending, as numpy.where gives them
     ends = np.cumsum(np.bincount(labels))
-    groups = np.split(by_class, ends[:-1])
-    return [rng.permutation(group) for group in groups]
+    return [rng.permutation(images) for images in np.split(by_class, ends[:-1])]
+
+
+def predict(
+    support: NDArray, labels: NDArray[np.int64], test: NDArray, classes: int, l2: Sequence[float]
+) -> list[NDArray[np.int64]]:
+    """Predicted classes of test images, (M,) for each l2.
+
+    Args:
+        support: (N, D) features of the k-shot support set.
+        labels: (N,) their classes.
+        test: (M, D).
+        classes: C, number of classes, whether in the support set or not.
+    """
+    support = support.astype(np.float64)
+    mean = support.mean(0)
+    std = support.std(0) + 1e-5
+    bias = np.full((len(support), 1), BIAS)
+    whitened = np.hstack([(support - mean) / std, bias])
+    targets = np.full((len(labels), classes), -1.0)
+    targets[np.arange(len(labels)), labels] = 1.0
+    weights = least_squares(whitened, targets, l2)
+
+    predictions: list[list[NDArray[np.int64]]] = [[] for _ in l2]
+    for block in in_blocks(test, TEST_IMAGES_PER_BLOCK):
+        block = (block.astype(np.float64) - mean) / std
+        for of_l2, weight in zip(predictions, weights, strict=True):
+            scores = block @ weight[:-1] + BIAS * weight[-1]
+            of_l2.append(scores.argmax(1))
+    return [np.concatenate(of_l2) for of_l2 in predictions]
 
 
 def least_squares(
@@ -55,61 +117,8 @@ def least_squares(
     return [features.T @ (vectors @ (projected / (values + penalty)[:, None])) for penalty in l2]
 
 
-def predict(
-    support: NDArray, labels: NDArray[np.int64], test: NDArray, classes: int, l2: Sequence[float]
-) -> list[NDArray[np.int64]]:
-    """Predicted classes of test images, (M,) for each l2.
-
-    Args:
-        support: (N, D) features of the k-shot support set.
-        labels: (N,) their classes.
-        test: (M, D).
-        classes: C, classes there are, whether in the support set or not.
-    """
-    support = support.astype(np.float64)
-    mean, std = support.mean(0), support.std(0) + 1e-5
-    whitened = np.hstack([(support - mean) / std, np.full((len(support), 1), BIAS)])
-    targets = np.full((len(labels), classes), -1.0)
-    targets[np.arange(len(labels)), labels] = 1.0
-    weights = least_squares(whitened, targets, l2)
-    predictions: list[list[NDArray[np.int64]]] = [[] for _ in l2]
-    for block in in_blocks(test, BLOCK):
-        block = (block.astype(np.float64) - mean) / std
-        for of_l2, weight in zip(predictions, weights, strict=True):
-            of_l2.append((block @ weight[:-1] + BIAS * weight[-1]).argmax(1))
-    return [np.concatenate(of_l2) for of_l2 in predictions]
-
-
-def evaluate(features: Features, config: FewshotConfig) -> list[dict]:
-    """Accuracy for every number of shots, seed and l2."""
-    features, classes = features.numbered()
-    truth = torch.from_numpy(features.test_labels)
-    counts = np.bincount(features.train_labels, minlength=classes)
-    for shots in config.shots:
-        short = int((counts < shots).sum())
-        if short:
-            note(f"classes with fewer than {shots} training images ({short} of {classes}) give what they have")
-    results = []
-    for seed in config.seeds:
-        drawn = orders(features.train_labels, seed)
-        for shots in config.shots:
-            chosen = np.concatenate([order[:shots] for order in drawn])
-            support, labels = select(features.train, chosen), features.train_labels[chosen]
-            predicted = predict(support, labels, features.test, classes, config.l2)
-            for l2, of_l2 in zip(config.l2, predicted, strict=True):
-                accuracy = float(is_right(torch.from_numpy(of_l2), truth).double().mean())
-                case = {"case": f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)}
-                results.append({"shots": shots, "seed": seed, "l2": l2, "accuracy": accuracy} | case)
-    return results
-
-
-def run(config: FewshotConfig) -> dict[str, Any]:
-    """Probe and report; the report."""
-    return probe(config, "fewshot", lambda features: evaluate(features, config), "shots")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Probe as the command line, or `arguments`, say."""
+    """Probe with the settings of the command line, or of `arguments`."""
     run(parse_with_images(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
 
 

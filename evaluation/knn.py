@@ -9,33 +9,35 @@ from typing import Any
 import torch
 
 from evaluation.config import KnnConfig
-from evaluation.frozen.extraction import Features
+from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.probing import probe
+from evaluation.frozen.probing import run_probe
 from mpp.features.metrics import is_right
 from mpp.features.neighbours import knn_predict
 from mpp.runtime.hardware import device
 from mpp.runtime.start import command
 
 
-def evaluate(features: Features, config: KnnConfig) -> list[dict]:
-    """Accuracy for every number of neighbours."""
-    own = device()
-    labels, test = torch.from_numpy(features.train_labels), torch.tensor(features.test, dtype=torch.float32)
-    predicted = knn_predict(features.train, labels, test.to(own), config.neighbours, config.temperature)
-    truth = torch.from_numpy(features.test_labels).to(own)
-    return [
-        {"neighbours": k, "accuracy": float(is_right(of_k, truth).double().mean())} for k, of_k in predicted.items()
-    ]
-
-
 def run(config: KnnConfig) -> dict[str, Any]:
     """Probe and report; the report."""
-    return probe(config, "knn", lambda features: evaluate(features, config), "neighbours")
+    return run_probe(config, "knn", lambda features: evaluate(features, config), group_by="neighbours")
+
+
+def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
+    """Accuracy for every number of neighbours."""
+    train_labels = torch.from_numpy(features.train_labels)
+    test = torch.tensor(features.test, dtype=torch.float32).to(device())
+    test_labels = torch.from_numpy(features.test_labels).to(device())
+    predictions = knn_predict(features.train, train_labels, test, config.neighbours, config.temperature)
+    results = []
+    for neighbours, predicted in predictions.items():
+        accuracy = is_right(predicted, test_labels).double().mean()
+        results.append({"neighbours": neighbours, "accuracy": float(accuracy)})
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Probe as the command line, or `arguments`, say."""
+    """Probe with the settings of the command line, or of `arguments`."""
     run(parse_with_images(KnnConfig, arguments, prog="python evaluation/knn.py"))
 
 

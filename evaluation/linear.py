@@ -17,29 +17,117 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
-from evaluation.frozen.extraction import Features
+from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.probing import probe
+from evaluation.frozen.probing import run_probe
 from evaluation.supervision.heads import zero_head
 from mpp.features.metrics import is_right
-from mpp.runtime.arrays import BLOCK, in_blocks
+from mpp.runtime.arrays import in_blocks
 from mpp.runtime.hardware import device
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.start import command
 
-LOGITS = 2**24  # computed at a time: what bounds the memory
-QUICK = 2**27  # numbers in the features: up to here fitting takes seconds, and shows no progress bar
+LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
+IMAGES_PER_BLOCK = 2**14  # whose features are copied at a time
+QUICK_FIT_NUMBERS = 2**27  # numbers in the features: fitting to fewer takes seconds, and shows no progress bar
+
+
+def run(config: LinearConfig) -> dict[str, Any]:
+    """Probe and report; the report."""
+    return run_probe(config, "linear", lambda features: evaluate(features, config), group_by="solver")
+
+
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
+    """Test accuracy with the penalty or learning rate that is best on the dev split."""
+    features, classes = features.with_numbered_classes()
+    if config.solver == "lbfgs":
+        name, choices, seeds = "l2", config.l2, (0,)
+    else:
+        name, choices, seeds = "lr", config.lr, config.seeds
+
+    dev_cases = [(choice, seeds[0]) for choice in choices]
+    dev_accuracies = fit_and_test(features.dev_split(), config, classes, dev_cases)
+    by_choice = dict(zip(choices, dev_accuracies, strict=True))
+    best = max(by_choice, key=by_choice.get)
+
+    accuracies = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
+    results = []
+    for seed, accuracy in zip(seeds, accuracies, strict=True):
+        chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": by_choice[best]}
+        results.append(chosen | {"accuracy": accuracy})
+    return results
+
+
+def fit_and_test(
+    features: LabelledFeatures, config: LinearConfig, classes: int, cases: Sequence[tuple[float, int]]
+) -> list[float]:
+    """Test accuracies of classifiers, one for each case.
+
+    All are fitted to one copy of the training features; test features are standardised block by block.
+
+    Args:
+        classes: number of classes, which are numbered from 0.
+        cases: penalty or learning rate, and seed.
+    """
+    train = copy_to_device(features.train)
+    mean = train.mean(0)
+    std = train.std(0, correction=0) + 1e-6
+    train.sub_(mean).div_(std)
+    train_labels = torch.from_numpy(features.train_labels).to(device())
+    test_labels = torch.from_numpy(features.test_labels).to(device())
+    accuracies = []
+    for choice, seed in cases:
+        classifier = fit(train, train_labels, classes, config, choice, seed)
+        predicted = []
+        with torch.no_grad():
+            for block in blocks_on_device(features.test, max(1, LOGITS_PER_BLOCK // classes)):
+                logits = classifier((block - mean) / std)
+                predicted.append(logits.argmax(1))
+        accuracies.append(float(is_right(torch.cat(predicted), test_labels).double().mean()))
+    return accuracies
+
+
+def copy_to_device(features: NDArray) -> Tensor:
+    """Features (N, D) as float32 on the device."""
+    copied = torch.empty(features.shape, device=device())
+    for part, block in zip(copied.split(IMAGES_PER_BLOCK), blocks_on_device(features, IMAGES_PER_BLOCK), strict=True):
+        part.copy_(block)
+    return copied
+
+
+def blocks_on_device(features: NDArray, rows: int) -> Iterator[Tensor]:
+    """Features as float32 on the device, `rows` at a time."""
+    for block in in_blocks(features, rows):
+        yield torch.tensor(block, dtype=torch.float32, device=device())
+
+
+def fit(features: Tensor, labels: Tensor, classes: int, config: LinearConfig, choice: float, seed: int) -> nn.Linear:
+    """A classifier that the solver of `config` fits to features (N, D) with labels (N,).
+
+    Args:
+        choice: the penalty of L-BFGS, or the learning rate of SGD.
+    """
+    is_quick = features.numel() <= QUICK_FIT_NUMBERS
+    with progress_bar(desc=f"{config.solver} {choice:g}", unit="pass", disable=is_quick) as bar:
+        if config.solver == "lbfgs":
+            return fit_lbfgs(features, labels, classes, choice, config.iterations, bar.update)
+        return fit_sgd(features, labels, classes, choice, config.epochs, config.sgd_batch_size, seed, bar.update)
 
 
 def fit_lbfgs(
-    features: Tensor, labels: Tensor, classes: int, l2: float, iterations: int, passed: Callable[[], Any] = lambda: None
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    l2: float,
+    iterations: int,
+    on_pass: Callable[[], Any] = lambda: None,
 ) -> nn.Linear:
     """The minimum of mean cross-entropy + l2 / 2 * |W|^2; the bias is free.
 
     Args:
         features: (N, D).
         labels: (N,).
-        passed: called after each pass over the features.
+        on_pass: called after each pass over the features.
     """
     classifier = zero_head(features.shape[1], classes).to(features.device)
     optimizer = torch.optim.LBFGS(
@@ -49,18 +137,19 @@ def fit_lbfgs(
         tolerance_grad=1e-6,
         line_search_fn="strong_wolfe",
     )
-    rows = max(1, LOGITS // classes)
+    rows = max(1, LOGITS_PER_BLOCK // classes)
     blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         total = l2 / 2 * classifier.weight.square().sum()
         total.backward()
-        for block, truth in blocks:
-            loss = F.cross_entropy(classifier(block), truth) * (len(truth) / len(labels))
+        for block, block_labels in blocks:
+            share = len(block_labels) / len(labels)
+            loss = F.cross_entropy(classifier(block), block_labels) * share
             loss.backward()
             total = total.detach() + loss.detach()
-        passed()
+        on_pass()
         return total
 
     optimizer.step(closure)
@@ -75,81 +164,35 @@ def fit_sgd(
     epochs: int,
     batch_size: int,
     seed: int,
-    passed: Callable[[], Any] = lambda: None,
+    on_pass: Callable[[], Any] = lambda: None,
 ) -> nn.Linear:
-    """A classifier by SGD: features (N, D), labels (N,). `passed` is called after each epoch."""
+    """A classifier by SGD with momentum 0.9 and cosine decay, without a penalty.
+
+    Args:
+        features: (N, D).
+        labels: (N,).
+        seed: seed of the order.
+        on_pass: called after each epoch.
+    """
     classifier = zero_head(features.shape[1], classes).to(features.device)
     optimizer = torch.optim.SGD(classifier.parameters(), lr=lr, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * math.ceil(len(labels) / batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(epochs):
-        for chosen in torch.randperm(len(labels), generator=generator).to(labels.device).split(batch_size):
+        order = torch.randperm(len(labels), generator=generator).to(labels.device)
+        for batch in order.split(batch_size):
             optimizer.zero_grad()
-            F.cross_entropy(classifier(features[chosen]), labels[chosen]).backward()
+            loss = F.cross_entropy(classifier(features[batch]), labels[batch])
+            loss.backward()
             optimizer.step()
             schedule.step()
-        passed()
+        on_pass()
     return classifier
 
 
-def floats(features: NDArray, device: str, rows: int = BLOCK) -> Iterator[Tensor]:
-    """Features on the device, so many rows at a time."""
-    for block in in_blocks(features, rows):
-        yield torch.tensor(block, dtype=torch.float32, device=device)
-
-
-def fitted_accuracies(
-    features: Features, config: LinearConfig, classes: int, cases: Sequence[tuple[float, int]]
-) -> list[float]:
-    """Test accuracies of the classifiers with each of these penalties or learning rates, and seeds.
-
-    All are fitted to one copy of the training features; those of test are standardised as they are looked at.
-    """
-    own = device()
-    train = torch.empty(features.train.shape, device=own)
-    for part, block in zip(train.split(BLOCK), floats(features.train, own), strict=True):
-        part.copy_(block)
-    mean, std = train.mean(0), train.std(0, correction=0) + 1e-6
-    train.sub_(mean).div_(std)
-    labels, truth = (torch.from_numpy(part).to(own) for part in (features.train_labels, features.test_labels))
-    accuracies = []
-    for choice, seed in cases:
-        with progress_bar(desc=f"{config.solver} {choice:g}", unit="pass", disable=train.numel() <= QUICK) as bar:
-            if config.solver == "lbfgs":
-                classifier = fit_lbfgs(train, labels, classes, choice, config.iterations, bar.update)
-            else:
-                settings = config.epochs, config.sgd_batch_size, seed
-                classifier = fit_sgd(train, labels, classes, choice, *settings, bar.update)
-        with torch.no_grad():
-            test = ((block - mean) / std for block in floats(features.test, own, max(1, LOGITS // classes)))
-            predicted = torch.cat([classifier(block).argmax(1) for block in test])
-        accuracies.append(float(is_right(predicted, truth).double().mean()))
-    return accuracies
-
-
-def evaluate(features: Features, config: LinearConfig) -> list[dict]:
-    """Test accuracy with the penalty or learning rate that is best on the dev split."""
-    features, classes = features.numbered()
-    name, choices = ("l2", config.l2) if config.solver == "lbfgs" else ("lr", config.lr)
-    seeds = (0,) if config.solver == "lbfgs" else config.seeds
-    tried = fitted_accuracies(features.dev(), config, classes, [(choice, seeds[0]) for choice in choices])
-    on_dev = dict(zip(choices, tried, strict=True))
-    best = max(on_dev, key=on_dev.get)
-    tested = fitted_accuracies(features, config, classes, [(best, seed) for seed in seeds])
-    return [
-        {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": on_dev[best], "accuracy": accuracy}
-        for seed, accuracy in zip(seeds, tested, strict=True)
-    ]
-
-
-def run(config: LinearConfig) -> dict[str, Any]:
-    """Probe and report; the report."""
-    return probe(config, "linear", lambda features: evaluate(features, config), "solver")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Probe as the command line, or `arguments`, say."""
+    """Probe with the settings of the command line, or of `arguments`."""
     run(parse_with_images(LinearConfig, arguments, prog="python evaluation/linear.py"))
 
 

@@ -1,8 +1,8 @@
-"""How well a pre-training run predicts what it does not see: held-out masked patches, beside trivial baselines.
+"""Accuracy of a pre-training run on masked patches of held-out images, next to trivial baselines.
 
     python evaluation/masked.py --encoder runs/birds
 
-The numbers are those of the run's last evaluation; nothing is computed anew.
+The numbers are those of the run's last evaluation; nothing is computed again.
 """
 
 import dataclasses
@@ -17,20 +17,28 @@ from mpp.errors import UserError
 from mpp.runtime.start import command
 from mpp.training.log import last_evaluation
 
-LINES = {"model": "accuracy", "two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
-"""What the table calls a line, and what the run's metrics do."""
+METRICS = {
+    "model": "heldout/accuracy",
+    "two nearest": "heldout/two_nearest",
+    "nearest": "heldout/nearest",
+    "most frequent": "heldout/most_frequent",
+}
+"""The lines of the table, and the run's metrics that they show."""
 
 
 def run(config: MaskedConfig) -> dict[str, Any]:
-    """Read and report; the report."""
+    """Read the metrics and report them; the report."""
     last = last_evaluation(Path(config.encoder))
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"
         raise UserError(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
-    named = {line: f"heldout/{name}" for line, name in LINES.items()}
-    results = [{"case": line, "accuracy": last[name]} for line, name in named.items() if name in last]
+    results = []
+    for line, metric in METRICS.items():
+        if metric in last:
+            results.append({"case": line, "accuracy": last[metric]})
     report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}
-    print(table(["masked patches", "accuracy (%)"], [[r["case"], f"{100 * r['accuracy']:.1f}"] for r in results]))
+    rows = [[result["case"], f"{100 * result['accuracy']:.1f}"] for result in results]
+    print(table(["masked patches", "accuracy (%)"], rows))
     path = report_path(config.out, config.encoder, "masked.json")
     write_json(path, report)
     print(f"wrote {path}")
@@ -38,7 +46,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Report as the command line, or `arguments`, say."""
+    """Report with the settings of the command line, or of `arguments`."""
     run(parse(MaskedConfig, arguments, prog="python evaluation/masked.py"))
 
 

@@ -49,7 +49,7 @@ from evaluation.frozen.masks import (
     warn_of_turned,
 )
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.probing import judge
+from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.results import events_folder, report_path, report_suffix, table, write_probe_report
 from mpp.config import RunConfig, require
@@ -226,7 +226,7 @@ def evaluate(features: PatchFeatures, config: SegmentationConfig, shown: dict[st
     if "linear" in config.readings:
         best, on_dev = config.lr[0], {}
         if len(config.lr) > 1:
-            dev = features.dev()
+            dev = features.dev_split()
             on_dev = {lr: judged(fit(dev, config, lr, config.seeds[0]), dev)["accuracy"] for lr in config.lr}
             best = max(on_dev, key=on_dev.get)
         for seed in config.seeds:
@@ -266,14 +266,14 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     with deaths_explained():
         features, splits, left_out = features_by_depth(config, encoder, splits, accelerator)
         print_pixels(next(iter(features.values())), config.data)
-        report = judge(config, features, lambda of_depth: evaluate(of_depth, config, shown), "case")
+        report = evaluate_by_depth(config, features, lambda of_depth: evaluate(of_depth, config, shown), "case")
         report |= {"left_out": left_out} if any(left_out.values()) else {}
         lines = {config.encoder: results_at(report)}
         least = [most_frequent(next(iter(features.values())), config) | {"case": "all"}]
         del features  # the files of all depths, before the baselines write theirs
         for baseline, floor in baselines_of(config, encoder).items():
             of_floor = features_by_depth(config, floor, splits, accelerator).by_depth
-            report.setdefault("baselines", {})[baseline] = judge(
+            report.setdefault("baselines", {})[baseline] = evaluate_by_depth(
                 config, of_floor, lambda of_depth: evaluate(of_depth, config), "case"
             )
             lines[baseline] = results_at(report["baselines"][baseline])

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from evaluation import fewshot, figures
 from evaluation.config import EncoderConfig, VisualizeConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
-from evaluation.frozen.extraction import extract_labelled, views_for
+from evaluation.frozen.extraction import extract_labelled_features, views_for
 from evaluation.frozen.masks import patch_features
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.probing import judge
+from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import report_path, report_suffix, write_json
 from evaluation.frozen.run_images import indices_in_split, is_stream_of_run, load_images_of
 from evaluation.pictures.attention import attention_distance, attention_rollout, distances, spacing
@@ -277,10 +277,10 @@ def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
         raise Unavailable("all training images are of one class, or have no labels")
     shared = {field.name: getattr(subject.config, field.name) for field in dataclasses.fields(EncoderConfig)}
     config = fewshot.FewshotConfig(**shared, representation=subject.config.representation, depth="all")
-    by_depth = extract_labelled(config, subject.accelerator).by_depth
+    by_depth = extract_labelled_features(config, subject.accelerator).by_depth
     if len(by_depth) == 1:
         raise Unavailable("this encoder has one depth")
-    report = judge(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
+    report = evaluate_by_depth(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
     return figures.plot_by_depth(report["summary_by_depth"], "shots"), report
 
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from test_fewshot import features
 
 from evaluation import fewshot, knn, linear
-from evaluation.frozen.extraction import NAMES, Features, load_features, save_features
+from evaluation.frozen.labelled_features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
 from mpp.data.views import Batch
 from mpp.features.frozen import extract
 from mpp.runtime.arrays import Rows, in_blocks, select
@@ -73,7 +73,7 @@ def test_probes_find_the_same_in_files(tmp_path, monkeypatch):
     held = [module.evaluate(data, config) for module, config in configs]
     monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", 0)
     mapped = load_features(tmp_path / "f.npz")
-    assert all(isinstance(part, np.memmap) for part in (mapped.train, mapped.test, mapped.dev().train))
+    assert all(isinstance(part, np.memmap) for part in (mapped.train, mapped.test, mapped.dev_split().train))
     assert [module.evaluate(mapped, config) for module, config in configs] == held
 
 
@@ -107,7 +107,7 @@ def test_what_was_read_of_a_mapped_array_is_let_go(way):
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_saved_features_are_mapped(tmp_path, dtype, order):
     train, train_labels, test, test_labels = features(test=201)
-    data = Features(
+    data = LabelledFeatures(
         np.asarray(train / 100, dtype, order), train_labels, np.asarray(test / 100, dtype, order), test_labels
     )
     save_features(tmp_path / "f.npz", data)
@@ -115,7 +115,7 @@ def test_saved_features_are_mapped(tmp_path, dtype, order):
     for ours, saved in zip(mapped, data, strict=True):
         assert (ours == saved).all() and ours.dtype == saved.dtype
     assert isinstance(mapped.train, np.memmap) and isinstance(mapped.test, np.memmap)
-    np.savez_compressed(tmp_path / "small.npz", **dict(zip(NAMES, data, strict=True)))
+    np.savez_compressed(tmp_path / "small.npz", **dict(zip(ARRAY_NAMES, data, strict=True)))
     assert all((ours == saved).all() for ours, saved in zip(load_features(tmp_path / "small.npz"), data, strict=True))
 
 
@@ -130,7 +130,7 @@ def test_loading_features_takes_no_memory_for_them(tmp_path, peak):
     assert (loaded.train == data.train).all()  # another file took its place: this one is still there
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ARRAY_NAMES)
 def test_a_flipped_bit_is_noticed(tmp_path, name):
     path = tmp_path / "f.npz"
     save_features(path, features())

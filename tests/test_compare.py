@@ -26,7 +26,7 @@ from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, 
 from evaluation.figures import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.frozen.extraction import Features
+from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.run_images import record_source
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import Config, SourceConfig
@@ -418,8 +418,10 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     config["evaluations"] = [fewshot, {"name": "kNN", "command": "knn", "options": FAST | {"depth": "dev"}}]
     config["encoders"], config["datasets"] = config["encoders"][:1], config["datasets"][:1]
     small.write_text(yaml.safe_dump(config))
-    extracted, extract = [], probing.extract_labelled
-    monkeypatch.setattr(probing, "extract_labelled", lambda c, a: (extracted.append(c.encoder), extract(c, a))[1])
+    extracted, extract = [], probing.extract_labelled_features
+    monkeypatch.setattr(
+        probing, "extract_labelled_features", lambda c, a: (extracted.append(c.encoder), extract(c, a))[1]
+    )
     compare.main(["--config", str(small)])
     assert len(extracted) == len(set(extracted)) == 2  # of two seeds
 
@@ -439,9 +441,9 @@ def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     labels = np.arange(6) % 2
 
     def features(directions):
-        return Features(np.eye(6), labels, np.eye(6)[np.arange(60) % directions], np.arange(60) % 2)
+        return LabelledFeatures(np.eye(6), labels, np.eye(6)[np.arange(60) % directions], np.arange(60) % 2)
 
-    ranks = probing.ranks_of({1: features(2), 2: features(4)})
+    ranks = probing.rank_by_depth({1: features(2), 2: features(4)})
     assert ranks == pytest.approx({1: 2, 2: 4})
     about = {"encoder": "a", "encoder_seed": 0, "dataset": "birds", "group": None, "evaluation": "kNN", "seed": 0}
     rows = [about | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]

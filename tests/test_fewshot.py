@@ -10,12 +10,12 @@ from sklearn.linear_model import Ridge
 
 from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig
-from evaluation.fewshot import evaluate, orders, predict
-from evaluation.frozen.extraction import NAMES, Features, load_features, save_features
+from evaluation.fewshot import draw_by_class, evaluate, predict
+from evaluation.frozen.labelled_features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
 from mpp.data.overview import half_width, note_tested
 
 
-def features(classes=7, per_class=30, width=20, test=200, seed=0) -> Features:
+def features(classes=7, per_class=30, width=20, test=200, seed=0) -> LabelledFeatures:
     """Overlapping clouds, one a class, of very different scales by feature."""
     rng = np.random.default_rng(seed)
     centres, scale = rng.normal(size=(classes, width)), 10.0 ** rng.uniform(-2, 2, width)
@@ -23,10 +23,10 @@ def features(classes=7, per_class=30, width=20, test=200, seed=0) -> Features:
     for count in (classes * per_class, test):
         labels = rng.permutation(np.arange(count) % classes)
         parts += [((centres[labels] + 1.5 * rng.normal(size=(count, width))) * scale).astype(np.float32), labels]
-    return Features(*parts)
+    return LabelledFeatures(*parts)
 
 
-def reference(data: Features, shots: int, seed: int, l2: float) -> np.ndarray:
+def reference(data: LabelledFeatures, shots: int, seed: int, l2: float) -> np.ndarray:
     """Scores by the protocol's words: whiten, add a column of 100, minimise |X w - Y|^2 + l2 |w|^2 by least squares."""
     rng = np.random.default_rng(seed)
     chosen = []
@@ -51,7 +51,7 @@ def test_predictions_equal_least_squares_in_both_regimes(shots, width, l2):
     for result, seed in zip(evaluate(data, config), (0, 1), strict=True):
         expected = reference(data, shots, seed, l2).argmax(1)
         assert result["accuracy"] == (expected == data.test_labels).mean()
-        chosen = np.concatenate([order[:shots] for order in orders(data.train_labels, seed)])
+        chosen = np.concatenate([order[:shots] for order in draw_by_class(data.train_labels, seed)])
         got = predict(data.train[chosen], data.train_labels[chosen], data.test, 7, [l2])[0]
         assert (got == expected).all()
 
@@ -87,7 +87,7 @@ def test_supports_are_nested_and_drawn_as_the_protocol_says():
     labels = np.array([2, 0, 2, 0, 1, 2, 0, 2])
     rng = np.random.default_rng(5)
     expected = [rng.permutation(np.where(labels == c)[0]) for c in range(3)]
-    assert all((a == b).all() for a, b in zip(orders(labels, 5), expected, strict=True))
+    assert all((a == b).all() for a, b in zip(draw_by_class(labels, 5), expected, strict=True))
 
 
 def test_a_class_with_too_few_gives_what_it_has(capsys):
@@ -139,8 +139,8 @@ def test_identifiers_cost_what_as_many_classes_cost(tmp_path, command, options):
 @pytest.mark.parametrize("several", [False, True])
 def test_classes_are_numbered_without_gaps_in_their_order(several):
     test_labels = np.array([[3, -1], [40, 9], [10**9, 3]]) if several else np.array([3, 40, 10**9])
-    data = Features(np.zeros((3, 2)), np.array([40, 3, 40]), np.zeros((3, 2)), test_labels)
-    found, classes = data.numbered()
+    data = LabelledFeatures(np.zeros((3, 2)), np.array([40, 3, 40]), np.zeros((3, 2)), test_labels)
+    found, classes = data.with_numbered_classes()
     assert found.train_labels.tolist() == ([2, 0, 2] if several else [1, 0, 1])
     assert found.test_labels.tolist() == ([[0, -1], [2, 1], [3, 0]] if several else [0, 1, 2])
     assert classes == (4 if several else 3)
@@ -207,7 +207,7 @@ def test_any_of_several_right_labels_counts():
     config = FewshotConfig(shots=5, seeds=0)
     plain = evaluate(data, config)[0]["accuracy"]
     padded = np.c_[data.test_labels, np.full(len(data.test_labels), -1)]
-    assert evaluate(data._replace(test_labels=padded).check("here"), config)[0]["accuracy"] == plain
+    assert evaluate(data._replace(test_labels=padded).checked("here"), config)[0]["accuracy"] == plain
     everything = np.tile(np.arange(7), (len(data.test_labels), 1))
     assert evaluate(data._replace(test_labels=everything), config)[0]["accuracy"] == 1.0
 
@@ -257,7 +257,7 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
     ],
 )
 def test_bad_features_are_named(tmp_path, change, words):
-    arrays = dict(zip(NAMES, features(), strict=True)) | change
+    arrays = dict(zip(ARRAY_NAMES, features(), strict=True)) | change
     np.savez(tmp_path / "f.npz", **{name: array for name, array in arrays.items() if array is not None})
     with pytest.raises(ValueError, match=words) as error:
         load_features(tmp_path / "f.npz")
@@ -282,7 +282,7 @@ def test_files_that_are_no_features_are_refused_and_never_run(tmp_path):
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match="features is"):
         load_features(path)
-    np.savez(path, **{name: np.array([Bomb()], dtype=object) for name in NAMES})
+    np.savez(path, **{name: np.array([Bomb()], dtype=object) for name in ARRAY_NAMES})
     with pytest.raises(ValueError, match="features is"):
         load_features(path)
     with pytest.raises(ValueError, match="cannot be read"):

@@ -26,7 +26,7 @@ from evaluation import fewshot, knn, linear
 from evaluation.config import LinearConfig
 from evaluation.features import main as extract
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.frozen.extraction import Features, load_features, save_features
+from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.linear import fit_lbfgs
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
@@ -372,7 +372,7 @@ def test_knn_compares_block_with_block(monkeypatch):
 @pytest.mark.faults
 def test_a_linear_probe_copies_the_training_features_once(monkeypatch):
     """Once for the dev split and all penalties, once for the test; logits of all images there never are."""
-    monkeypatch.setattr(linear, "LOGITS", 30_000, raising=False)
+    monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 30_000, raising=False)
     data = features(classes=100, per_class=400, width=4)  # 40,000 images: their logits are 4 million
     with Allocations() as allocations:
         linear.evaluate(data, LinearConfig(l2=(1e-3, 1e-2, 1e-1), iterations=2))
@@ -383,7 +383,7 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     data = features(seed=4)
     x, y = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0)), torch.from_numpy(data.train_labels)
     whole = fit_lbfgs(x, y, 7, 0.01, 5)
-    monkeypatch.setattr(linear, "LOGITS", 7 * 13)
+    monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
     blocks = fit_lbfgs(x, y, 7, 0.01, 5)
     torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
@@ -391,7 +391,7 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
 
 @pytest.mark.parametrize("solver", ["lbfgs", "sgd"])
 def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, capsys):
-    monkeypatch.setattr(linear, "QUICK", 0)
+    monkeypatch.setattr(linear, "QUICK_FIT_NUMBERS", 0)
     linear.evaluate(features(), LinearConfig(solver=solver, l2=(1e-2,), lr=(0.1,), seeds=(0,), iterations=3, epochs=3))
     bars = re.findall(rf"{solver} (\S+): (\d+)pass", capsys.readouterr().err)
     assert {rate for rate, _ in bars} == {"0.01" if solver == "lbfgs" else "0.1"}
@@ -412,7 +412,7 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     rng = np.random.default_rng(0)
     labels = np.arange(600) % 3
     clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
-    data = Features(clouds[:400], labels[:400], clouds[400:], labels[400:])
+    data = LabelledFeatures(clouds[:400], labels[:400], clouds[400:], labels[400:])
     results = linear.evaluate(data, LinearConfig(solver=solver, epochs=20, seeds=(0, 1)))
     assert len(results) == (1 if solver == "lbfgs" else 2)
     assert all(result["accuracy"] > 0.95 for result in results)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import mpp.pretrain
 from evaluation import features, supervised
-from evaluation.frozen.extraction import load_features
+from evaluation.frozen.labelled_features import load_features
 from evaluation.supervision.classification import Classification
 from mpp.config import RunConfig
 from mpp.features import frozen as frozen

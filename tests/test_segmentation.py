@@ -29,7 +29,7 @@ from evaluation.frozen.masks import (
     print_pixels,
     warn_of_turned,
 )
-from evaluation.frozen.probing import judge
+from evaluation.frozen.probing import evaluate_by_depth
 from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_splits
@@ -183,7 +183,9 @@ def test_depth_is_chosen_on_a_part_of_train():
     good, bad = some_features(), some_features(1)
     noise = PatchFeatures(np.random.default_rng(2).normal(size=bad.train.shape).astype(np.float32), *bad[1:])
     config = SegmentationConfig(readings="knn", depth="dev")
-    report = judge(config, {1: noise, 2: good}, lambda of_depth: segmentation.evaluate(of_depth, config), "case")
+    report = evaluate_by_depth(
+        config, {1: noise, 2: good}, lambda of_depth: segmentation.evaluate(of_depth, config), "case"
+    )
     assert report["protocol"]["chosen_depth"] == 2 and list(report["summary"]) == ["knn"]
 
 

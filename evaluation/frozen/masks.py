@@ -24,7 +24,8 @@ from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
-from evaluation.frozen.extraction import Readable, dev_cut, extract_readable, views_for, warn_left_out
+from evaluation.frozen.extraction import extract_split, views_for, warn_left_out
+from evaluation.frozen.labelled_features import cut_dev_split
 from evaluation.frozen.run_images import indices_in_split
 from mpp.config import require
 from mpp.data.columns import read_cell, without_decoding
@@ -34,14 +35,12 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.decode import read_mask
 from mpp.data.decoding.kinds import JPEG_START
 from mpp.data.decoding.orientation import TURNED, stored_orientation
-from mpp.data.loader import held_out_batches
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import NOTHING, note_reading
 from mpp.errors import UnreadableImage, UserError
 from mpp.features.frozen import tokens_at
 from mpp.runtime.arrays import select
-from mpp.runtime.progress import progress_bar
 
 OUTLINES = BIRDS_FOLDER / "outlines.json"
 IGNORED = -1  # pixels that do not count, whatever their number was
@@ -86,10 +85,15 @@ class PatchFeatures(NamedTuple):
     test: NDArray[np.float32]
     test_masks: NDArray[np.int16]
 
-    def dev(self) -> "PatchFeatures":
-        """A tenth of train's images, drawn once, in the place of test: what choices are made on."""
-        parts = dev_cut(len(self.train))
-        return PatchFeatures(*(select(array, part) for part in parts for array in (self.train, self.train_masks)))
+    def dev_split(self) -> "PatchFeatures":
+        """The training features, a tenth of whose images are the test split: choices are made on it."""
+        train, dev = cut_dev_split(len(self.train))
+        return PatchFeatures(
+            select(self.train, train),
+            select(self.train_masks, train),
+            select(self.train, dev),
+            select(self.train_masks, dev),
+        )
 
 
 @dataclass(frozen=True)
@@ -251,22 +255,19 @@ def extract_patches(
     strict: bool = False,
 ) -> ExtractedPatches:
     """Features of patches after each depth; what is large lies in temporary files."""
-    found = []
-    for masked in splits:
-        loader = held_out_batches(masked_views(encoder, masked, data), data.batch_size or 64)
-        batches = Readable(progress_bar(loader, desc="features of patches"), masked[0].split, strict)
-        encode = partial(patch_features, encoder, depths=depths)
-        found.append(extract_readable(batches, encode, len(masked[0]), accelerator))
-    train, test = found
-    warn_left_out((*train.broken, *test.broken))
-    by_depth = {
-        depth: PatchFeatures(train.arrays[i], train.arrays[-1], test.arrays[i], test.arrays[-1])
-        for i, depth in enumerate(depths)
-    }
-    kept = tuple(
-        (images.select(of.kept), masks.select(of.kept)) for (images, masks), of in zip(splits, found, strict=True)
+    encode = partial(patch_features, encoder, depths=depths)
+    train, test = (
+        extract_split(masked_views(encoder, masked, data), encode, accelerator, strict, "features of patches")
+        for masked in splits
     )
-    return ExtractedPatches(by_depth, kept, {"train": len(train.broken), "test": len(test.broken)})
+    warn_left_out((*train.unreadable, *test.unreadable))
+    by_depth = {}
+    for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
+        by_depth[depth] = PatchFeatures(of_train, train.labels, of_test, test.labels)
+    kept = []
+    for (images, masks), of_split in zip(splits, (train, test), strict=True):
+        kept.append((images.select(of_split.kept), masks.select(of_split.kept)))
+    return ExtractedPatches(by_depth, tuple(kept), {"train": len(train.unreadable), "test": len(test.unreadable)})
 
 
 def classes_of(features: PatchFeatures) -> int:

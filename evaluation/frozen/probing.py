@@ -1,4 +1,4 @@
-"""What all probes share: settings, the choice of a depth, the report."""
+"""The common course of all probes: features, evaluation at each depth, the choice of a depth, the report."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import numpy as np
 from accelerate import Accelerator
 
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
-from evaluation.frozen.extraction import Extracted, Features, extract_labelled, load_features
+from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
+from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.results import report_path, report_suffix, summarize, write_probe_report
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
@@ -19,89 +20,107 @@ from mpp.runtime.hardware import device
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
 
-LATEST: dict[str, Extracted] = {}
+LATEST_FEATURES: dict[str, ExtractedFeatures] = {}
+"""The features that were extracted last, for the other probes of a comparison: at most one entry."""
 
 
-def probe(
-    config: FrozenProbeConfig, command: str, evaluate: Callable[[Features], list[dict]], key: str
+def run_probe(
+    config: FrozenProbeConfig, command: str, evaluate: Callable[[LabelledFeatures], list[dict]], group_by: str
 ) -> dict[str, Any]:
-    """Run a probe and report it: the body of every probe's command.
+    """Run a probe and write its report.
 
     Args:
-        command: its name, which the report gets.
-        evaluate: features to results, each a dict with `accuracy`, `key` and what else there is to say.
-        key: what the summary groups results by, such as `shots`.
+        command: name of the command, which the report gets.
+        evaluate: features to results, each a dict with `accuracy`, `group_by` and other entries for the report.
+        group_by: entry that the summary groups results by, such as `shots`.
     Returns:
-        What was written: results, summary, protocol.
+        The report: results, summary, protocol.
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    name = command if config.features else command + report_suffix(config)
-    path = report_path(config.out, config.encoder, f"{name}.json", config.features)
+    suffix = "" if config.features else report_suffix(config)
+    path = report_path(config.out, config.encoder, f"{command}{suffix}.json", config.features)
     if config.features:
         saved = load_features(Path(config.features))
         note_tested(saved.train_labels, saved.test_labels)
-        extracted = Extracted({0: saved}, {})
+        extracted = ExtractedFeatures({0: saved}, {})
     else:
         extracted = extract_once(config, accelerator)
-    by_depth, report = extracted.by_depth, {}
-    if accelerator.is_main_process:
-        report = judge(config, by_depth, evaluate, key) | extracted.about()
-        report["protocol"]["rank_by_depth"] = ranks_of(by_depth)
-        write_probe_report(path, report, key)
-    return report  # the others are done: they do not wait for a probe that may take hours
+    if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
+        return {}
+    report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by) | extracted.report_entries()
+    report["protocol"]["rank_by_depth"] = rank_by_depth(extracted.by_depth)
+    write_probe_report(path, report, group_by)
+    return report
 
 
-def ranks_of(by_depth: dict[int, Features]) -> dict[int, float]:
-    """The effective rank of test features by depth, of at most as many images as `features/rank` while training."""
+def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
+    """The effective rank of the test features at each depth, of as many images as `features/rank` in training."""
     count = len(next(iter(by_depth.values())).test)
     ranked = min(count, MOST_RANKED)
     spaced = np.linspace(0, count - 1, ranked).astype(int)  # files may be in the order of their classes
-    return dict(zip(by_depth, effective_ranks([of.test[spaced] for of in by_depth.values()], device()), strict=True))
+    ranks = effective_ranks([features.test[spaced] for features in by_depth.values()], device())
+    return dict(zip(by_depth, ranks, strict=True))
 
 
-def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> Extracted:
-    """Features; the latest are kept, for the probes of a comparison that look at the same ones in turn."""
-    of_features = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
-    key = repr(of_features | {"out": None, "weights": fingerprint(Path(config.checkpoint or config.encoder))})
-    if key not in LATEST:
-        LATEST.clear()
-        LATEST[key] = extract_labelled(config, accelerator)
-    return LATEST[key]
+def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> ExtractedFeatures:
+    """Extract features, or take the latest: the probes of a comparison use the same ones in turn."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
+    settings["out"] = None
+    weights = fingerprint(Path(config.checkpoint or config.encoder))
+    key = repr((settings, weights))
+    if key not in LATEST_FEATURES:
+        LATEST_FEATURES.clear()
+        LATEST_FEATURES[key] = extract_labelled_features(config, accelerator)
+    return LATEST_FEATURES[key]
 
 
 def forget_features() -> None:
     """Free what `extract_once` keeps."""
-    LATEST.clear()
+    LATEST_FEATURES.clear()
 
 
-def judge(
+def evaluate_by_depth(
     config: FrozenProbeConfig | SegmentationConfig,
     by_depth: dict[int, Any],
     evaluate: Callable[[Any], list[dict]],
-    key: str,
+    group_by: str,
 ) -> dict[str, Any]:
-    """Results of all depths, and the summary of the one that counts: the last, or the best on the dev split.
+    """Evaluate features at all depths; with `depth` dev, at the depth that is best on the dev split.
 
     Args:
-        by_depth: features, of images or of patches, that have a dev split.
+        by_depth: features of images or of patches; they have a `dev_split`. Depth 0: features from a file.
+        evaluate, group_by: see `run_probe`.
+    Returns:
+        The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol.
     """
+    is_saved = bool(getattr(config, "features", None))
     protocol: dict[str, Any] = dataclasses.asdict(config)
-    saved = getattr(config, "features", None)
-    if saved:
-        protocol = {key: value for key, value in protocol.items() if key not in OF_AN_ENCODER}
+    if is_saved:
+        protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
-    if config.depth == "dev" and not saved:
-        on_dev = {depth: summarize(evaluate(features.dev()), key) for depth, features in by_depth.items()}
-        means = {depth: float(np.mean([row["mean"] for row in rows.values()])) for depth, rows in on_dev.items()}
-        chosen = max(means, key=means.get)
-        protocol |= {"dev_accuracy_by_depth": means}
+    if config.depth == "dev" and not is_saved:
+        dev_accuracies = {}
+        for depth, features in by_depth.items():
+            dev_accuracies[depth] = mean_accuracy(summarize(evaluate(features.dev_split()), group_by))
+        chosen = max(dev_accuracies, key=dev_accuracies.get)
+        protocol["dev_accuracy_by_depth"] = dev_accuracies
         by_depth = {chosen: by_depth[chosen]}
-    results = {depth: evaluate(features) for depth, features in by_depth.items()}
-    report = {
-        "results": [result | ({"depth": depth} if depth else {}) for depth, rows in results.items() for result in rows],
-        "summary": summarize(results[chosen], key),
-        "protocol": protocol | ({"chosen_depth": chosen} if chosen else {}),
-    }
-    if len(results) > 1:
-        report["summary_by_depth"] = {depth: summarize(rows, key) for depth, rows in results.items()}
+    if chosen:
+        protocol["chosen_depth"] = chosen
+
+    results = []
+    summaries = {}
+    for depth, features in by_depth.items():
+        of_depth = evaluate(features)
+        summaries[depth] = summarize(of_depth, group_by)
+        depth_entry = {"depth": depth} if depth else {}
+        results += [result | depth_entry for result in of_depth]
+    report = {"results": results, "summary": summaries[chosen], "protocol": protocol}
+    if len(summaries) > 1:
+        report["summary_by_depth"] = summaries
     return report
+
+
+def mean_accuracy(summary: dict[str, dict[str, float]]) -> float:
+    """The mean of a summary's means."""
+    return float(np.mean([case["mean"] for case in summary.values()]))

@@ -1,0 +1,139 @@
+"""Frozen features with their labels: checked, cut, saved and loaded.
+
+N training images, M test images, D width.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpp.config import require
+from mpp.errors import UserError
+from mpp.runtime.arrays import in_blocks, let_go, map_array, select
+from mpp.runtime.files import complete
+from mpp.runtime.randomness import Stream, permutation
+
+DEV_SEED = 0
+ARRAY_NAMES = ("train_features", "train_labels", "test_features", "test_labels")
+"""Names of the arrays in a file of features, in the order of `LabelledFeatures`."""
+
+
+class LabelledFeatures(NamedTuple):
+    """Frozen features of one depth and their labels."""
+
+    train: NDArray[np.float32]  # (N, D)
+    train_labels: NDArray[np.int64]  # (N,)
+    test: NDArray[np.float32]  # (M, D)
+    test_labels: NDArray[np.int64]  # (M,); or (M, L) of which any is right, padded with -1
+
+    def checked(self, source: str) -> "LabelledFeatures":
+        """The same features with labels as int64.
+
+        Args:
+            source: the file or the encoder that they come from, for messages.
+        Raises:
+            UserError: a probe would give nonsense.
+        """
+        check_split(source, "train", self.train, self.train_labels)
+        check_split(source, "test", self.test, self.test_labels, several_labels=self.test_labels.ndim == 2)
+        train_width = self.train.shape[1]
+        test_width = self.test.shape[1]
+        if train_width != test_width:
+            raise UserError(f"{source}: train_features and test_features are {train_width} and {test_width} wide")
+        if len(np.unique(self.train_labels)) < 2:
+            raise UserError(f"{source}: all training images are of one class")
+        return self._replace(
+            train_labels=self.train_labels.astype(np.int64), test_labels=self.test_labels.astype(np.int64)
+        )
+
+    def with_numbered_classes(self) -> tuple["LabelledFeatures", int]:
+        """The same features with classes numbered from 0 without gaps, in their order; and the number of classes.
+
+        Labels in a file may be identifiers, far apart.
+        """
+        known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
+        classes = np.unique(np.concatenate(known))
+
+        def number(labels: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.where(labels < 0, -1, np.searchsorted(classes, labels))
+
+        numbered = self._replace(train_labels=number(self.train_labels), test_labels=number(self.test_labels))
+        return numbered, len(classes)
+
+    def dev_split(self) -> "LabelledFeatures":
+        """The training features, a tenth of which is the test split: choices are made on it."""
+        train, dev = cut_dev_split(len(self.train))
+        return LabelledFeatures(
+            select(self.train, train),
+            select(self.train_labels, train),
+            select(self.train, dev),
+            select(self.train_labels, dev),
+        )
+
+
+def check_split(source: str, split: str, features: NDArray, labels: NDArray, several_labels: bool = False) -> None:
+    """Raise UserError if the features and the labels of a split do not fit together.
+
+    Args:
+        several_labels: labels are (M, L), padded with negative numbers.
+    """
+    has_labels = labels.ndim == 1 or several_labels
+    if features.ndim != 2 or not has_labels or len(features) != len(labels):
+        shapes = f"{split}_features {features.shape} and {split}_labels {labels.shape}"
+        raise UserError(f"{source}: {shapes} disagree")
+    if len(labels) == 0:
+        raise UserError(f"{source}: no labelled images in {split}")
+    is_integer = np.issubdtype(labels.dtype, np.integer) and labels.max() <= np.iinfo(np.int64).max
+    if not is_integer or labels.reshape(len(labels), -1).max(1).min() < 0:
+        raise UserError(f"{source}: {split}_labels must be integers from 0 and below 2**63")
+    if not np.issubdtype(features.dtype, np.floating):
+        raise UserError(f"{source}: {split}_features are {features.dtype}, not floating-point numbers")
+    if not all(np.isfinite(block).all() for block in in_blocks(features)):
+        raise UserError(f"{source}: {split}_features have values that are not finite")
+
+
+def cut_dev_split(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The indices of the training images that are learned from, and of the tenth that choices are made on.
+
+    The cut is the same every time.
+
+    Raises:
+        UserError: none would be left to learn from.
+    """
+    allowed = "at least 2 where a depth or a rate is chosen on a part of them, and 3 where both are"
+    require(count > 1, "the number of training images", count, allowed)
+    order = permutation(Stream.CUT, DEV_SEED, 1, count)
+    dev_count = max(1, count // 10)
+    return np.sort(order[dev_count:]), np.sort(order[:dev_count])
+
+
+def save_features(path: Path, features: LabelledFeatures) -> None:
+    """Write one depth's features as .npz, complete or not at all; an earlier file that is mapped stays readable."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = dict(zip(ARRAY_NAMES, features, strict=True))
+    with complete(path, shared=True) as partial, partial.open("wb") as file:  # numpy would add .npz to a name without
+        np.savez(file, **arrays)
+    let_go(features.train)
+
+
+def load_features(path: Path) -> LabelledFeatures:
+    """Load features, mapped where they are not compressed, and their labels; nothing in the file is executed.
+
+    Raises:
+        UserError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
+    """
+    try:
+        arrays = np.load(path, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise UserError("it holds one array, not several by name")
+        with arrays:
+            missing = [name for name in ARRAY_NAMES if name not in arrays]
+            if missing:
+                raise UserError(f"it lacks {', '.join(missing)}")
+            features = LabelledFeatures(*(map_array(path, arrays, name) for name in ARRAY_NAMES))
+    except (OSError, EOFError, ValueError, BadZipFile) as error:
+        raise UserError(f"features is {path}, which cannot be read: {error}") from error
+    return features.checked(str(path))
