@@ -33,7 +33,8 @@ from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
 from mpp.runtime.start import command, start_alone
 from mpp.training.feed import Feed
-from mpp.training.health import RECENT, UNREADABLE, Facts, findings
+from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
+from mpp.training.history import RECENT_LINES
 from mpp.training.run import settled, with_moments
 from mpp.training.run_folder import CHECK, check_owner
 from mpp.training.step import Update
@@ -169,9 +170,9 @@ def warnings(task: Pretraining, config: Config, found: Survey | None, timing: Ti
     facts = Facts(run.steps, optim.global_batch_size, optim.lr, optim.warmup(run.steps), optim.clip, **task.facts())
     if found:
         facts = replace(facts, duplicates=found.duplicates, constant=found.constant)
-    waiting = [{"step": step, "speed/data_wait": timing.waiting / timing.update} for step in range(RECENT)]
-    said = [f"{check}: {message}" for check, message in findings(waiting, facts)]
-    if found and len(found.broken) > UNREADABLE * found.looked_at:
+    waiting = [{"step": step, "speed/data_wait": timing.waiting / timing.update} for step in range(RECENT_LINES)]
+    said = [f"{name}: {message}" for name, message in find_warnings(waiting, facts)]
+    if found and len(found.broken) > MAX_UNREADABLE_SHARE * found.looked_at:
         said.append(f"unreadable images: {len(found.broken)} of those looked at, such as {found.broken[0]}")
     if shutil.disk_usage(existing(Path(run.dir))).free < disk(config, timing):
         said.append(

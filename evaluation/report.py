@@ -34,11 +34,11 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.start import command
-from mpp.training.health import History, best_depth, depths_of, probed, series, trained
+from mpp.training.history import History, after_training_began, best_depth, probe_lines, series, values_by_depth
 from mpp.training.log import metrics_of
 from mpp.training.run_folder import CONFIG, REPORT, commit_begun_with, images_of, saved_settings
-from mpp.training.verdict import duration, features_said, prediction_said, trend_said
-from mpp.training.watch import verdict_of
+from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration
+from mpp.training.watch import read_verdict
 
 NEIGHBOURS, QUERIES = 5, 6
 EXTREMES = 4  # images that are predicted best, and worst
@@ -72,7 +72,7 @@ def report(config: ReportConfig) -> Path:
         Section("settings", "Settings, and how to repeat this", settings_blocks(folder)),
         Section("machine", "Versions and machine", machine_blocks()),
     ]
-    said = verdict_of(folder)
+    said = read_verdict(folder)
     if not said:
         missing["Verdict"] = "no evaluation has said how the run is (verdict.json): what is above is from its metrics"
     warnings = [
@@ -100,7 +100,7 @@ def subtitle(folder: Path, history: History) -> str:
     """What was trained on what, for how long."""
     saved, known = saved_settings(folder), images_of(folder) or {}
     model, data, run = (saved.get(name) or {} for name in ("model", "data", "run"))
-    what = verdict_of(folder).get("model") or model.get("name") or "a ViT"
+    what = read_verdict(folder).get("model") or model.get("name") or "a ViT"
     how = (saved.get("objective") or {}).get("name")
     trained = f"pre-trained by {how} ({(saved.get('network') or {}).get('name', 'predictor')})" if how else "trained"
     count = (known.get("train") or {}).get("images")
@@ -138,16 +138,17 @@ def verdict_points(folder: Path, history: History, shown: Sequence[Section]) -> 
 
     saved = saved_settings(folder)
     steps, done = (saved.get("run") or {}).get("steps"), int(history[-1]["step"])
-    points, trend = [], trend_said(history, verdict_of(folder).get("facts", {}).get("moving", False))
+    points, trend = [], describe_trend(history, read_verdict(folder).get("facts", {}).get("moving", False))
     if isinstance(steps, int) and done < steps:
         points.append((f"The run is not finished: it logged {done:,} of {steps:,} updates", evidence("curves")))
     for text, where in (
-        (prediction_said(history), "curves"),
-        (features_said(history), "features"),
-        (trend and f"the held-out loss is {trend}", "curves"),
+        (describe_prediction(history), "curves"),
+        (describe_features(history), "features"),
+        (trend, "curves"),
     ):
         if text:
-            points.append((f"{text[0].upper()}{text[1:]}", evidence(where)))
+            sentence = text if text.startswith("kNN") else f"{text[0].upper()}{text[1:]}"
+            points.append((sentence, evidence(where)))
     return [*points, *((f"Next: {text}", None) for text in next_steps(folder, history, steps, done, trend))]
 
 
@@ -155,9 +156,9 @@ def next_steps(folder: Path, history: History, steps: int | None, done: int, tre
     """What to try next."""
     if isinstance(steps, int) and done < steps:
         return ["the command that began the run goes on with it"]
-    found, (group, lines) = [], probed(history)
-    judged = trained(lines)
-    if trend == "still improving":
+    found, (group, lines) = [], probe_lines(history)
+    judged = after_training_began(lines)
+    if trend == LOSS_FALLS:
         found.append("train longer (run.steps): the held-out loss still falls")
     if judged:
         depth, value = best_depth(judged[-1], group)
@@ -167,7 +168,7 @@ def next_steps(folder: Path, history: History, steps: int | None, done: int, tre
                 "the features know hardly more than untrained ones or colours: more images, more updates or another "
                 f"objective; they may fine-tune well all the same (mpp finetune --encoder {folder})"
             )
-        last = depths_of(judged[-1], group)
+        last = values_by_depth(judged[-1], group)
         if value >= last[max(last)] + 0.01:
             found.append(
                 f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)"
@@ -256,7 +257,7 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
     chosen = subject.held_out.choose(config.compared, config.data.cut_seed)
     if len(chosen) < 3:
         raise Unavailable(f"{len(chosen)} held-out images are too few to be neighbours")
-    group, lines = probed(trained(history))
+    group, lines = probe_lines(after_training_began(history))
     depth = best_depth(lines[-1], group)[0] if lines else len(subject.encoder.stages)
     depth, read = min(depth, len(subject.encoder.stages)), "class" if visualize.trained_class(subject) else "mean"
     shown = look_at(subject.encoder, chosen, config.data, subject.accelerator, depth, read)

@@ -42,7 +42,7 @@ from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.run_folder import REPORT, saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.watch import verdict_of
+from mpp.training.watch import read_verdict
 
 PANEL_IMAGES = 8
 
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def say_what_came_out(folder: Path) -> None:
     """The run's verdict, and what to do next."""
-    line = verdict_of(folder).get("line")
+    line = read_verdict(folder).get("line")
     if line:
         print(f"verdict: {line}")
     page = folder / REPORT

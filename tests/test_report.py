@@ -113,7 +113,7 @@ def hostile(tmp_path_factory):
 def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys):
     seen, words = read(hostile / "report.html")
     for said in (
-        *("Verdict", "Held-out accuracy", "copying neighbours", "Features: kNN", "before training", "colours alone"),
+        *("Verdict", "Masked-patch accuracy", "copy baseline", "kNN", "random weights", "pixel colours"),
         *("4 of 4 updates of 8", "Loss", "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank"),
         *("Nearest neighbours", "Predicted best", "Predicted worst", "1 images could not be decoded", "50.0 ± 10.0"),
         *(

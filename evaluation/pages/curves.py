@@ -6,7 +6,15 @@ import numpy as np
 
 from evaluation.figures import plot_series
 from evaluation.pages.page import Chart, Table, chart
-from mpp.training.health import EVALUATED, History, best_depth, depths_of, probed, series, trained
+from mpp.training.history import (
+    EVALUATED,
+    History,
+    after_training_began,
+    best_depth,
+    probe_lines,
+    series,
+    values_by_depth,
+)
 
 POINTS = 200  # of a line, at most: more would not be seen
 ROWS = 12  # of a table
@@ -15,7 +23,7 @@ Lines = dict[str, tuple[Sequence[float], Sequence[float]]]
 
 def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
     """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting."""
-    later = trained(history)
+    later = after_training_began(history)
     trivial = {"two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
     accuracy = {"held out": "heldout/accuracy", "training": "accuracy"}
     accuracy |= {name: f"heldout/{each}" for name, each in trivial.items()}
@@ -39,14 +47,14 @@ def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
 
 def features_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
     """kNN accuracy (without labels: the neighbours' agreement) and rank, while training and by depth."""
-    group, lines = probed(history)
+    group, lines = probe_lines(history)
     if not lines:
         missing["kNN, agreement, rank"] = "nothing was probed (probe.every)"
         return []
     title = {"knn": "kNN accuracy", "agreement": "Neighbours that agree between two crops"}[group]
     if group == "agreement":
         missing["kNN accuracy"] = "the images have no labels"
-    depths = sorted(depths_of(lines[-1], group))
+    depths = sorted(values_by_depth(lines[-1], group))
     few = sorted({depths[0], depths[len(depths) // 2], depths[-1], best_depth(lines[-1], group)[0]})
     names = {f"depth {depth}": f"{group}/depth_{depth:02d}" for depth in few}
     ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in few}
@@ -75,10 +83,10 @@ def drawn(
 
 def by_depth(title: str, lines: History, group: str) -> Chart:
     """The last probe against depth, beside the untrained encoder and colours."""
-    last, first = depths_of(lines[-1], group), lines[0]
+    last, first = values_by_depth(lines[-1], group), lines[0]
     shown: Lines = {f"after {int(lines[-1]['step'])} updates": (list(last), list(last.values()))}
     if first["step"] == 0 and len(lines) > 1:
-        before = depths_of(first, group)
+        before = values_by_depth(first, group)
         shown["before training"] = (list(before), list(before.values()))
     floor = first.get(f"{group}/floor_pixels")
     if floor is not None:

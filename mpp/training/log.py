@@ -25,7 +25,7 @@ from mpp.config.parsing import flatten, to_yaml
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable
-from mpp.training.health import EVALUATED
+from mpp.training.history import EVALUATED
 
 METRICS = "metrics.jsonl"
 EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\..*")

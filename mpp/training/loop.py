@@ -21,7 +21,7 @@ from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.checkpoint import resume, save
 from mpp.training.feed import Feed
-from mpp.training.health import EVALUATED
+from mpp.training.history import EVALUATED
 from mpp.training.log import Speed, Tracker, last_step
 from mpp.training.optim import averaged_weights
 from mpp.training.parallel import start_compilers

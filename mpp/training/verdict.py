@@ -1,129 +1,160 @@
-"""A run in a line, for a person: histories of scalars in, words out. What is off is of mpp/training/health.py."""
+"""The verdict: one line on how a run is doing, made of its history and its warnings' names."""
 
 from collections.abc import Sequence
 from statistics import median
 
-from mpp.training.health import (
-    COPYING,
+from mpp.training.health import Facts
+from mpp.training.history import (
     EVALUATED,
-    RECENT,
-    Facts,
+    RECENT_LINES,
     History,
-    beaten_since,
     best_depth,
-    depths_of,
-    probed,
+    copy_baseline,
+    copy_baseline_beaten_since,
+    evaluations,
+    has_copy_baseline,
+    probe_lines,
     series,
-    trained,
+    values_by_depth,
 )
 
-BESIDE = {"heldout/largest_class": "the largest class has", "heldout/chance": "by chance"}
-"""What the accuracy of supervised and of contrastive training is beside."""
+ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance": "chance"}
+"""Baselines of the accuracy of supervised and of contrastive training, and how they are called."""
+PROBES = {"knn": "kNN", "agreement": "neighbour agreement"}
+LOSS_FALLS = "held-out loss still falling"
+LOSS_FLAT = "held-out loss flat"
+LOSS_RISES = "held-out loss rising"
+FLAT_LOSS_CHANGE = 0.005  # relative, since the evaluation before
+DURATION_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 
 
-def is_best(history: History) -> bool:
-    """Whether the features were never better than at the last evaluation: by the probe; by the held-out accuracy, or
-    loss, where nothing is probed."""
-    lines = [line for line in trained(history) if EVALUATED in line]
-    group, of_probe = probed(lines)
+def has_best_features(history: History) -> bool:
+    """Whether the last evaluation has the best features so far, by the probe.
+
+    Where nothing is probed: by the held-out accuracy, or the loss where there is none.
+    """
+    lines = evaluations(history)
+    group, probed = probe_lines(lines)
     if group:
-        if of_probe[-1] is not lines[-1]:
+        if probed[-1] is not lines[-1]:
             return False
-        values = [best_depth(line, group)[1] for line in of_probe]
+        values = [best_depth(line, group)[1] for line in probed]
     else:
         values = [line.get("heldout/accuracy", -line[EVALUATED]) for line in lines]
-    return bool(values) and values[-1] > max(values[:-1], default=float("-inf"))
+    if not values:
+        return False
+    return values[-1] > max(values[:-1], default=float("-inf"))
 
 
-def verdict(history: History, facts: Facts, off: Sequence[str] = ()) -> str:
-    """A run in a line, for a person: what it predicts, what its features know, where it goes, how long it takes yet.
+def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str:
+    """A run in one line: prediction, features, trend, time left, warnings.
 
     Args:
-        off: names of what is off.
+        warnings: their names.
     """
     parts = [
-        prediction_said(history),
-        features_said(history),
-        trend_said(history, facts.moving),
-        time_left_said(history, facts),
+        describe_prediction(history),
+        describe_features(history),
+        describe_trend(history, facts.moving),
+        describe_time_left(history, facts),
     ]
-    if off:
-        parts.append(f"look at: {', '.join(off)}")
+    if warnings:
+        parts.append(f"warnings: {', '.join(warnings)}")
     return "; ".join(part for part in parts if part)
 
 
-def prediction_said(history: History) -> str:
-    """How well what was hidden is predicted, beside copying the neighbours."""
-    last = next((line for line in reversed(history) if EVALUATED in line), None)
-    if last is None:
+def describe_prediction(history: History) -> str:
+    """Accuracy, or loss, of the last evaluation, with its baselines."""
+    lines = [line for line in history if EVALUATED in line]
+    if not lines:
         return "not evaluated yet"
+    last = lines[-1]
     if "heldout/accuracy" not in last:
         return f"held-out loss {last[EVALUATED]:.4g}"
-    accuracy = f"held-out accuracy {last['heldout/accuracy']:.1%}"
-    if COPYING[1] not in last:
-        beside = [f"{said} {last[name]:.1%}" for name, said in BESIDE.items() if name in last]
-        return f"{accuracy} ({', '.join(beside)})" if beside else accuracy
-    copying = max(last[name] for name in COPYING)
-    points = round(100 * (last["heldout/accuracy"] - copying), 1)
-    if points == 0:
-        return f"{accuracy} on masked patches, as good as copying neighbours ({copying:.1%})"
-    since = beaten_since(history)
-    if since is None:
-        return f"{accuracy} on masked patches, {-points:.1f} points worse than copying neighbours ({copying:.1%})"
-    return (
-        f"{accuracy} on masked patches, {points:.1f} points better than copying neighbours ({copying:.1%}) since step "
-        f"{since}"
-    )
+    accuracy = last["heldout/accuracy"]
+    if not has_copy_baseline(last):
+        baselines = {label: last[name] for name, label in ACCURACY_BASELINES.items() if name in last}
+        return f"held-out accuracy {percent(accuracy)}{in_brackets(baselines)}"
+    copying = copy_baseline(last)
+    since = copy_baseline_beaten_since(history)
+    if round(100 * (accuracy - copying), 1) == 0:
+        beaten = "matched"
+    elif since is None:
+        beaten = "not beaten"
+    else:
+        beaten = f"beaten since step {since}"
+    return f"masked-patch accuracy {percent(accuracy)} (copy baseline {percent(copying)}, {beaten})"
 
 
-def features_said(history: History) -> str:
-    """What the features know, beside the untrained encoder and colours; nothing where nothing was probed."""
-    group, lines = probed(history)
+def describe_features(history: History) -> str:
+    """The best block's probe, with its baselines; "" where nothing was probed."""
+    group, lines = probe_lines(history)
     if not lines or lines[-1]["step"] == 0:
         return ""
-    depth, value = best_depth(lines[-1], group)
-    said = {"knn": "features: kNN", "agreement": "features: neighbours of two crops agree"}[group]
-    said = f"{said} {value:.1%} at depth {depth}"
-    beside = {}
-    if lines[0]["step"] == 0:
-        beside["before training"] = best_depth(lines[0], group)[1]
-        if f"{group}/floor_pixels" in lines[0]:
-            beside["colours alone"] = lines[0][f"{group}/floor_pixels"]
-    if f"{group}/chance" in lines[-1]:
-        beside["by chance"] = lines[-1][f"{group}/chance"]
-    if beside:
-        said += f" ({', '.join(f'{name} {number:.1%}' for name, number in beside.items())})"
-    rank = max(depths_of(lines[-1], "features/rank").items(), default=None)
-    if group == "agreement" and rank:
-        before = depths_of(lines[0], "features/rank").get(rank[0]) if lines[0]["step"] == 0 else None
-        said += f", rank {rank[1]:.1f}" + (f" (before training {before:.1f})" if before else "")
-    return said
+    first, last = lines[0], lines[-1]
+    has_untrained = first["step"] == 0
+    block, value = best_depth(last, group)
+    baselines = {}
+    if has_untrained:
+        baselines["random weights"] = best_depth(first, group)[1]
+        if f"{group}/floor_pixels" in first:
+            baselines["pixel colours"] = first[f"{group}/floor_pixels"]
+    if f"{group}/chance" in last:
+        baselines["chance"] = last[f"{group}/chance"]
+    text = f"{PROBES[group]} {percent(value)} at block {block}{in_brackets(baselines)}"
+    ranks = values_by_depth(last, "features/rank")
+    if group == "agreement" and ranks:
+        deepest = max(ranks)
+        text += f", effective rank {ranks[deepest]:.1f}"
+        untrained_rank = values_by_depth(first, "features/rank").get(deepest)
+        if has_untrained and untrained_rank:
+            text += f" (random weights {untrained_rank:.1f})"
+    return text
 
 
-def trend_said(history: History, moving: bool = False) -> str:
-    """Whether the held-out loss still falls, by at least half a percent since the evaluation before.
+def describe_trend(history: History, moving: bool = False) -> str:
+    """Whether the held-out loss changed by half a percent since the evaluation before; "" where there is none.
 
-    Nothing where targets move (see `Facts`): they may be easier, or harder, than before.
+    "" too where targets move (see `Facts`): they may be easier, or harder, than before.
     """
-    losses = [value for _, value in series(trained(history), EVALUATED)]
+    losses = [line[EVALUATED] for line in evaluations(history)]
     if len(losses) < 2 or moving:
         return ""
     change = (losses[-1] - losses[-2]) / (abs(losses[-2]) or 1)
-    return "still improving" if change < -0.005 else "getting worse" if change > 0.005 else "hardly changing"
+    if change < -FLAT_LOSS_CHANGE:
+        return LOSS_FALLS
+    if change > FLAT_LOSS_CHANGE:
+        return LOSS_RISES
+    return LOSS_FLAT
 
 
-def time_left_said(history: History, facts: Facts) -> str:
-    """How long the rest takes at the speed of the latest logged updates."""
-    speeds = [speed for _, speed in series(history, "speed/images_per_second")][-RECENT:]
-    left = facts.steps - (int(history[-1]["step"]) if history else 0)
-    if left <= 0 or not speeds:
+def describe_time_left(history: History, facts: Facts) -> str:
+    """Time that the rest takes at the speed of the latest logged steps; "" where it is done, or the speed unknown."""
+    speeds = [speed for _, speed in series(history, "speed/images_per_second")][-RECENT_LINES:]
+    done = int(history[-1]["step"]) if history else 0
+    steps_left = facts.steps - done
+    if steps_left <= 0 or not speeds:
         return ""
-    return f"{duration(left * facts.images / median(speeds))} left"
+    return f"{duration(steps_left * facts.images / median(speeds))} left"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    for size, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+    """Seconds in the largest unit that fits, such as "8.3 minutes"."""
+    for size, unit in DURATION_UNITS:
         if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {name}" if seconds < 10 * size else f"{seconds / size:.0f} {name}"
+            count = seconds / size
+            return f"{count:.1f} {unit}" if count < 10 else f"{count:.0f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+def percent(share: float) -> str:
+    """A share as "45.3 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def in_brackets(baselines: dict[str, float]) -> str:
+    """Baselines as " (chance 10.0 %, ...)"; "" if there are none."""
+    if not baselines:
+        return ""
+    listed = ", ".join(f"{name} {percent(share)}" for name, share in baselines.items())
+    return f" ({listed})"

@@ -1,4 +1,4 @@
-"""Watching a run: after each evaluation a line on how it is, and a warning, once, of what is off."""
+"""Watching a run: after each evaluation its verdict, and each new warning once; both are in verdict.json too."""
 
 import json
 import sys
@@ -12,86 +12,119 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_complete
-from mpp.training.health import Facts, findings
+from mpp.training.health import Facts, RunWarning, find_warnings
 from mpp.training.log import Tracker, metrics_of
-from mpp.training.verdict import is_best, verdict
+from mpp.training.task import ImageTask
+from mpp.training.verdict import has_best_features, verdict
 
 VERDICT = "verdict.json"
-SIDE = 4096  # of the matrices that say what a GPU reaches
+MATRIX_SIDE = 4096  # of the matrix products that measure what a GPU reaches
+PRODUCTS = 10
 
 
 class Watch:
-    """What is said of a run while it trains; on the main process alone. `verdict.json` in its folder has the same.
+    """Tells how a run is doing while it trains, on the main process.
 
     Args:
-        task: says what is to be known of its images: see `ImageTask.facts`.
+        task: knows its images and model.
         tracker: of the run.
     """
 
-    def __init__(self, task: Any, tracker: Tracker, run: RunConfig, optim: OptimConfig):
+    def __init__(self, task: ImageTask, tracker: Tracker, run: RunConfig, optim: OptimConfig):
         self.task, self.tracker, self.run, self.optim = task, tracker, run, optim
-        self.folder, self.main = tracker.folder, tracker.accelerator.is_main_process
+        self.folder = tracker.folder
         self.facts: Facts | None = None
 
     def report(self, step: int) -> None:
-        """Say how the run is after an evaluation, which is logged. Whatever goes wrong here, the run goes on."""
-        if not self.main:
+        """Tell how the run is doing after an evaluation that is logged. An error in here does not end the run."""
+        if not self.tracker.accelerator.is_main_process:
             return
         try:
-            self.say(step)
+            self.write_verdict(step)
         except Exception as error:
             tqdm.write(f"warning: no verdict after step {step}: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def say(self, step: int) -> None:
-        """The line and the new warnings, on the console, in TensorBoard and in verdict.json."""
-        history, self.facts = metrics_of(self.folder), self.facts or self.look()
-        before = [each for each in verdict_of(self.folder).get("warnings", []) if each["step"] <= step]
-        known, found = {each["check"] for each in before}, findings(history, self.facts)
-        line = verdict(history, self.facts, [finding.check for finding in found])
+    def write_verdict(self, step: int) -> None:
+        """The verdict and the new warnings, to the console, TensorBoard and verdict.json."""
+        if self.facts is None:
+            self.facts = self.measure_facts()
+        history = metrics_of(self.folder)
+        warnings = find_warnings(history, self.facts)
+        names = [warning.name for warning in warnings]
+        line = verdict(history, self.facts, names)
         tqdm.write(f"step {step} of {self.run.steps}: {line}")
-        new = [{"check": check, "step": step, "message": said} for check, said in found if check not in known]
-        for each in new:
-            tqdm.write(f"warning: {each['check']}: {each['message']}", file=sys.stderr)
-        now = dict(found)
-        before = [each | {"message": now.get(each["check"], each["message"])} for each in before]
-        lines = [f"- **{name}**: {message}" for name, message in found]
-        self.tracker.log_text(step, "verdict", "\n\n".join([line, *lines]))
-        about = {"model": self.task.describe_model(), "images": self.task.describe_images()}
-        said = about | {"step": step, "line": line, "warnings": before + new, "off": [each.check for each in found]}
-        write_complete(self.folder / VERDICT, json.dumps(said | {"facts": asdict(self.facts)}, indent=1))
+        self.log_verdict(step, line, warnings)
+        saved = {
+            "model": self.task.describe_model(),
+            "images": self.task.describe_images(),
+            "step": step,
+            "line": line,
+            "warnings": self.warn_once(step, warnings),
+            "off": names,
+            "facts": asdict(self.facts),
+        }
+        write_complete(self.folder / VERDICT, json.dumps(saved, indent=1))
+
+    def warn_once(self, step: int, warnings: list[RunWarning]) -> list[dict[str, Any]]:
+        """Print the warnings that are new.
+
+        Returns:
+            All warnings of the run so far: `check` (its name), `step` (when it was new), `message` (the latest).
+        """
+        before = [warning for warning in read_verdict(self.folder).get("warnings", []) if warning["step"] <= step]
+        known = {warning["check"] for warning in before}
+        messages = dict(warnings)
+        for warning in before:
+            warning["message"] = messages.get(warning["check"], warning["message"])
+        new = []
+        for name, message in warnings:
+            if name not in known:
+                tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
+                new.append({"check": name, "step": step, "message": message})
+        return before + new
+
+    def log_verdict(self, step: int, line: str, warnings: list[RunWarning]) -> None:
+        """The verdict and all warnings as a text in TensorBoard."""
+        listed = [f"- **{name}**: {message}" for name, message in warnings]
+        self.tracker.log_text(step, "verdict", "\n\n".join([line, *listed]))
 
     def is_best(self) -> bool:
-        """Whether the features were never better than at the evaluation that was logged last."""
-        return is_best(metrics_of(self.folder))
+        """Whether the evaluation that was logged last has the best features so far."""
+        return has_best_features(metrics_of(self.folder))
 
-    def look(self) -> Facts:
-        """What stays the same."""
-        run, optim = self.run, self.optim
-        own = dict(steps=run.steps, images=optim.global_batch_size, lr=optim.lr, clip=optim.clip)
-        accelerator, dtype = self.tracker.accelerator, torch.bfloat16 if run.precision == "bf16" else torch.float32
-        own |= dict(warmup=optim.warmup(run.steps))
-        own |= dict(gpu_tflops=accelerator.num_processes * reached(accelerator.device, dtype))
-        return Facts(**own, **self.task.facts())
+    def measure_facts(self) -> Facts:
+        """Constants of the run that warnings need."""
+        accelerator = self.tracker.accelerator
+        dtype = torch.bfloat16 if self.run.precision == "bf16" else torch.float32
+        return Facts(
+            steps=self.run.steps,
+            images=self.optim.global_batch_size,
+            lr=self.optim.lr,
+            clip=self.optim.clip,
+            warmup=self.optim.warmup(self.run.steps),
+            gpu_tflops=accelerator.num_processes * measure_tflops(accelerator.device, dtype),
+            **self.task.facts(),
+        )
 
 
-def verdict_of(folder: Path) -> dict[str, Any]:
-    """What was said of a run last: `model`, `images`, `step`, `line`, `warnings`, `off`, `facts`; or nothing."""
+def read_verdict(folder: Path) -> dict[str, Any]:
+    """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`, `off`, `facts`; {} if there is none."""
     try:
         return json.loads((folder / VERDICT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
 
-def reached(device: torch.device, dtype: torch.dtype) -> float:
+def measure_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """TFLOP/s of a large matrix product on a GPU; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
-    matrix = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
+    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=dtype)
     for _ in range(2):  # the first one prepares
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
-        for _ in range(10):
+        for _ in range(PRODUCTS):
             matrix @ matrix
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begin
-    return 10 * 2 * SIDE**3 / seconds / 1e12
+    return PRODUCTS * 2 * MATRIX_SIDE**3 / seconds / 1e12

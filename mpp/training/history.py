@@ -1,0 +1,82 @@
+"""Histories of a run: the lines of its metrics.jsonl, as the warnings, the verdict and the report read them.
+
+A line is a dictionary of scalars with `step`. The line of step 0 is of the untrained encoder.
+"""
+
+from collections.abc import Sequence
+
+Line = dict[str, float]
+History = Sequence[Line]
+
+EVALUATED = "heldout/loss"  # every evaluation has it
+COPY_BASELINES = ("heldout/nearest", "heldout/two_nearest")
+RECENT_LINES = 10  # logged steps that show how a run is doing now
+
+
+def series(history: History, name: str) -> list[tuple[int, float]]:
+    """(step, value) of a scalar."""
+    return [(int(line["step"]), line[name]) for line in history if name in line]
+
+
+def after_training_began(history: History) -> list[Line]:
+    """The lines without the untrained encoder's."""
+    return [line for line in history if line["step"] > 0]
+
+
+def evaluations(history: History) -> list[Line]:
+    """The lines of evaluations after training began."""
+    return [line for line in after_training_began(history) if EVALUATED in line]
+
+
+def values_by_depth(line: Line, group: str) -> dict[int, float]:
+    """Depth -> value of the scalars `GROUP/depth_XX`."""
+    prefix = f"{group}/depth_"
+    values = {}
+    for name, value in line.items():
+        depth = name.removeprefix(prefix)
+        if name.startswith(prefix) and depth.isdecimal():
+            values[int(depth)] = value
+    return values
+
+
+def best_depth(line: Line, group: str) -> tuple[int, float] | None:
+    """The depth with the largest value, and the value; None: the line has no such scalar."""
+    values = values_by_depth(line, group)
+    if not values:
+        return None
+    return max(values.items(), key=lambda item: item[1])
+
+
+def probe_lines(history: History) -> tuple[str, list[Line]]:
+    """The group of scalars that measures features (`knn`, or `agreement` without labels), and the lines that have it.
+
+    ("", []) where nothing was probed.
+    """
+    for group in ("knn", "agreement"):
+        lines = [line for line in history if values_by_depth(line, group)]
+        if lines:
+            return group, lines
+    return "", []
+
+
+def has_copy_baseline(line: Line) -> bool:
+    """Whether a line has the accuracy of copying neighbours; targets without colours have none."""
+    return COPY_BASELINES[1] in line
+
+
+def copy_baseline(line: Line) -> float:
+    """Accuracy of copying the nearest visible patches: the better of the two ways."""
+    return max(line[name] for name in COPY_BASELINES)
+
+
+def copy_baseline_beaten_since(history: History) -> int | None:
+    """The step since which every evaluation is above the copy baseline; None: the last one is not, or has none."""
+    since = None
+    for line in after_training_began(history):
+        if "heldout/accuracy" not in line or not has_copy_baseline(line):
+            continue
+        if line["heldout/accuracy"] <= copy_baseline(line):
+            since = None
+        elif since is None:
+            since = int(line["step"])
+    return since
