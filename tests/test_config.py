@@ -5,6 +5,7 @@ import runpy
 import pytest
 from conftest import ROOT
 
+from evaluation.config import ExportConfig, FewshotConfig, SegmentationConfig
 from mpp.config import Config
 from mpp.config.parsing import as_words, changed_keys, flatten, parse, to_yaml
 from mpp.errors import UserError
@@ -171,3 +172,31 @@ def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, 
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1
     assert said.startswith("error: unknown setting run.stepz: did you mean run.steps?")
+
+
+@pytest.mark.parametrize(
+    ("config_class", "word", "allowed"),
+    [
+        (Config, "--corruption.rate=1", "corruption.rate is 1.0; it must be above 0 and below 1"),
+        (Config, "--objective.bits=9", "objective.bits is 9; it must be from 1 to 8"),
+        (Config, "--optim.lr=.inf", "optim.lr is inf; it must be above 0"),
+        (Config, "--optim.lr=.nan", "optim.lr is nan; it must be above 0"),
+        (Config, "--optim.clip=0", "optim.clip is 0.0; it must be above 0, or null"),
+        (Config, "--optim.betas=[0.9,1]", "optim.betas is [0.9, 1.0]; it must be two numbers from 0 and below 1"),
+        (Config, "--run.seed=-1", "run.seed is -1; it must be at least 0 and below 2**63"),
+        (Config, "--model.img_size=[0,8]", "model.img_size is [0, 8]; it must be at least 1, or null"),
+        (FewshotConfig, "--l2=[1,0]", "l2 is [1.0, 0.0]; it must be a list of numbers above 0"),
+        (FewshotConfig, "--shots=[]", "shots is []; it must be a list of numbers from 1"),
+        (ExportConfig, "--batch=0", "batch is 0; it must be at least 1, or dynamic"),
+        (SegmentationConfig, "--readings=[]", "readings is []; it must be a list of some of linear, knn"),
+    ],
+)
+def test_a_number_out_of_bounds_is_named_with_its_bounds(config_class, word, allowed):
+    with pytest.raises(UserError) as error:
+        parse(config_class, [word])
+    assert str(error.value) == allowed
+
+
+def test_a_clip_may_be_infinite_and_a_list_may_be_one_value():
+    assert parse(Config, ["--optim.clip=.inf"]).optim.clip == float("inf")
+    assert parse(FewshotConfig, ["--shots=5"]).shots == (5,)

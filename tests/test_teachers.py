@@ -380,7 +380,7 @@ def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
         (teacher, "--objective.teacher_depths=9"): "objective.teacher_depths is 9; it must be at most 2",
         (teacher, "--objective.export=teacher"): "objective.export is teacher; it must be student or left out",
         (teacher, "--objective.half_life=[0.1,0.2]"): "objective.half_life is .* unless objective.teacher is ema",
-        ("--objective.half_life=[0,0.2]",): "objective.half_life is .* two positive numbers",
+        ("--objective.half_life=[0,0.2]",): "objective.half_life is .* two numbers above 0",
         (teacher, "--objective.teacher_img_size=36"): "teacher_img_size is 36; it must be a multiple of the patch size",
         (teacher, "--objective.teacher_img_size=0"): "objective.teacher_img_size is 0; it must be at least 1",
         (

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config import at_least, needs, require
+from mpp.config import check_bounds, require, setting
 
 
 @dataclass(frozen=True)
 class ThroughputConfig:
     """Throughput of training, against other code and the machine's limits."""
 
-    model: str = needs("vit_tiny_patch16_224", sizes=False)
+    model: str = setting("vit_tiny_patch16_224", needs={"sizes": False})
     """A timm VisionTransformer, at its own image size."""
-    batch_size: int = 16
+    batch_size: int = setting(16, at_least=1)
     """Images a step."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type. auto: bf16 where the hardware computes in it."""
@@ -20,13 +20,13 @@ class ThroughputConfig:
     """Compile all models that are trained with torch.compile."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: a GPU where there is one."""
-    rounds: int = 15
+    rounds: int = setting(15, at_least=1)
     """Rounds that count, after three that do not."""
-    jpeg_side: int = needs(256, sizes=False)
+    jpeg_side: int = setting(256, at_least=1, needs={"sizes": False})
     """Shorter side of the files that are loaded from; `mpp prepare` makes them 256."""
-    workers: int = needs(2, sizes=False)
+    workers: int = setting(2, at_least=0, needs={"sizes": False})
     """Loader processes of the end-to-end update."""
-    memory: bool = needs(True, sizes=False)
+    memory: bool = setting(True, needs={"sizes": False})
     """Measure memory too: each peer in a process of its own."""
     sizes: tuple[str, ...] = ()
     """In place of all else: these models' update, at half the batch and at the whole one."""
@@ -34,8 +34,7 @@ class ThroughputConfig:
     """JSON file of all figures. null: none."""
 
     def __post_init__(self):
-        at_least(self, 1, "batch_size", "rounds", "jpeg_side")
-        at_least(self, 0, "workers")
+        check_bounds(self)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpp.config import Representation, SourceConfig, as_lists, as_numbers, at_least, group, needs, operational, require
+from mpp.config import Representation, SourceConfig, check_bounds, group, require, setting
 
 Picture = Literal[
     "predictions",
@@ -25,21 +25,15 @@ OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label
 class ProbeDataConfig(SourceConfig):
     """The labelled images: the training split is learned from, the held-out split is tested on."""
 
-    eval_crop: float | None = None
+    eval_crop: float | None = setting(None, above=0, at_most=1)
     """Share of the shorter side that the centre crop keeps; 1 suits small images. null: the encoder's own."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.eval_crop is None or 0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "in (0, 1], or null"
-        )
 
 
 @dataclass(frozen=True)
 class MaskedDataConfig(ProbeDataConfig):
     """Images with masks: the training split is learned from, the held-out split is tested on."""
 
-    mask_column: str = needs("mask", path=True)
+    mask_column: str = setting("mask", needs={"path": True})
     """Column of the masks: images of one number a pixel, its class; of a palette's colours the numbers count. The
     package's birds have outlines."""
     ignore_index: int | None = 255
@@ -53,7 +47,7 @@ class WhichEncoderConfig:
     encoder: str = "runs/birds"
     """Run folder, encoder folder, hf-hub:NAME, timm model name (with its published weights), floor:pixels or
     floor:colors."""
-    checkpoint: str | None = needs(None, random=False)
+    checkpoint: str | None = setting(None, needs={"random": False})
     """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
     random: bool = False
     """Take the architecture with random weights: the floor that pre-training has to beat."""
@@ -61,7 +55,7 @@ class WhichEncoderConfig:
     """Seed of random weights."""
     img_size: int | tuple[int, int] | None = None
     """Another input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
-    threads: int = operational(0)
+    threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
@@ -91,7 +85,7 @@ class FeaturesConfig(EncoderConfig):
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
     strict: bool = False
     """Refuse images that cannot be decoded. false: they are left out, and named."""
-    out: str | None = operational(None)
+    out: str | None = setting(None, operational=True)
     """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
 
 
@@ -104,7 +98,7 @@ class EmbedConfig(EncoderConfig):
     says of each class."""
     depth: int | Literal["last"] = "last"
     """After how many blocks. last: the encoder's output."""
-    out: str = operational("features.parquet")
+    out: str = setting("features.parquet", operational=True)
     """File that is written: a row for each image of all splits."""
     data: ProbeDataConfig = group(
         ProbeDataConfig, **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
@@ -119,30 +113,31 @@ class EmbedConfig(EncoderConfig):
 class ExportConfig(WhichEncoderConfig):
     """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
 
-    out: str = operational("encoder.onnx")
+    out: str = setting("encoder.onnx", operational=True)
     """File that is written, over one that is there. FILE.json beside it has the same metadata, and what the check of
     the file found."""
     format: Literal["onnx", "torch_export", "safetensors"] = "onnx"
     """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code;
     safetensors: the weights by timm's names, and how to build the model around them."""
-    representation: Literal["mean", "class", "tokens", "logits"] = needs("mean", format=("onnx", "torch_export"))
+    representation: Literal["mean", "class", "tokens", "logits"] = setting(
+        "mean", needs={"format": ("onnx", "torch_export")}
+    )
     """What comes out: the `mean` of the patches, the `class` token, all `tokens`, [class] and registers first, or the
     `logits` of a supervised or fine-tuned run: what its head says of each class."""
-    normalize: bool = needs(True, format=("onnx", "torch_export"))
+    normalize: bool = setting(True, needs={"format": ("onnx", "torch_export")})
     """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
     normalised already."""
-    batch: int | Literal["dynamic"] = needs("dynamic", format=("onnx", "torch_export"))
+    batch: int | Literal["dynamic"] = setting("dynamic", at_least=1, needs={"format": ("onnx", "torch_export")})
     """Images at a time: so many, or any number."""
-    quantize: Literal["int8"] | None = needs(None, format="onnx")
+    quantize: Literal["int8"] | None = setting(None, needs={"format": "onnx"})
     """int8: weights of matrix products become 8 bits, and activations where they are used (onnxruntime's dynamic
     quantisation). Accuracy, size and speed are printed beside those of PyTorch."""
-    images: int = 2048
+    images: int = setting(2048, at_least=1)
     """At most so many held-out images are looked at by the check, and as many training images by its few-shot probe."""
 
     def __post_init__(self):
-        require(self.batch == "dynamic" or self.batch >= 1, "batch", self.batch, "dynamic, or at least 1")
+        check_bounds(self)
         self.check_logits("normalize")
-        require(self.images >= 1, "images", self.images, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -151,50 +146,48 @@ class VisualizeConfig(EncoderConfig):
 
     out: str | None = None
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
-    pictures: Picture | tuple[Picture, ...] = EVERY
+    pictures: Picture | tuple[Picture, ...] = setting(EVERY, listed=True)
     """Which pictures."""
-    images: int = needs(6, pictures=("predictions", "attention_rollout", "pca", "similarity", "neighbours"))
+    images: int = setting(
+        6, at_least=1, needs={"pictures": ("predictions", "attention_rollout", "pca", "similarity", "neighbours")}
+    )
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
-    patches: int | tuple[int, ...] | None = needs(None, pictures=("similarity", "neighbours"))
+    patches: int | tuple[int, ...] | None = setting(
+        None, at_least=0, listed=True, needs={"pictures": ("similarity", "neighbours")}
+    )
     """Patches that similarity starts from, counted row by row from 0; the first one is that of neighbours. null: some
     that are spread over the image, and the middle one."""
-    attention_images: int = needs(128, pictures="attention_distance")
+    attention_images: int = setting(128, at_least=1, needs={"pictures": "attention_distance"})
     """Held-out images that attention distance is averaged over."""
-    residual: bool = needs(False, pictures="attention_rollout")
+    residual: bool = setting(False, needs={"pictures": "attention_rollout"})
     """Average each layer of the rollout with the identity, for the residual connection."""
-    rollout_from: Literal["auto", "class", "patches"] = needs("auto", pictures="attention_rollout")
+    rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
     """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
-    bands: int | tuple[int, ...] | None = None
+    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True)
     """Which channels pictures show as red, green and blue, or the one that is grey, counted from 1: [3, 2, 1]. null:
     RGB and grey as they are; of several others each, side by side, or their mean where something is laid over them."""
-    representation: Representation = needs("mean", pictures=("rank", "accuracy_by_depth"))
+    representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
     """What rank and accuracy_by_depth are of."""
 
     def __post_init__(self):
-        as_lists(self, "pictures")
+        check_bounds(self)
         if self.bands is not None:
-            as_lists(self, "bands")
-            fits = len(self.bands) in (1, 3) and min(self.bands) >= 1
-            require(fits, "bands", list(self.bands), "one or three numbers from 1")
-        as_numbers(self, "patches", least=0)
-        require(len(self.pictures) > 0, "pictures", list(self.pictures), f"a list of some of {', '.join(EVERY)}")
-        at_least(self, 1, "images", "attention_images")
+            require(len(self.bands) in (1, 3), "bands", list(self.bands), "one or three numbers from 1")
 
 
 @dataclass(frozen=True)
 class ReportConfig(EncoderConfig):
     """A page on a run: its verdict, curves and pictures."""
 
-    out: str | None = operational(None)
+    out: str | None = setting(None, operational=True)
     """File that is written. null: report.html in the run folder."""
-    images: int = 4
+    images: int = setting(4, at_least=1)
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
-    compared: int = 1024
+    compared: int = setting(1024, at_least=2)
     """At most so many held-out images are neighbours of each other, and on the map."""
 
     def __post_init__(self):
         for name in ("checkpoint", "random", "seed", "img_size"):
             value = getattr(self, name)
             require(value == getattr(EncoderConfig, name), name, value, "left out: a report is of a run's own encoder")
-        require(self.images >= 1, "images", self.images, "at least 1")
-        require(self.compared >= 2, "compared", self.compared, "at least 2")
+        check_bounds(self)

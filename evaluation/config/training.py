@@ -1,6 +1,5 @@
 """Settings of commands that train: supervised, fine-tuning, contrastive."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,12 +11,10 @@ from mpp.config import (
     OptimConfig,
     ProbeConfig,
     RunConfig,
-    as_numbers,
-    at_least,
+    check_bounds,
     group,
-    needs,
-    operational,
     require,
+    setting,
 )
 from mpp.runtime.weights import fingerprint
 
@@ -41,22 +38,20 @@ class HeadConfig:
 class DistillConfig:
     """Learning from a teacher too, through a distillation token with a head of its own (DeiT)."""
 
-    teacher: str | None = operational(None)  # it may move: teacher_sha256 says which it is
+    teacher: str | None = setting(None, operational=True)  # it may move: teacher_sha256 says which it is
     """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
     null: no teacher, and no such token."""
-    kind: Literal["hard", "soft"] = needs("hard", teacher=True)
+    kind: Literal["hard", "soft"] = setting("hard", needs={"teacher": True})
     """What is learned of the teacher. hard: the class that it finds likeliest; soft: its probabilities."""
-    temperature: float = needs(3.0, teacher=True, kind="soft")
+    temperature: float = setting(3.0, above=0, needs={"teacher": True, "kind": "soft"})
     """What the logits of both are divided by, of soft (DeiT: 3)."""
-    weight: float | None = needs(None, teacher=True)
+    weight: float | None = setting(None, at_least=0, at_most=1, needs={"teacher": True})
     """Share of the loss that is the teacher's; the rest is the labels'. null: DeiT's, 0.5 of hard and 0.1 of soft."""
-    teacher_sha256: str | None = needs(None, teacher=True)
+    teacher_sha256: str | None = setting(None, needs={"teacher": True})
     """Of the teacher's weights: a run is not resumed with others. null: looked up when the run begins."""
 
     def __post_init__(self):
-        require(0 < self.temperature < math.inf, "distill.temperature", self.temperature, "above 0")
-        weight = self.weight
-        require(weight is None or 0 <= weight <= 1, "distill.weight", weight, "from 0 to 1, or null")
+        check_bounds(self, "distill.")
         if self.teacher is not None and self.teacher_sha256 is None:
             folder, said = Path(self.teacher), " ".join(self.teacher.split())  # in one line
             require(folder.is_dir(), "distill.teacher", said, "a folder: of a finished run, or of timm's")
@@ -90,7 +85,7 @@ class FinetuneConfig:
 
     encoder: str = "runs/birds"
     """Run folder, encoder folder, hf-hub:NAME, or timm model name (with its published weights)."""
-    checkpoint: str | None = needs(None, init="encoder")
+    checkpoint: str | None = setting(None, needs={"init": "encoder"})
     """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
     init: Literal["encoder", "random"] = "encoder"
     """random: the same architecture and recipe from random weights."""
@@ -99,19 +94,19 @@ class FinetuneConfig:
     encoder's own."""
     pooling: Pooling = "auto"
     """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
-    drop_path: float | None = None
+    drop_path: float | None = setting(None, at_least=0, below=1)
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
-    activation_checkpointing: bool = operational(False)
+    activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
-    lrs: float | tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
+    lrs: float | tuple[float, ...] = setting((0.001, 0.003, 0.01, 0.03), above=0, listed=True)
     """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
-    dev_fraction: float = 0.1
+    dev_fraction: float = setting(0.1, above=0, below=1)
     """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
-    dev_steps: int | None = None
+    dev_steps: int | None = setting(None, at_least=1)
     """Updates of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
     test: bool = True
     """Train on all of train at the best rate and test. False: stop after the comparison."""
-    out: str | None = operational(None)
+    out: str | None = setting(None, operational=True)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = group(
         lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
@@ -126,15 +121,12 @@ class FinetuneConfig:
     )
 
     def __post_init__(self):
-        as_numbers(self, "lrs", above=0)
-        drop_path = self.drop_path
-        require(drop_path is None or 0 <= drop_path < 1, "drop_path", drop_path, "at least 0 and below 1, or null")
-        require(0 < self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "above 0 and below 1")
-        decay, learned = self.optim.layer_decay, self.init == "encoder"
-        require(decay is None or learned, "optim.layer_decay", decay, "null with init random: all layers have to learn")
+        check_bounds(self)
+        if self.init == "random":
+            decay = self.optim.layer_decay
+            require(decay is None, "optim.layer_decay", decay, "null with init random: all layers have to learn")
         self.optim.check_warmup(self.run.steps)
         require(self.test or len(self.lrs) > 1, "test", self.test, "true with one of lrs: nothing would be trained")
-        at_least(self, 1, "dev_steps")
         if self.dev_steps is not None:
             self.optim.check_warmup(self.dev_steps, "dev_steps")
 
@@ -153,19 +145,17 @@ class OneRunConfig(FinetuneConfig):
 class ViewsConfig:
     """What becomes of a view beyond its crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
 
-    jitter: float = 1.0
+    jitter: float = setting(1.0, at_least=0, at_most=2.5)
     """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
-    jitter_probability: float = needs(0.8, jitter=True)
+    jitter_probability: float = setting(0.8, at_least=0, at_most=1, needs={"jitter": True})
     """Share of the views whose colours are jittered."""
-    grey: float = 0.2
+    grey: float = setting(0.2, at_least=0, at_most=1)
     """Share of the views that become grey."""
-    blur: float = 0.5
+    blur: float = setting(0.5, at_least=0, at_most=1)
     """Share of the views that are blurred, by a Gaussian of 0.1 to 2 pixels in a window of a tenth of the side."""
 
     def __post_init__(self):
-        require(0 <= self.jitter <= 2.5, "views.jitter", self.jitter, "from 0 to 2.5")
-        for name in ("jitter_probability", "grey", "blur"):
-            require(0 <= getattr(self, name) <= 1, f"views.{name}", getattr(self, name), "in [0, 1]")
+        check_bounds(self, "views.")
 
 
 @dataclass(frozen=True)
@@ -174,24 +164,24 @@ class ProjectionConfig:
 
     pooling: Literal["class", "mean"] = "mean"
     """What it is on: the `class` token, or the `mean` over patches or places."""
-    hidden: int | None = None
+    hidden: int | None = setting(None, at_least=1)
     """Width of the hidden layer. null: the encoder's."""
-    outputs: int = 128
+    outputs: int = setting(128, at_least=1)
     """Numbers that it gives a view."""
 
     def __post_init__(self):
-        at_least(self, 1, "hidden", "outputs", prefix="head.")
+        check_bounds(self, "head.")
 
 
 @dataclass(frozen=True)
 class ContrastConfig:
     """The loss: NT-Xent. The negatives are all other views of a forward pass, whose size then matters."""
 
-    temperature: float = 0.1
+    temperature: float = setting(0.1, above=0)
     """What similarities are divided by (SimCLR: 0.1; 0.5 on CIFAR-10)."""
 
     def __post_init__(self):
-        require(self.temperature > 0, "contrast.temperature", self.temperature, "above 0")
+        check_bounds(self, "contrast.")
 
 
 @dataclass(frozen=True)

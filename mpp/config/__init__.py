@@ -1,14 +1,15 @@
 """Settings: typed, frozen, validated, and the only place where a default is written.
 
-The names are those of the command line (mpp/config/parsing.py): `--optim.lr 1e-3`. Fields marked `operational` change
-how a run is carried out and watched, not what it computes: only they may differ when a run is resumed. Fields marked
-`needs` have an effect only beside certain others, and are refused where they are given without.
+The names are those of the command line (mpp/config/parsing.py): `--optim.lr 1e-3`. Bounds stand in the field. Fields
+marked `operational` change how a run is carried out and watched, not what it computes: only they may differ when a run
+is resumed. Fields with `needs` have an effect only beside certain others, and are refused where they are given without.
 """
 
 from dataclasses import dataclass, field
 
+from mpp.config.checks import check_bounds, describe_value, refuse_idle, require
 from mpp.config.data import HOW_READ, AugmentConfig, DataConfig, ImagesConfig, PrepareConfig, SourceConfig
-from mpp.config.fields import as_lists, as_numbers, at_least, group, needs, operational, refuse_idle, require
+from mpp.config.fields import SEED_END, group, setting
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import Grid, ImageSize, ModelConfig, Representation, check_grid, resized_side, sides
 from mpp.config.training import OptimConfig, ProbeConfig, RunConfig

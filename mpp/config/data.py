@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config.fields import as_lists, at_least, group, needs, operational, require
+from mpp.config.checks import check_bounds, require
+from mpp.config.fields import SEED_END, group, setting
 
 HOW_READ = ("channels", "bands", "range", "nodata")  # whichever images an encoder is shown
 
@@ -15,16 +16,16 @@ class ImagesConfig:
 
     path: str | None = None
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
-    name: str | None = needs(None, path=True)
+    name: str | None = setting(None, needs={"path": True})
     """Config name of a hub dataset."""
-    revision: str | None = needs(None, path=True)
+    revision: str | None = setting(None, needs={"path": True})
     """Branch, tag or commit of a hub dataset. null: its main branch, as it is when the run begins."""
     image_column: str | None = None
     """Column of the images. null: the only image column."""
     label_column: str | None = None
     """Column of class labels: of a table, a list of images, or the ending of a shard's members. null: `label`, or a
     shard's `cls`, or the names of folders. Blank, or a negative number of a table: the image has no label."""
-    labels: str | None = needs(None, path=True)
+    labels: str | None = setting(None, needs={"path": True})
     """A list of the images in a folder or archive: a file CSV, TSV, JSON lines or parquet, whose names of files are
     from `path` on. null: a `metadata.csv`, `labels.csv` or the like in the folder, if it has one."""
     labels_encoding: str = "utf-8"
@@ -35,10 +36,10 @@ class ImagesConfig:
     """Which folder is the class of an image, where folders on several levels have different names."""
     missing: Literal["refuse", "skip"] = "refuse"
     """What to do where a list names files that are not there: refuse all, or skip these."""
-    channels: int = 3
+    channels: int = setting(3, at_least=1)
     """Channels of an image. 3 are RGB, and 1 is grey: files are converted to these. Any other number: files have so
     many bands, or are named as unreadable."""
-    bands: int | tuple[int, ...] | None = None
+    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True)
     """Which bands of the files are the channels, counted from 1: [4, 3, 2]. Nothing is converted then. null: all."""
     range: tuple[float, float] | tuple[tuple[float, float], ...] | None = None
     """[LOW, HIGH], or a pair for each channel: the values that become 0 and 255; what lies outside is cut off. null: 8
@@ -46,24 +47,22 @@ class ImagesConfig:
     nodata: float | Literal["nan"] | None = None
     """The value of pixels without a value, which get the mean of their image's channel, as those do that are not
     finite. null: an image that has pixels which are not finite is unreadable."""
-    max_pixels: int = 100_000_000
+    max_pixels: int = setting(100_000_000, at_least=1)
     """Images with more pixels are refused from their header, before they are decoded. Four bands count as one."""
-    read_retries: int = operational(6)
+    read_retries: int = setting(6, at_least=0, at_most=20, operational=True)
     """How often a file that cannot be read is tried again, after 1, 2, 4, ... (at most 60) seconds; then a run ends."""
 
     def __post_init__(self):
         if isinstance(self.nodata, float) and not math.isfinite(self.nodata):
             object.__setattr__(self, "nodata", "nan")  # which equals itself
-        at_least(self, 1, "channels", "max_pixels", prefix="data.")
+        check_bounds(self, "data.")
         if self.bands is not None:
-            as_lists(self, "bands")
-            fits = len(self.bands) == self.channels and min(self.bands) >= 1
-            require(fits, "data.bands", list(self.bands), f"{self.channels} numbers from 1, one for each channel")
+            allowed = f"{self.channels} numbers from 1, one for each channel"
+            require(len(self.bands) == self.channels, "data.bands", list(self.bands), allowed)
         pairs = self.limits()
         ascending = all(len(pair) == 2 and -math.inf < pair[0] < pair[1] < math.inf for pair in pairs)
         fits = len(pairs) in (0, 1, self.channels) and ascending
         require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs")
-        require(0 <= self.read_retries <= 20, "data.read_retries", self.read_retries, "from 0 to 20")
 
     def how_read(self) -> dict[str, Any]:
         """The settings by which pixels are read, where they are not as usual: an encoder takes them along."""
@@ -84,115 +83,97 @@ class SourceConfig(ImagesConfig):
     """Split to train on."""
     eval_split: str | None = "auto"
     """Held-out split. auto: `validation` or `test` where there is one, else a seeded cut. null: always a seeded cut."""
-    eval_fraction: float = needs(0.05, eval_split=("auto", None))
+    eval_fraction: float = setting(0.05, above=0, below=1, needs={"eval_split": ("auto", None)})
     """Share of the images that the seeded cut holds out."""
-    cut_seed: int = 0
+    cut_seed: int = setting(0, at_least=0, below=SEED_END)
     """Seed of what is held out: the cut, the choice of eval_images, their corruption. Replicates share it."""
-    eval_seed: int = 0
+    eval_seed: int = setting(0, at_least=0, below=SEED_END)
     """Seed of train_images and of fine-tuning's dev split: not the run's, so that other runs see the same images."""
     eval_label_column: str | None = None
     """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
-    train_images: int | None = None
+    train_images: int | None = setting(None, at_least=1)
     """Train on a seeded choice of so many images (labelled ones, where labels are used; VTAB: 1000). null: all."""
-    batch_size: int | None = operational(None)
+    batch_size: int | None = setting(None, at_least=1, operational=True)
     """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64
     (pictures: 4)."""
-    workers: int = operational(2)
+    workers: int = setting(2, at_least=0, operational=True)
     """Loader processes per training process, and as many more that stay for its evaluations. 0: the training process
     loads; where one or two threads of a CPU train on decoded images (data.cache_gb), it loads these anyway."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(0 < self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "above 0 and below 1")
-        for name in ("cut_seed", "eval_seed"):
-            require(0 <= getattr(self, name) < 2**63, f"data.{name}", getattr(self, name), "at least 0 and below 2**63")
-        at_least(self, 1, "train_images", "batch_size", prefix="data.")
-        require(self.workers >= 0, "data.workers", self.workers, "0 or more")
 
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
     """The images: where they come from and how they are cropped."""
 
-    crop_area: tuple[float, float] = (0.4, 1.0)
+    crop_area: tuple[float, float] = setting((0.4, 1.0), above=0, at_most=1)
     """Range of the training crop's area, as a share of the image's (the inception crop of the paper: 0.05 to 1)."""
-    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+    crop_ratio: tuple[float, float] = setting((0.75, 4 / 3), above=0)
     """Range of the training crop's width / height."""
     flip: bool = True
     """Flip half of the training crops left to right."""
-    eval_crop: float = 0.875
+    eval_crop: float = setting(0.875, above=0, at_most=1)
     """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
-    eval_images: int = 2048
+    eval_images: int = setting(2048, at_least=1)
     """At most so many held-out images, a seeded choice, are evaluated."""
-    cache_gb: float = operational(0.5, streaming=False)
+    cache_gb: float = setting(0.5, at_least=0, needs={"streaming": False}, operational=True)
     """Training images that take at most so many GB decoded are decoded once, at the start, and kept: by each process,
     whose loader processes share them (for a moment it needs twice as much). 8 bits take a byte for each pixel and
     channel, all others four. 0: none are kept."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: nothing is indexed, and nothing is downloaded but the
     images to evaluate on. Pre-training only."""
-    shuffle_block: int = needs(512, streaming=True)
+    shuffle_block: int = setting(512, at_least=1, needs={"streaming": True})
     """Rows of a stream's shard that are held in memory and shuffled together."""
 
     def __post_init__(self):
         super().__post_init__()
-        require(0 < self.eval_crop <= 1, "data.eval_crop", self.eval_crop, "above 0 and at most 1")
-        require(0 <= self.cache_gb < math.inf, "data.cache_gb", self.cache_gb, "0 or more")
-        at_least(self, 1, "eval_images", "shuffle_block", prefix="data.")
-        low, high = self.crop_area
-        require(0 < low <= high <= 1, "data.crop_area", list(self.crop_area), "two ascending numbers in (0, 1]")
-        low, high = self.crop_ratio
-        require(0 < low <= high < math.inf, "data.crop_ratio", list(self.crop_ratio), "two ascending positive numbers")
+        for name in ("crop_area", "crop_ratio"):
+            low, high = getattr(self, name)
+            require(low <= high, f"data.{name}", [low, high], "two ascending numbers")
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
     """Augmentation beyond crop and flip, and what goes with it: for training with labels (DeiT, BEiT, MAE)."""
 
-    randaugment: int = 0
+    randaugment: int = setting(0, at_least=0, at_most=30)
     """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020). 0: none. The scale is
     torchvision's, of 30. DeiT and MAE have m9 on timm's scale, of 10: 27 here."""
-    mixup: float = 0.0
+    mixup: float = setting(0.0, at_least=0)
     """Alpha of mixup: each image is blended with another of its forward pass, whose size then matters. 0: none."""
-    cutmix: float = 0.0
+    cutmix: float = setting(0.0, at_least=0)
     """Alpha of CutMix: a part of each image comes from another. With mixup too, a forward pass draws one of them."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, at_least=0, below=1)
     """Share of the target that is spread over all classes."""
 
     def __post_init__(self):
-        require(0 <= self.randaugment <= 30, "augment.randaugment", self.randaugment, "from 1 to 30, or 0: none")
-        for name in ("mixup", "cutmix"):
-            require(0 <= getattr(self, name) < math.inf, f"augment.{name}", getattr(self, name), "0 (none) or more")
-        smoothing = self.label_smoothing
-        require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "at least 0 and below 1")
+        check_bounds(self, "augment.")
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     """Turn a dataset into parquet shards for training."""
 
-    out: str = operational("prepared")
+    out: str = setting("prepared", operational=True)
     """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
-    short_side: int = 256
+    short_side: int = setting(256, at_least=1)
     """Images whose shorter side is longer are shrunk to this; the others keep their size (as JPEG: every byte)."""
     format: Literal["jpeg", "ppm", "npy"] = "jpeg"
     """jpeg: the images that are shrunk become JPEG. ppm: all images become plain pixels, of which nothing is lost and
     nothing has to be decoded; they take some ten times the space, and load twice as fast. npy: the same for any bands
     and types, which stay as they are."""
-    quality: int = needs(90, format="jpeg")
+    quality: int = setting(90, at_least=1, at_most=100, needs={"format": "jpeg"})
     """JPEG quality of the images that are shrunk."""
-    rows: int = 2048
+    rows: int = setting(2048, at_least=1)
     """Images a shard, which a process holds in memory. Streaming needs a shard for each loader process."""
-    seed: int = 0
+    seed: int = setting(0, at_least=0, below=SEED_END)
     """Seed of the order of the images, which are shuffled over all shards of their split."""
-    workers: int = operational(0)
+    workers: int = setting(0, at_least=0, operational=True)
     """Processes. 0: one for each core."""
     data: ImagesConfig = group(ImagesConfig, range="values are kept as they are, and data.range is the run's")
 
     def __post_init__(self):
-        holds = {"jpeg": (1, 3), "ppm": (3,)}.get(self.format, (self.data.channels,))
-        require(self.data.channels in holds, "format", self.format, f"npy with {self.data.channels} channels")
-        at_least(self, 1, "short_side", "rows")
-        require(1 <= self.quality <= 100, "quality", self.quality, "from 1 to 100")
-        require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
-        require(self.workers >= 0, "workers", self.workers, "0 (one for each core) or more")
+        check_bounds(self)
+        channels = self.data.channels
+        channels_of_format = {"jpeg": (1, 3), "ppm": (3,), "npy": (channels,)}
+        require(channels in channels_of_format[self.format], "format", self.format, f"npy with {channels} channels")

@@ -1,26 +1,89 @@
-"""How a setting is marked and checked."""
+"""Fields of settings: a default, its bounds, what it needs, and whether a resumed run may change it.
+
+    rate: float = setting(0.5, above=0, below=1)
+    workers: int = setting(2, at_least=0, operational=True)
+    bits: int = setting(3, at_least=1, at_most=8, needs={"name": ("mean_color", "grid_color")})
+
+`checks.check_bounds` holds a config to its bounds, and `checks.refuse_idle` to its needs.
+"""
 
 import math
-from collections.abc import Callable
-from dataclasses import MISSING, Field, field, fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from mpp.errors import UserError
-
-
-def operational(default: Any, **others: Any) -> Any:
-    """A field whose value may change when a run is resumed: it does not enter the science. `others`: see `needs`."""
-    return field(default=default, metadata={"operational": True, "needs": others})
+SEED_END = 2**63
+"""Seeds are below this number, so that they fit into numpy's and torch's signed integers."""
 
 
-def needs(default: Any, **others: Any) -> Any:
-    """A field that has an effect only with certain values of others beside it.
+@dataclass(frozen=True)
+class Bounds:
+    """Allowed values of a number, or of each number in a tuple. None: no bound; infinity is refused all the same."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    listed: bool = False
+    """Whether the setting is a list of any length from 1, which may be given as one value."""
+
+    def contain(self, number: float) -> bool:
+        """Whether a number is within the bounds. NaN never is."""
+        if self.at_least is not None and not number >= self.at_least:
+            return False
+        if self.above is not None and not number > self.above:
+            return False
+        if self.at_most is not None:
+            return number <= self.at_most
+        if self.below is not None:
+            return number < self.below
+        return abs(number) < math.inf
+
+    def describe(self) -> str:
+        """The bounds in words: "above 0 and at most 1"; empty where there are none."""
+        if self.at_least is not None and self.at_most is not None:
+            return f"from {describe_bound(self.at_least)} to {describe_bound(self.at_most)}"
+        sides = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        given = [(words, bound) for words, bound in sides.items() if bound is not None and bound != math.inf]
+        return " and ".join(f"{words} {describe_bound(bound)}" for words, bound in given)
+
+
+def describe_bound(bound: float) -> str:
+    """A bound in an error message: large ones as the powers that they are."""
+    return "2**63" if bound == SEED_END else f"{bound:g}"
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    listed: bool = False,
+    needs: Mapping[str, Any] | None = None,
+    operational: bool = False,
+) -> Any:
+    """A field of settings.
 
     Args:
-        others: a field's name -> the value or the tuple of values that it has then (a field that is a list has one of
-            them in it); True: it is set; False: it is not.
+        at_least, above, at_most, below: bounds of the number, or of each number of a tuple.
+        listed: whether it is a list of any length from 1, which may be given as one value.
+        needs: other fields without which this one has no effect: a name -> the value or the tuple of values that it
+            must have (a field that is a list must hold one of them); True: it is set; False: it is not.
+        operational: whether it changes how a run is carried out and not what it computes, so that it may differ when
+            the run is resumed.
     """
-    return field(default=default, metadata={"needs": others})
+    metadata: dict[str, Any] = {}
+    bounds = Bounds(at_least, above, at_most, below, listed)
+    if bounds != Bounds():
+        metadata["bounds"] = bounds
+    if needs:
+        metadata["needs"] = dict(needs)
+    if operational:
+        metadata["operational"] = True
+    return field(default=default, metadata=metadata)
 
 
 def group(default: Callable[[], Any], **unused: str) -> Any:
@@ -28,77 +91,25 @@ def group(default: Callable[[], Any], **unused: str) -> Any:
     return field(default_factory=default, metadata={"unused": unused})
 
 
-def refuse_idle(config: Any, usual: Any = None, prefix: str = "") -> None:
-    """Raise UserError at a setting that somebody gave and that has no effect, with what it needs.
-
-    Args:
-        usual: the same config where nobody gave anything; None: the defaults. What is as usual is not given.
-        prefix: of the settings' names.
-    """
-    for each in fields(config):
-        key, value = f"{prefix}{each.name}", getattr(config, each.name)
-        default = default_of(each) if usual is None else getattr(usual, each.name)
-        if is_dataclass(value):
-            for name, why in each.metadata.get("unused", {}).items():
-                given, other = getattr(value, name), getattr(default, name)
-                require(given == other, f"{key}.{name}", said(given), f"{said(other)} or left out: {why}")
-            refuse_idle(value, default, f"{key}.")
-        elif value != default:
-            for other, wanted in each.metadata.get("needs", {}).items():
-                needed = f"{prefix}{other} {in_words(wanted)}"
-                allowed = f"{said(default)} or left out: it has no effect unless {needed}"
-                require(is_met(getattr(config, other), wanted), key, said(value), allowed)
-
-
 def default_of(each: Field) -> Any:
-    """A field's value where nobody gives one."""
+    """Default value of a field."""
     return each.default if each.default_factory is MISSING else each.default_factory()
 
 
-def is_met(value: Any, wanted: Any) -> bool:
-    """Whether a field's value is what another field needs."""
-    if isinstance(wanted, bool):
-        return bool(value) == wanted
-    allowed = wanted if isinstance(wanted, tuple) else (wanted,)
-    return any(part in allowed for part in (value if isinstance(value, tuple) else (value,)))
-
-
-def in_words(wanted: Any) -> str:
-    """What a field needs of another: "is pixels or hog"."""
-    if isinstance(wanted, bool):
-        return "is set" if wanted else "is not set"
-    return f"is {' or '.join(map(said, wanted if isinstance(wanted, tuple) else (wanted,)))}"
-
-
-def said(value: Any) -> str:
-    """A value as a user says it."""
-    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
-
-
-def require(condition: bool, key: str, value: object, allowed: str) -> None:
-    """Raise the one-line error of a setting that is out of range."""
-    if not condition:
-        raise UserError(f"{key} is {value}; it must be {allowed}")
-
-
-def at_least(config: Any, least: int, *names: str, prefix: str = "") -> None:
-    """Raise the error where one of these settings is smaller; null is not."""
-    for name in names:
-        value = getattr(config, name)
-        require(value is None or value >= least, f"{prefix}{name}", value, f"at least {least}")
-
-
-def as_numbers(config: Any, *names: str, least: float = -math.inf, above: float = -math.inf) -> None:
-    """The same of numbers; UserError where a list is empty, or has a number out of bounds. null stays."""
-    for name in (each for each in names if getattr(config, each) is not None):
-        as_lists(config, name)
-        values = getattr(config, name)
-        allowed = f"a list of numbers above {above:g}" if above > least else f"a list of numbers from {least:g}"
-        require(len(values) > 0 and min(values) >= least and min(values) > above, name, list(values), allowed)
-
-
-def as_lists(config: Any, *names: str) -> None:
-    """Let settings that are lists be given as one value: `--shots 5` for `--shots [5]`."""
-    for name in names:
-        value = getattr(config, name)
-        object.__setattr__(config, name, tuple(value) if isinstance(value, tuple | list) else (value,))
+def describe_allowed(each: Field) -> str:
+    """Allowed values of a field with bounds, for an error message: "at least 1, or null"."""
+    bounds: Bounds = each.metadata["bounds"]
+    kinds = get_args(each.type) or (each.type,)  # of a union, its members
+    choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    words = bounds.describe()
+    numbers = f"numbers {words.replace('at least', 'from')}"
+    if bounds.listed and choices:
+        words = f"a list of some of {', '.join(choices)}"
+        choices = []
+    elif bounds.listed:
+        words = f"a list of {numbers}"
+    elif get_origin(each.type) is tuple:
+        words = f"two {numbers}"
+    if NoneType in kinds:
+        choices.append("null")
+    return ", or ".join([words, *choices])

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config.fields import operational, require
+from mpp.config.checks import check_bounds, require
+from mpp.config.fields import setting
 
 Representation = Literal["class", "mean", "both"]
 """Of an image: the [class] token, the mean of the patches, or both side by side."""
@@ -17,15 +18,15 @@ class ModelConfig:
 
     name: str | None = None
     """A timm VisionTransformer (vit_base_patch16_224, ...). null: a plain one of the five numbers below."""
-    width: int | None = None
+    width: int | None = setting(None, at_least=1)
     """Width of the tokens. null: the named model's, or 128."""
-    depth: int | None = None
+    depth: int | None = setting(None, at_least=1)
     """Transformer blocks. null: the named model's, or 4."""
-    heads: int | None = None
+    heads: int | None = setting(None, at_least=1)
     """Attention heads. null: the named model's, or 4."""
-    img_size: int | tuple[int, int] | None = None
+    img_size: int | tuple[int, int] | None = setting(None, at_least=1)
     """Side of the square input in pixels, or its height and width: [128, 1024]. null: the named model's, or 64."""
-    patch_size: int | None = None
+    patch_size: int | None = setting(None, at_least=1)
     """Side of a patch in pixels. null: the named model's, or 8."""
     position: Literal["learned", "none", "learned_2d", "sincos_2d", "relative", "relative_bias", "rope"] = "learned"
     """Position embeddings (paper, appendix D.4). learned: one for each place; learned_2d: half for its row, half for
@@ -43,9 +44,9 @@ class ModelConfig:
     is no [class] then; the mean of the patches is the feature."""
     arguments: dict[str, Any] | None = None
     """Further arguments of timm's VisionTransformer: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, at_least=0, below=1)
     """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""
-    drop_path: float = 0.0
+    drop_path: float = setting(0.0, at_least=0, below=1)
     """Stochastic depth rate of the last block, rising linearly from 0."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """timm's attention. auto: fused on a GPU, unfused on a CPU, where it is faster."""
@@ -54,7 +55,7 @@ class ModelConfig:
     auto: measured when the run begins, on 1,024 training images; config.yaml then has the numbers."""
     std: float | tuple[float, ...] | Literal["auto"] = 0.5
     """Deviations that the input is normalised with, in the same way."""
-    activation_checkpointing: bool = operational(False)
+    activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     init_from: str | None = None
     """Run folder, encoder folder, hf-hub:NAME (timm's weights: hf-hub:timm/NAME) or .safetensors file to start the
@@ -73,22 +74,24 @@ class ModelConfig:
         return not at_stem or strided or self.mixing != "full"
 
     def __post_init__(self):
-        numbers = self.numbers()
+        check_bounds(self, "model.")
         self.check_variant()
-        for name, value in numbers.items():
-            require(value is None or min(sides(value)) >= 1, f"model.{name}", value, "at least 1")
+        numbers = self.numbers()
         if numbers["img_size"] and numbers["patch_size"]:
             check_grid(numbers["img_size"], numbers["patch_size"])
         width, heads = numbers["width"], numbers["heads"]
         if width and heads:
             require(width % heads == 0, "model.width", width, f"a multiple of model.heads ({heads})")
-        for name in ("dropout", "drop_path"):
-            require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "at least 0 and below 1")
-        for name, low in (("mean", -math.inf), ("std", 0)):
-            numbers = () if getattr(self, name) == "auto" else of_channels(getattr(self, name), 1)
-            fits = all(low < number < math.inf for number in numbers)
-            allowed = f"{'positive ' * (low == 0)}numbers, one for each channel or one for all, or auto"
-            require(fits, f"model.{name}", getattr(self, name), allowed)
+        self.check_moments("mean", above=-math.inf, kind="numbers")
+        self.check_moments("std", above=0, kind="positive numbers")
+
+    def check_moments(self, name: str, above: float, kind: str) -> None:
+        """Raise UserError where `mean` or `std` has a number that is out of bounds."""
+        value = getattr(self, name)
+        if value == "auto":
+            return
+        fits = all(above < number < math.inf for number in of_channels(value, 1))
+        require(fits, f"model.{name}", value, f"{kind}, one for each channel or one for all, or auto")
 
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation of so many channels; UserError where there are others.

@@ -1,0 +1,79 @@
+"""Checks of settings: values out of bounds, and settings that have no effect, are errors of one line."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from mpp.config.fields import default_of, describe_allowed
+from mpp.errors import UserError
+
+
+def require(condition: bool, key: str, value: object, allowed: str) -> None:
+    """Raise the error of one line for a setting whose value is not allowed."""
+    if not condition:
+        raise UserError(f"{key} is {value}; it must be {allowed}")
+
+
+def check_bounds(config: Any, prefix: str = "") -> None:
+    """Raise UserError at a value that is out of its field's bounds. A list that was given as one value becomes a tuple.
+
+    Args:
+        prefix: of the settings' names, such as "optim.".
+    """
+    for each in fields(config):
+        bounds, value = each.metadata.get("bounds"), getattr(config, each.name)
+        if bounds is None or value is None:
+            continue
+        values = tuple(value) if isinstance(value, tuple | list) else (value,)
+        if bounds.listed:
+            value = values
+            object.__setattr__(config, each.name, value)
+        numbers = [number for number in values if not isinstance(number, str)]
+        fits = len(values) > 0 and all(map(bounds.contain, numbers))
+        require(fits, f"{prefix}{each.name}", describe_value(value), describe_allowed(each))
+
+
+def refuse_idle(config: Any, usual: Any = None, prefix: str = "") -> None:
+    """Raise UserError at a setting that was given and has no effect, with what it needs.
+
+    Args:
+        usual: the same config where nothing was given; None: the defaults. A value as usual does not count as given.
+        prefix: of the settings' names.
+    """
+    for each in fields(config):
+        key, value = f"{prefix}{each.name}", getattr(config, each.name)
+        default = default_of(each) if usual is None else getattr(usual, each.name)
+        if is_dataclass(value):
+            for name, why in each.metadata.get("unused", {}).items():
+                given, other = getattr(value, name), getattr(default, name)
+                allowed = f"{describe_value(other)} or left out: {why}"
+                require(given == other, f"{key}.{name}", describe_value(given), allowed)
+            refuse_idle(value, default, f"{key}.")
+        elif value != default:
+            for name, wanted in each.metadata.get("needs", {}).items():
+                needed = f"{prefix}{name} {describe_wanted(wanted)}"
+                allowed = f"{describe_value(default)} or left out: it has no effect unless {needed}"
+                require(is_met(getattr(config, name), wanted), key, describe_value(value), allowed)
+
+
+def is_met(value: Any, wanted: Any) -> bool:
+    """Whether a field's value is one that another field needs."""
+    if isinstance(wanted, bool):
+        return bool(value) == wanted
+    allowed = wanted if isinstance(wanted, tuple) else (wanted,)
+    values = value if isinstance(value, tuple) else (value,)
+    return any(part in allowed for part in values)
+
+
+def describe_wanted(wanted: Any) -> str:
+    """The value that a field needs of another, in words: "is pixels or hog"."""
+    if isinstance(wanted, bool):
+        return "is set" if wanted else "is not set"
+    values = wanted if isinstance(wanted, tuple) else (wanted,)
+    return f"is {' or '.join(map(describe_value, values))}"
+
+
+def describe_value(value: Any) -> str:
+    """A value in an error message, as YAML has it."""
+    if value is None:
+        return "null"
+    return str(list(value) if isinstance(value, tuple) else value)
