@@ -128,18 +128,13 @@ def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
         UnreadableImage: a mask of colours, or none that can be decoded.
     """
     try:
-        found = read_mask(mask_contents(cell, config), config)
+        found = read_mask(read_cell(cell, config.read_retries), config)
     except UnreadableImage as error:
         raise UnreadableImage(f"its mask: {error}") from error
     classes = found[found != config.ignore_index]  # None equals nothing
     if classes.size and (classes.min() < 0 or classes.max() > np.iinfo(np.int16).max):
         raise UnreadableImage(f"its mask has numbers from {classes.min()} to {classes.max()}; classes are 0 to 32767")
     return torch.from_numpy(np.where(found == config.ignore_index, IGNORED, found.astype(np.int16)).astype(np.int16))
-
-
-def mask_contents(cell: Any, config: MaskedDataConfig) -> bytes | NDArray:
-    """The file of a mask, or its array."""
-    return read_cell(cell, config.read_retries) if isinstance(cell, dict) else np.asarray(cell)
 
 
 Masked = tuple[ImageDataset, datasets.Dataset]
@@ -319,7 +314,7 @@ def turned_alone(masked: Masked, data: MaskedDataConfig) -> Iterator[str]:
             image = read_cell(images.rows[index][images.image_column], data.read_retries, images.array_dtype)
             if stored_orientation(image) not in TURNED:
                 continue
-            if stored_orientation(mask_contents(masks[index]["mask"], data)) not in TURNED:
+            if stored_orientation(read_cell(masks[index]["mask"], data.read_retries)) not in TURNED:
                 yield images.name(index)
 
 

@@ -39,19 +39,19 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes 
 
     Args:
         retries: see `data.read_retries`.
-        array_dtype: type of the array's numbers; None: the cell holds an image file.
+        array_dtype: type that an array's numbers get; None: they keep theirs.
     Raises:
         UnreadableImage: there is no image in the cell.
         ReadFailed: the image file cannot be read now.
     """
-    if array_dtype is None or cell is None:
+    if cell is None or isinstance(cell, dict):
         return read_encoded(cell, retries)
     try:
         array = np.asarray(cell)
     except ValueError:
         raise UnreadableImage("lists of several lengths, which are no image") from None
     check_numbers(array.dtype)  # a null among the numbers makes them objects
-    return array.astype(array_dtype, copy=False)
+    return array if array_dtype is None else array.astype(array_dtype, copy=False)
 
 
 def read_encoded(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
