@@ -35,7 +35,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
 from mpp.data.loader import build_loader
 from mpp.data.sources import load_splits
-from mpp.data.workers import NOTHING, deaths_explained, note_reading
+from mpp.data.workers import deaths_explained, note_reading
 from mpp.errors import UnreadableImage
 from mpp.runtime.files import complete
 from mpp.runtime.lock import hold
@@ -63,7 +63,7 @@ class OrBroken(Dataset):
             found = centre_crop(self.dataset.decode(index, self.data), self.img_size, self.data.eval_crop), ""
         except UnreadableImage as error:
             found = torch.zeros(self.data.channels, *self.img_size, dtype=torch.uint8), str(error)
-        note_reading(NOTHING)
+        note_reading(None)
         return found
 
 

@@ -600,7 +600,7 @@ def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
 
 def lose_a_fork(file: Path) -> None:
     """The first loader process hangs in its fork, as one that waits for a lock which nobody will open."""
-    workers.BEGINS = 5.0
+    workers.START_TIMEOUT_S = 5.0
 
     def hang() -> None:
         with contextlib.suppress(FileExistsError):

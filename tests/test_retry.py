@@ -14,7 +14,7 @@ from mpp.data import retry
 from mpp.data.columns import decode_cell
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
-from mpp.data.retry import retried
+from mpp.data.retry import read_with_retries
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
@@ -40,7 +40,7 @@ def test_a_read_is_tried_again_with_growing_pauses(pauses, capsys):
             raise answer
         return answer
 
-    assert retried(read, "a.png", 8) == b"image"
+    assert read_with_retries(read, "a.png", 8) == b"image"
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "a.png cannot be read: [Errno 5] Input/output error" in said and "183 s" in said

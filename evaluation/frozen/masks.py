@@ -37,7 +37,7 @@ from mpp.data.decoding.kinds import JPEG_START
 from mpp.data.decoding.orientation import TURNED, stored_orientation
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset
-from mpp.data.workers import NOTHING, note_reading
+from mpp.data.workers import note_reading
 from mpp.errors import UnreadableImage, UserError
 from mpp.features.frozen import tokens_at
 from mpp.runtime.arrays import select
@@ -116,7 +116,7 @@ class MaskedViews(ViewDataset):
         except UnreadableImage as error:
             failures = [f"{self.dataset.name(index)}: {error}"]
             pixels = torch.zeros(self.data.channels, *mask.shape)
-        note_reading(NOTHING)
+        note_reading(None)
         pixels, mask = self.view(pixels, *key), centre_crop(mask[None], self.img_size, self.data.eval_crop, True)[0]
         return Batch(pixels, None, mask, torch.tensor(-1 if failures else index), failures)
 

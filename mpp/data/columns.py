@@ -18,7 +18,7 @@ from mpp.data.decoding.checks import check_numbers
 from mpp.data.listing.formats import ARRAY_EXTENSIONS
 from mpp.data.listing.image_table import decode_path
 from mpp.data.listing.tar_members import is_member_path, member_name, read_member
-from mpp.data.retry import retried
+from mpp.data.retry import read_with_retries
 from mpp.errors import UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
@@ -67,11 +67,11 @@ def read_encoded(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
         return cell["bytes"]
     path = decode_path(cell["path"])
     if is_member_path(path):
-        return retried(partial(read_member, path), member_name(path), retries)
+        return read_with_retries(partial(read_member, path), member_name(path), retries)
     if "://" in path:
         # A file system over a network may raise any error.
-        return retried(partial(read_url, path), path, retries, Exception)
-    return retried(Path(path).read_bytes, path, retries)
+        return read_with_retries(partial(read_url, path), path, retries, Exception)
+    return read_with_retries(Path(path).read_bytes, path, retries)
 
 
 def read_url(url: str) -> bytes:

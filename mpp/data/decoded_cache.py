@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from mpp.config import DataConfig
 from mpp.data.dataset import DecodedImages, ImageDataset
 from mpp.data.loader import build_loader
-from mpp.data.workers import NOTHING, note_reading
+from mpp.data.workers import note_reading
 from mpp.errors import UnreadableImage
 
 IMAGES_PER_BATCH = 64  # what a loader process hands over at a time
@@ -29,7 +29,7 @@ class WholeImages(Dataset):
             pixels = self.dataset.decode(index, self.data)
         except UnreadableImage:
             pixels = torch.empty(self.data.channels, 0, 0)  # it is reported when a batch needs it
-        note_reading(NOTHING)
+        note_reading(None)
         return pixels.permute(1, 2, 0).flatten(), pixels.shape
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import is_hub_dataset
-from mpp.data.retry import NETWORK_ERRORS, answer_to, passes, retried
+from mpp.data.retry import NETWORK_ERRORS, is_temporary, read_with_retries, server_response
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.messages import tell
 
@@ -59,9 +59,10 @@ def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str |
         return known
     ask = partial(HfApi().dataset_info, config.path, revision=config.revision, timeout=HUB_TIMEOUT_S)
     try:
-        return retried(ask, "the hub", config.read_retries, HfHubHTTPError).sha  # no retries on nodes without internet
+        # Only errors of the hub itself are tried again: there are nodes without internet.
+        return read_with_retries(ask, "the hub", config.read_retries, HfHubHTTPError).sha
     except (ReadFailed, HFValidationError, *NETWORK_ERRORS) as error:
-        refused = answer_to(error) is not None and not passes(error)
+        refused = server_response(error) is not None and not is_temporary(error)
         if not refused and not config.revision:
             return None  # loading the images gives the reason, or finds them in the cache: see `cached_commit`
         revision = f" of revision {config.revision}" if config.revision else ""

@@ -18,7 +18,7 @@ from mpp.data.listing.formats import SHARD_BUILDERS
 from mpp.data.listing.tars import stream_shards
 from mpp.data.listing.tree import walk_folder
 from mpp.data.local import declared_files, has_card_with_configs, share_folder_listing, share_tar_listing
-from mpp.data.retry import SERVER_ERRORS, retried
+from mpp.data.retry import SERVER_ERRORS, read_with_retries
 from mpp.errors import UserError
 
 
@@ -75,7 +75,7 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
     datasets.config.STREAMING_READ_MAX_RETRIES = 1
     if is_hub_dataset(config) and huggingface_hub.constants.HF_HUB_OFFLINE:
         return load()  # offline by choice, for good
-    return retried(load, "the server of the images", config.read_retries, SERVER_ERRORS)
+    return read_with_retries(load, "the server of the images", config.read_retries, SERVER_ERRORS)
 
 
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:

@@ -15,72 +15,88 @@ from fsspec.exceptions import FSTimeoutError
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from pyarrow import ArrowException
 
-from mpp.data.workers import forget_said, say_once
+from mpp.data.workers import allow_warning_again, warn_once
 from mpp.errors import ReadFailed, one_line
 
 T = TypeVar("T")
 HTTPError = HfHubHTTPError.__mro__[1]
-"""What the hub's client raises: an error of the library that it is built on, which is no OSError in all releases."""
+"""Base of the errors of the hub's client. It comes from the client's own library, and is not always an OSError."""
 NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError)
-"""What a disk or a server that has gone away raises."""
+"""Errors of a disk or a server that has gone away."""
 LOADING_ERRORS = (
-    *(OSError, EOFError, ValueError, RuntimeError, ImportError, tarfile.TarError, zipfile.BadZipFile),
-    *(ArrowException, DatasetsError, HfHubHTTPError, *NETWORK_ERRORS),
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    ArrowException,
+    DatasetsError,
+    HfHubHTTPError,
+    *NETWORK_ERRORS,
 )
-"""What the library and those below it raise for what a user sees as one: images cannot be loaded."""
+"""Errors of the `datasets` library and of those below it where images cannot be loaded."""
 SERVER_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
-"""What a server alone raises: a dataset that is not there is none of these."""
-REFUSALS = (400, 401, 403, 404, 410, 416)  # answers that stay as they are
-LONGEST_PAUSE = 60  # seconds
+"""Errors of servers alone: a local dataset that is not there raises none of them."""
+LASTING_STATUS_CODES = (400, 401, 403, 404, 410, 416)  # answers of a server that will be the same in a minute
+MAX_PAUSE_S = 60
 
 
-def pause(attempt: int, error: Exception | None = None) -> int:
-    """Seconds to wait after the failed `attempt` (from 0): as long as the server asks for, where its answer says so."""
-    asked = getattr(answer_to(error), "headers", {}).get("Retry-After", "")
-    return min(max(2**attempt, int(asked) if asked.isdecimal() else 0), LONGEST_PAUSE)
-
-
-def passes(error: Exception) -> bool:
-    """Whether what failed may work in a minute: not where a server has answered that it will not."""
-    refused = getattr(answer_to(error), "status_code", None) in REFUSALS
-    return not refused and not isinstance(error, OfflineModeIsEnabled)
-
-
-def answer_to(error: BaseException | None) -> object | None:
-    """The answer of a server that an error comes from, perhaps through other errors; None: there is none."""
-    while error is not None and getattr(error, "response", None) is None:
-        error = error.__cause__ or error.__context__
-    return getattr(error, "response", None)
-
-
-def retried(
+def read_with_retries(
     read: Callable[[], T],
     name: str,
     retries: int,
     errors: type[Exception] | tuple[type[Exception], ...] = NETWORK_ERRORS,
 ) -> T:
-    """What `read` returns, tried again while it raises `errors`.
+    """Call `read`, again while it raises `errors`, and return its result.
 
     Args:
-        name: what is read, for messages.
-        retries: how often, after pauses of 1, 2, 4, ... and at most 60 seconds.
+        name: name of what is read, for messages.
+        retries: how often it is tried again, after pauses of 1, 2, 4, ... and at most 60 seconds.
     Raises:
         ReadFailed: it failed once more.
     """
-    patience = sum(map(pause, range(retries)))
+    all_pauses = sum(map(pause_seconds, range(retries)))
     for attempt in range(retries + 1):
         try:
             result = read()
         except errors as error:
             reason = one_line(error)
-            if not passes(error):
+            if not is_temporary(error):
                 raise ReadFailed(f"{name} cannot be read: {reason}") from error
             if attempt == retries:
-                raise ReadFailed(f"{name} cannot be read, tried for {patience} s: {reason}") from error
-            say_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {patience} s")
-            time.sleep(pause(attempt, error))
+                raise ReadFailed(f"{name} cannot be read, tried for {all_pauses} s: {reason}") from error
+            warn_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {all_pauses} s")
+            time.sleep(pause_seconds(attempt, error))
         else:
             if attempt:
-                forget_said()
+                allow_warning_again()
             return result
     raise AssertionError
+
+
+def pause_seconds(attempt: int, error: Exception | None = None) -> int:
+    """Seconds to wait after the failed `attempt` (from 0): longer where the server's answer asks for it."""
+    asked_for = getattr(server_response(error), "headers", {}).get("Retry-After", "")
+    seconds = 2**attempt
+    if asked_for.isdecimal():
+        seconds = max(seconds, int(asked_for))
+    return min(seconds, MAX_PAUSE_S)
+
+
+def is_temporary(error: Exception) -> bool:
+    """Whether a read that failed may succeed in a minute: not where a server's answer will stay the same."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return False
+    return getattr(server_response(error), "status_code", None) not in LASTING_STATUS_CODES
+
+
+def server_response(error: BaseException | None) -> object | None:
+    """The server's response in an error, or in the errors that caused it; None: there is none."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if response is not None:
+            return response
+        error = error.__cause__ or error.__context__
+    return None

@@ -14,7 +14,7 @@ from mpp.config import ImagesConfig
 from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype
 from mpp.data.identity import digest_listing, short_digest, split_fingerprint
 from mpp.data.kept_samples import FileStamps
-from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, retried
+from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.errors import UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
 
@@ -79,7 +79,7 @@ class Shards:
             except LOADING_ERRORS as error:
                 raise UserError(f"{name} is damaged after row {done * size}: {one_line(error)}; replace it") from error
 
-        while block := retried(read_block, name, retries):
+        while block := read_with_retries(read_block, name, retries):
             yield block
             done += 1
 

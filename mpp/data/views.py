@@ -17,7 +17,7 @@ from mpp.config import CorruptionConfig, DataConfig, Grid, ImageSize, SourceConf
 from mpp.corruption import Corruption
 from mpp.data import crops
 from mpp.data.dataset import ImageDataset
-from mpp.data.workers import NOTHING, note_reading
+from mpp.data.workers import note_reading
 from mpp.errors import Undecodable, UnreadableImage
 from mpp.runtime.randomness import FIXED, Stream, random_words
 
@@ -60,7 +60,7 @@ class ViewDataset(Dataset):
             drawn = corruption.draw(self.corruption, self.grid, self.seed_of(epoch), epoch, index)
         labels = self.dataset.labels
         label = torch.tensor(-1 if labels is None else labels[shown_index])
-        note_reading(NOTHING)
+        note_reading(None)
         return Batch(crop, drawn, label, torch.tensor(shown_index), unreadable)
 
     def seed_of(self, epoch: int) -> int:

@@ -19,7 +19,7 @@ from mpp.data.loader import BatchLayout, HeldOutLoader, training_loader
 from mpp.data.shards import Shards
 from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch, ViewDataset
-from mpp.data.workers import FORKS
+from mpp.data.workers import WORKERS_ARE_FORKS
 from mpp.features.metrics import Sums, add, total
 from mpp.features.probe import Probe
 from mpp.models.exporting import export_encoder
@@ -115,7 +115,7 @@ class ImageTask:
     def training_views(self, start: int) -> ViewDataset:
         """Crops of the training images from update `start` on; of decoded images, where they fit and recur."""
         images = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
-        inherited = self.data.workers == 0 or FORKS
+        inherited = self.data.workers == 0 or WORKERS_ARE_FORKS
         if images < 2 * len(self.train) or not inherited:
             return self.views(self.train)
         views = self.views(cache_decoded(self.train, self.data))
