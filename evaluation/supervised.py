@@ -21,7 +21,7 @@ from evaluation.frozen.results import table, write_json
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.deit import DistilledEncoder, averaged, build_student, distillation_loss
 from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
-from evaluation.supervision.teachers import load_teacher
+from evaluation.supervision.teachers import load_teacher, with_teacher_digest
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
@@ -101,7 +101,7 @@ def build_task(config: SupervisedConfig, accelerator: Accelerator, layout: Batch
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
     config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
-    folder = train(config, build_task)
+    folder = train(with_teacher_digest(config), build_task)
     if PartialState().is_main_process:
         accuracy = last_evaluation(folder)["heldout/accuracy"]
         write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})

@@ -17,16 +17,20 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
+from evaluation.comparison.cases import training_settings
+from evaluation.comparison.digests import relevant_settings
+from evaluation.comparison.entries import EncoderEntry
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervision.deit import averaged, build_student, distillation_loss
-from evaluation.supervision.teachers import load_teacher
+from evaluation.supervision.teachers import load_teacher, with_teacher_digest
 from mpp.config import ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.models.timm_models import set_attention
+from mpp.runtime.hashing import sha256_of
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.flops import executed_flops
 
@@ -60,7 +64,7 @@ def train(folder, *arguments):
 
 def build(*arguments):
     config = parse(supervised.SupervisedConfig, [*BASE, *SMALL, *arguments])
-    return supervised.build_task(config, Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
+    return supervised.build_task(with_teacher_digest(config), Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
 
 
 def test_hard_loss_by_hand():
@@ -324,3 +328,19 @@ def test_a_teacher_that_knows_the_test_labels_is_refused(tmp_path, image_folder)
     assert build(*images, told).classes == 2
     with pytest.raises(UserError, match=r"distill\.teacher is .*trained with the labels of \d of these 3 test images"):
         build(*images, told, "--data.cut_seed=1")
+
+
+def test_settings_are_read_without_a_look_at_the_teacher(tmp_path):
+    config = parse(supervised.SupervisedConfig, [f"--distill.teacher={tmp_path / 'nowhere'}"])
+    assert config.distill.teacher_sha256 is None
+    with pytest.raises(UserError, match=r"distill\.teacher is .*nowhere; it must be a folder"):
+        with_teacher_digest(config)
+
+
+def test_a_comparison_knows_a_training_by_the_weights_of_its_teacher(tmp_path, teacher):
+    entry = EncoderEntry(
+        "student", str(tmp_path / "run"), train="supervised", train_options={"distill.teacher": str(teacher)}
+    )
+    config = training_settings(entry, 0)
+    assert config.distill.teacher_sha256 == sha256_of(teacher / "model.safetensors")
+    assert relevant_settings(config)["distill.teacher_sha256"] == config.distill.teacher_sha256

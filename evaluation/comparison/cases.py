@@ -155,7 +155,8 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
     if entry.train is None:
         return None
     options = {"run.seed": seed} | entry.train_options | {"run.dir": entry.encoder}
-    return parsed(TRAININGS[entry.train].config_class, tuple(command_line(options, seed)))
+    training = TRAININGS[entry.train]
+    return training.resolve(parsed(training.config_class, tuple(command_line(options, seed))))
 
 
 @cache

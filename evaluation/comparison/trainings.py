@@ -13,6 +13,7 @@ from evaluation import contrastive, supervised
 from evaluation.config import ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.run_images import find_run
+from evaluation.supervision.teachers import with_teacher_digest
 from mpp.config import Config
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
@@ -30,11 +31,13 @@ class Training(NamedTuple):
 
     config_class: type
     build_task: Callable[[Any, Accelerator, BatchLayout], ImageTask]
+    resolve: Callable[[Any], Any] = lambda config: config
+    """Add to a config the digests of weights that it depends on."""
 
 
 TRAININGS: dict[str, Training] = {
     "pretrain": Training(Config, Pretraining),
-    "supervised": Training(SupervisedConfig, supervised.build_task),
+    "supervised": Training(SupervisedConfig, supervised.build_task, with_teacher_digest),
     "contrastive": Training(ContrastiveConfig, contrastive.Contrastive),
 }
 KNOWN_STEP_FLOPS: dict[str, int] = {}

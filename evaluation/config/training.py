@@ -1,7 +1,6 @@
 """Settings of commands that train: supervised, fine-tuning, contrastive."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from mpp.config import (
@@ -16,11 +15,11 @@ from mpp.config import (
     require,
     setting,
 )
-from mpp.runtime.weights import fingerprint
 
 Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]
-WEIGHTS = {"hard": 0.5, "soft": 0.1}  # DeiT, equation 3 and section 6
+DEIT_WEIGHTS = {"hard": 0.5, "soft": 0.1}
+"""The teacher's share of the loss by kind of distillation (DeiT, equation 3 and section 6)."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,11 @@ class DistillConfig:
 
     def __post_init__(self):
         check_bounds(self, "distill.")
-        if self.teacher is not None and self.teacher_sha256 is None:
-            folder, said = Path(self.teacher), " ".join(self.teacher.split())  # in one line
-            require(folder.is_dir(), "distill.teacher", said, "a folder: of a finished run, or of timm's")
-            object.__setattr__(self, "teacher_sha256", fingerprint(folder))
 
     @property
     def share(self) -> float:
         """The teacher's share of the loss."""
-        return WEIGHTS[self.kind] if self.weight is None else self.weight
+        return DEIT_WEIGHTS[self.kind] if self.weight is None else self.weight
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Teachers: trained classifiers that are only asked what they see in an image."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from evaluation.config import DistillConfig
+from evaluation.config import DistillConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
 from evaluation.frozen.provenance import find_labelled_images
 from evaluation.frozen.run_images import find_run
@@ -51,6 +52,20 @@ class FrozenClassifier(nn.Module):
         return averaged(logits) if logits.ndim == 3 else logits
 
 
+def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
+    """The config with the digest of its teacher's weights, if it has a teacher: a run is not resumed with others.
+
+    Raises:
+        UserError: no such folder.
+    """
+    teacher = config.distill.teacher
+    if teacher is None or config.distill.teacher_sha256 is not None:
+        return config
+    one_line = " ".join(teacher.split())
+    require(Path(teacher).is_dir(), SETTING, one_line, "a folder: of a finished run, or in timm's layout")
+    return replace(config, distill=replace(config.distill, teacher_sha256=fingerprint(Path(teacher))))
+
+
 def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> FrozenClassifier:
     """The teacher that the config names.
 
@@ -61,8 +76,10 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Froz
         UserError: no classifier there, one of other classes or channels, or other weights than the run began with.
     """
     folder = Path(config.teacher)
-    found, known = fingerprint(folder), config.teacher_sha256
-    require(found == known, "distill.teacher_sha256", known, f"{found}, that of {folder}, or null")
+    if config.teacher_sha256 is not None:
+        digest = fingerprint(folder)
+        allowed = f"{digest}, that of {folder}, or null"
+        require(digest == config.teacher_sha256, "distill.teacher_sha256", config.teacher_sha256, allowed)
     network, img_size, own = classifier_at(config.teacher, channels, SETTING)
     if own != classes:
         raise UserError(f"{SETTING} is {folder}, which knows {own} classes; these images have {classes}")
