@@ -72,12 +72,12 @@ class LabelColumn:
             return pa.chunked_array([pa.nulls(len(labels), pa.string())])
         if self.is_text:
             texts = labels.cast(pa.string())
-            return pc.if_else(is_blank(texts), pa.scalar(None, pa.string()), texts)
+            return without(is_blank(texts), texts)
         if pa.types.is_boolean(labels.type):
             labels = labels.cast(pa.int8())
         if not pa.types.is_unsigned_integer(labels.type):
             self.note_negative(labels)
-            labels = pc.if_else(pc.less(labels, 0), pa.scalar(None, labels.type), labels)
+            labels = without(pc.less(labels, 0), labels)
         try:
             numbers = labels.cast(pa.int64())
         except pa.ArrowInvalid:  # above 2**63
@@ -140,8 +140,13 @@ def without_fractions(labels: pa.ChunkedArray) -> pa.ChunkedArray:
     if not pa.types.is_floating(labels.type):
         return labels
     with suppress(pa.ArrowInvalid):
-        return pc.if_else(pc.is_nan(labels), pa.scalar(None, labels.type), labels).cast(pa.int64())
+        return without(pc.is_nan(labels), labels).cast(pa.int64())
     return labels
+
+
+def without(condition: pa.ChunkedArray, labels: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Labels with null in place of those that meet a condition."""
+    return pc.if_else(condition, pa.scalar(None, labels.type), labels)
 
 
 def holds_lists(labels: pa.ChunkedArray) -> bool:

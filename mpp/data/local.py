@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
-from mpp.data.columns import BINARY_TYPES, CELL_FIELDS, find_array_dtype, is_cell
+from mpp.data.columns import BINARY_TYPES, find_array_dtype, is_cell
 from mpp.data.data_path import describe_source, is_url
 from mpp.data.listing.archives import ARCHIVE_EXTENSIONS, is_archive, unpack_archive
 from mpp.data.listing.formats import SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
-from mpp.data.listing.image_table import Listing, SharedListing, share_listing
+from mpp.data.listing.image_table import Listing, SharedListing, path_column, share_listing
 from mpp.data.listing.images import list_images
 from mpp.data.listing.links import plain_path
 from mpp.data.listing.split_names import split_of_shard, split_order
@@ -135,7 +135,7 @@ def choose_images_or_shards(tree: Tree) -> None:
             kept.append((parts, path))
         else:
             reason = "tables without images" if is_table else "tars next to images"
-            tree.left_out.add(reason, "/".join((*parts, os.path.basename(path))))
+            tree.leave_out(reason, parts, path)
     tree.shards = kept
     if kept:
         for folder in tree.folders:
@@ -172,7 +172,7 @@ def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> 
         raise UserError(f"data.path is {config.path}, which holds shards of several kinds: {kinds}")
     require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
     for parts, path in tree.lists:
-        tree.left_out.add("lists of images next to shards", "/".join((*parts, os.path.basename(path))))
+        tree.leave_out("lists of images next to shards", parts, path)
     shards: dict[str, list[str]] = {}
     for parts, path in tree.shards:
         shards.setdefault(split_of_shard(path, parts), []).append(path)
@@ -236,19 +236,19 @@ def resolve_relative_paths(rows: datasets.Dataset, folders: list[str]) -> datase
         folders: those of the tables, where relative paths start.
     """
     columns = rows.column_names
-    for column, feature in rows.features.items():
-        paths = relative_paths(rows, column, feature)
+    for column in columns:
+        paths = relative_paths(rows, column)
         if paths is None:
             continue
-        resolved = pa.array([path and find_file(path, folders) for path in paths], pa.string())
-        cells = pa.StructArray.from_arrays([pa.nulls(len(resolved), pa.binary()), resolved], CELL_FIELDS)
-        rows = rows.remove_columns([column]).add_column(column, cells, feature=datasets.Image(decode=False))
-        rows = rows.select_columns(columns)
-    return rows
+        cells = path_column([path and find_file(path, folders) for path in paths])
+        rows = rows.remove_columns([column])
+        rows = rows.add_column(column, cells, feature=datasets.Image(decode=False))
+    return rows.select_columns(columns)
 
 
-def relative_paths(rows: datasets.Dataset, column: str, feature: Any) -> list[str | None] | None:
+def relative_paths(rows: datasets.Dataset, column: str) -> list[str | None] | None:
     """The paths in a column of images without bytes, if some are relative; None: it is another column."""
+    feature = rows.features[column]
     if not (isinstance(feature, datasets.Image) or is_cell(feature)) or len(rows) == 0:
         return None
     cells = rows.with_format("arrow").select_columns([column])[:].column(0)

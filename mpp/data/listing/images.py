@@ -52,7 +52,7 @@ def read_lists(tree: Tree, config: ImagesConfig, mask_column: str | None) -> lis
         image_list = read_list(path, config, mask_column)
         if image_list is None:
             reason = "tables without a column of file names (data.file_column names one)"
-            tree.left_out.add(reason, "/".join((*parts, os.path.basename(path))), images=False)
+            tree.leave_out(reason, parts, path, images=False)
         else:
             lists.append(("/".join(parts), image_list))
     return lists
@@ -164,7 +164,7 @@ def keep_listed(tree: Tree, listed: ListedFiles) -> tuple[list[Folder], list[lis
                 files.append(file)
                 numbers.append(number)
             elif number not in listed.others:
-                tree.left_out.add("files that no list names", "/".join((*folder.parts, file)))
+                tree.leave_out("files that no list names", folder.parts, file)
         first += len(folder.files)
         if numbers:
             folders.append(replace(folder, files=files))

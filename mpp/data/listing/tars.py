@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -26,46 +27,67 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     Raises:
         UserError: a shard is damaged, or its samples follow no rule.
     """
-    files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
-    rule = find_name_rule(files[0][1], config)
-    left_out = LeftOutFiles()
-    paths: list[str] = []
-    splits: list[str] = []
-    folders: list[str] = []
-    wanted_labels = {LABEL: config.label_column}  # column of the table -> ending or key
-    wanted_labels.update({name: name for name in named_label_columns(config)})
-    labels: dict[str, list[Any]] = {name: [] for name in wanted_labels}
-    for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
-        with naming_damaged(shard):
-            for sample, picture in read_samples(shard, config, rule):
-                if picture is None:
-                    left_out.add("samples without a picture", f"{os.path.basename(shard)}: {sample.name}")
-                    continue
-                paths.append(member_path(shard, picture))
-                splits.append(split)
-                folders.append(picture.name.rpartition("/")[0])
-                for name, column in wanted_labels.items():
-                    labels[name].append(sample.label(column))
-
-    shards_name_splits = len(shards) > 1 or any(split_of_shard(shard, ()) != "train" for _, shard in files)
-    layout = layout_inside(folders, splits if shards_name_splits else None, config)
-    if not shards_name_splits:
+    index = index_shards(shards, config)
+    splits: list[str | None] = list(index.splits)
+    names_have_splits = len(shards) > 1 or any(
+        split_of_shard(shard, ()) != "train" for files in shards.values() for shard in files
+    )
+    layout = layout_inside(index.folders, index.splits if names_have_splits else None, config)
+    if not names_have_splits:
         splits = [split or "train" for split, _ in layout]
     if config.label_column not in (None, LABEL):
-        del labels[LABEL]
-    elif config.label_column is None and not any(labels[LABEL]):
-        labels[LABEL] = [name for _, name in layout]
+        del index.labels[LABEL]
+    elif config.label_column is None and not any(index.labels[LABEL]):
+        index.labels[LABEL] = [name for _, name in layout]
 
     image_column = config.image_column or IMAGE
-    columns = {image_column: paths, SPLIT: splits}
+    columns: dict[str, list[Any]] = {image_column: index.paths, SPLIT: splits}
     label_columns = set()
-    for name, values in labels.items():
+    for name, values in index.labels.items():
         if any(value is not None for value in values):
             columns[name] = values
             label_columns.add(name)
     listing = Listing(columns, label_columns, path_columns={image_column})
-    listing.add_left_out(left_out)
+    listing.add_left_out(index.left_out)
     return listing
+
+
+@dataclass
+class ShardIndex:
+    """The images of shards, one entry each."""
+
+    paths: list[str] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+    """Those of their shards."""
+    folders: list[str] = field(default_factory=list)
+    """Inside their shards."""
+    labels: dict[str, list[Any]] = field(default_factory=dict)
+    """By column."""
+    left_out: LeftOutFiles = field(default_factory=LeftOutFiles)
+
+
+def index_shards(shards: dict[str, list[str]], config: ImagesConfig) -> ShardIndex:
+    """The images of shards by the headers of their members; labels are read."""
+    index = ShardIndex()
+    endings = {LABEL: config.label_column}  # column of the table -> ending of the member, or key of its JSON
+    for name in named_label_columns(config):
+        endings[name] = name
+    index.labels = {name: [] for name in endings}
+    files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
+    rule = find_name_rule(files[0][1], config)
+    for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
+        with naming_damaged(shard):
+            for sample, picture in read_samples(shard, config, rule):
+                if picture is None:
+                    name = f"{os.path.basename(shard)}: {sample.name}"
+                    index.left_out.add("samples without a picture", name)
+                    continue
+                index.paths.append(member_path(shard, picture))
+                index.splits.append(split)
+                index.folders.append(picture.name.rpartition("/")[0])
+                for name, ending in endings.items():
+                    index.labels[name].append(sample.label(ending))
+    return index
 
 
 def layout_inside(
@@ -83,8 +105,9 @@ def layout_inside(
         folder = folder_by_key.setdefault((split, name), Folder(parts, name, []))
         folder.files.append("")
     layout = find_layout([*folder_by_key.values()], config.label_folder)
-    split_and_class = dict(zip(folder_by_key, zip(layout.splits, layout.classes, strict=True), strict=True))
-    return [split_and_class[key] for key in keys]
+    split_and_class = zip(layout.splits, layout.classes, strict=True)
+    by_key = dict(zip(folder_by_key, split_and_class, strict=True))
+    return [by_key[key] for key in keys]
 
 
 def named_label_columns(config: ImagesConfig) -> set[str]:

@@ -66,6 +66,16 @@ class Tree:
         """Extensions of the shards."""
         return {extension_of(path) for _, path in self.shards}
 
+    def leave_out(self, reason: str, parts: Parts, file: str, images: bool = True) -> None:
+        """Note a file that is not used.
+
+        Args:
+            parts: of its folder.
+            file: its name or its path.
+            images: whether it looks like an image, or holds such.
+        """
+        self.left_out.add(reason, "/".join((*parts, os.path.basename(file))), images=images)
+
     def __len__(self) -> int:
         return sum(len(folder.files) for folder in self.folders)
 
@@ -150,7 +160,7 @@ class Walk:
                     folders.append((entry.path, (*parts, name)))
             elif not entry.is_file():
                 reason = "dangling links" if entry.is_symlink() else "entries that are no files"
-                self.leave_out(reason, parts, name)
+                self.tree.leave_out(reason, parts, name)
             elif extension_of(name) in PICTURE_EXTENSIONS:
                 pictures.append(name)
             elif extension_of(name) in ARRAY_EXTENSIONS:
@@ -182,25 +192,21 @@ class Walk:
         """Leave out a file that is no image, or that no decoder here reads."""
         extension = extension_of(name)
         if extension in UNSUPPORTED_EXTENSIONS:
-            self.leave_out(
+            self.tree.leave_out(
                 f"{extension} files, which mpp does not read; convert them to JPEG, PNG or TIFF", parts, name
             )
         else:
-            self.leave_out(other_files(name), parts, name, images=False)
+            self.tree.leave_out(other_files(name), parts, name, images=False)
 
     def leads_elsewhere(self, link: str, parts: Parts) -> bool:
         """Whether a link to a folder leads out of the folders that are walked: not into one, nor around one."""
         target = os.path.realpath(link)
         for walked in self.followed:
             if is_below(target, walked) or is_below(walked, target):
-                self.leave_out("links to folders of the same tree", parts[:-1], parts[-1])
+                self.tree.leave_out("links to folders of the same tree", parts[:-1], parts[-1])
                 return False
         self.followed.append(target)
         return True
-
-    def leave_out(self, reason: str, parts: Parts, name: str, images: bool = True) -> None:
-        """Note a file that is not used."""
-        self.tree.left_out.add(reason, "/".join((*parts, name)), images=images)
 
     def choose_images(self) -> None:
         """Pictures are the images; arrays where there are none."""
@@ -224,7 +230,7 @@ class Walk:
             stem = archive_stem(name)
             files = unpack_archive(Path(path))
             if files is None:
-                self.leave_out("files that are named as archives and are none", parts, name)
+                self.tree.leave_out("files that are named as archives and are none", parts, name)
                 continue
             has_own_folder = (files / stem).is_dir() or (is_alone and stem.lower() not in SPLIT_WORDS)
             inside = Walk(self.tree)
@@ -235,7 +241,7 @@ class Walk:
     def leave_out_archives(self) -> None:
         """Leave out archives next to images, or in an archive."""
         for parts, name, _ in self.archives:
-            self.leave_out("archives next to images, or in one; unpack them or move them away", parts, name)
+            self.tree.leave_out("archives next to images, or in one; unpack them or move them away", parts, name)
 
 
 def visible_entries(path: str) -> Iterator[os.DirEntry]:
