@@ -553,11 +553,11 @@ def test_a_bomb_is_refused_in_little_memory(tally):
 
 def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
-    from mpp.data.decoding import decode
+    from mpp.data.decoding import decode as decoding
     from mpp.training.step import Update
 
-    decode, call = decode.decode, Update.__call__
-    decode.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
+    decode, call = decoding.decode, Update.__call__
+    decoding.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
     if slow:  # then the main process is not waiting for data when it hears of it
         Update.__call__ = lambda *args, **kwargs: (time.sleep(0.3), call(*args, **kwargs))[1]
 
@@ -578,12 +578,12 @@ def stuck() -> None:
     import ctypes
     from itertools import count
 
-    from mpp.data.decoding import decode
+    from mpp.data.decoding import decode as decoding
     from mpp.errors import UserError
     from mpp.training.step import Update
 
-    decode, calls = decode.decode, count()
-    decode.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
+    decode, calls = decoding.decode, count()
+    decoding.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
 
     def fail(self, step, micro, measure):
         time.sleep(2)

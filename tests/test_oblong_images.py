@@ -9,51 +9,14 @@ import torch
 import mpp
 from evaluation import fewshot, finetune, visualize
 from evaluation.config import EVERY
-from mpp.config import CorruptionConfig, DataConfig, ModelConfig
+from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import draw
-from mpp.data.crops import centre_crop, random_crop
 from mpp.features.metrics import nearest_visible
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.models.positions import interpolate_offsets
 
 WIDE = "--model.img_size=[16,32]"
-
-
-def image(height, width):
-    return torch.randint(0, 256, (3, height, width), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(("height", "width"), [(40, 90), (90, 40), (64, 64), (3, 900)])
-@pytest.mark.parametrize("size", [(16, 32), (32, 16), (24, 24)])
-def test_the_held_out_view_is_cut_at_the_centre_and_turned_with_the_image(height, width, size):
-    pixels = image(height, width)
-    view = centre_crop(pixels, size, 0.875)
-    turned = centre_crop(pixels.transpose(1, 2), size[::-1], 0.875)
-    assert view.shape == (3, *size)
-    assert (view.int() - turned.transpose(1, 2).int()).abs().max() <= 1  # resized along one side after the other
-
-
-def test_the_held_out_view_keeps_its_share_of_the_side_that_is_the_shorter_for_it():
-    """Of 20 x 100 pixels, a view of 16 x 16 sees 14 rows of 16, and a view of 8 x 48 too."""
-    rows = torch.arange(20, dtype=torch.uint8)[None, :, None].expand(3, 20, 100).contiguous()
-    columns = torch.arange(100, dtype=torch.uint8)[None, None].expand(3, 20, 100).contiguous()
-    for size in ((20, 20), (20, 60)):
-        assert torch.equal(centre_crop(rows, size, 1.0)[0, :, 0], rows[0, :, 0])
-        middle = centre_crop(columns, size, 1.0)[0, 0]
-        assert middle.tolist() == list(range(50 - size[1] // 2, 50 + size[1] // 2))
-
-
-def test_training_crops_have_the_proportions_of_the_view():
-    """Of an image of the same proportions the whole is taken, where the ratio is 1 and the area all of it."""
-    config = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=False)
-    pixels = image(24, 72)
-    for index in range(5):
-        assert torch.equal(random_crop(pixels, (24, 72), config, 0, 0, index), pixels)
-    fallback = random_crop(pixels, (8, 8), DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=False), 0, 0, 0)
-    assert torch.equal(
-        fallback, torch.nn.functional.interpolate(pixels[None, :, :, 24:48], (8, 8), mode="bilinear", antialias=True)[0]
-    )
 
 
 @pytest.mark.parametrize("grid", [(2, 7), (7, 2), (3, 5), (1, 6)])
@@ -138,11 +101,6 @@ def test_weights_of_other_patches_and_hybrids(pretrain, tmp_path):
         assert torch.equal(found.norm.weight, hybrid.norm.weight) and found(torch.rand(1, 3, *size)).shape == (1, 3)
     grey = mpp.load_encoder(folder, in_chans=1)
     assert grey(torch.rand(1, 1, 16, 32)).shape == (1, 16)
-
-
-def test_a_tiny_image_has_a_long_view():
-    for size in ((16, 512), (512, 16)):
-        assert centre_crop(image(1, 1), size, 0.875).shape == (3, *size)
 
 
 @pytest.mark.faults
