@@ -29,7 +29,7 @@ from mpp.features.metrics import Sums, measure, measure_features, summarize
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
-from mpp.models.teachers import decay_at, follow
+from mpp.models.teachers import moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED
@@ -115,8 +115,8 @@ class Pretraining(ImageTask):
         """Move the teacher, where it is the moving average."""
         if not self.moving:
             return {}
-        decay = decay_at(self.config.objective.half_life, step, self.config.run.steps)
-        follow(model.teacher.encoder, model.encoder, decay)
+        decay = moving_average_decay(self.config.objective.half_life, step, self.config.run.steps)
+        update_moving_average(model.teacher.encoder, model.encoder, decay)
         return {"teacher/decay": decay}
 
     def refuse_to_continue(self, scalars: dict[str, float]) -> None:

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
 from mpp.corruption import Corruption, draw
-from mpp.models.autoencoder import MaskedAutoencoder, decoder_numbers, others
+from mpp.models.autoencoder import MaskedAutoencoder, complement, decoder_numbers
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.models.timm_models import has_fused_attention, set_attention
@@ -110,7 +110,7 @@ def test_the_decoders_attention_is_computed_as_the_encoders(fused):
 
 def test_the_others_are_all_but_those_named():
     named = torch.tensor([[0, 3], [4, 2]])
-    assert others(named, 5).tolist() == [[1, 2, 4], [0, 1, 3]]
+    assert complement(named, 5).tolist() == [[1, 2, 4], [0, 1, 3]]
 
 
 @pytest.mark.faults

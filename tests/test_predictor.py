@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind, corrupt, draw
-from mpp.models.attention import RELATIVE, take
+from mpp.models.attention import RELATIVE, gather_tokens
 from mpp.models.blocks import block_at
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
@@ -90,7 +90,8 @@ def test_last_block_skips_what_is_not_looked_at():
     set_attention(encoder, fused=False)  # not every torch counts what fused kernels do
     tokens, index = torch.randn(2, 17, 16), torch.tensor([[1, 5], [2, 3]])
     costs = []
-    for forward in (lambda: block_at(encoder.blocks[0], tokens, index), lambda: take(encoder.blocks[0](tokens), index)):
+    block = encoder.blocks[0]
+    for forward in (lambda: block_at(block, tokens, index), lambda: gather_tokens(block(tokens), index)):
         with FlopCounterMode(display=False) as counter:
             forward()
         costs.append(counter.get_total_flops())

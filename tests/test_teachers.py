@@ -22,7 +22,7 @@ from mpp.errors import UserError
 from mpp.features.metrics import add, measure_features, spread_of, summarize
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.networks import build_model
-from mpp.models.teachers import FeatureTeacher, as_targets, decay_at, follow
+from mpp.models.teachers import FeatureTeacher, as_targets, moving_average_decay, update_moving_average
 from mpp.objectives import build_objective
 from mpp.training.flops import executed_flops
 
@@ -157,7 +157,7 @@ def test_the_moving_average_is_the_closed_form():
         for parameter in model.encoder.parameters():
             parameter.add_(torch.randn(parameter.shape))
     for _ in range(5):
-        follow(model.teacher.encoder, model.encoder, 0.9)
+        update_moving_average(model.teacher.encoder, model.encoder, 0.9)
     for average, a, b in zip(
         *(each.parameters() for each in (model.teacher.encoder, before, model.encoder)), strict=True
     ):
@@ -167,15 +167,15 @@ def test_the_moving_average_is_the_closed_form():
 def test_a_moving_average_has_the_students_running_statistics():
     teacher, student = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
     student(torch.randn(8, 2) + 5)
-    follow(teacher, student, 0.5)
+    update_moving_average(teacher, student, 0.5)
     assert all(map(torch.equal, teacher.buffers(), student.buffers())) and teacher[1].running_mean.abs().sum() > 0
 
 
 def test_half_lives_are_shares_of_the_run():
-    assert decay_at((0.01, 0.05), 0, 1000) ** 10 == pytest.approx(0.5)
-    assert decay_at((0.01, 0.05), 999, 1000) ** 50 == pytest.approx(0.5)
-    assert decay_at((0.02, 0.02), 77, 1000) == pytest.approx(2 ** (-1 / 20))
-    assert decay_at((0.5, 0.5), 0, 1) == 0.25  # of one update
+    assert moving_average_decay((0.01, 0.05), 0, 1000) ** 10 == pytest.approx(0.5)
+    assert moving_average_decay((0.01, 0.05), 999, 1000) ** 50 == pytest.approx(0.5)
+    assert moving_average_decay((0.02, 0.02), 77, 1000) == pytest.approx(2 ** (-1 / 20))
+    assert moving_average_decay((0.5, 0.5), 0, 1) == 0.25  # of one update
 
 
 def frozen(img_size, patch_size, config=None, grid=(4, 4), name="vit_base_patch16_224", **options):
@@ -316,7 +316,7 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
     again = pretrain(*EMA, *steps, dir=tmp_path / "broken")
     one, two = (load_file(each / "checkpoints" / "step_00000004" / "model.safetensors") for each in (whole, again))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    decays = {step + 1: decay_at((0.01, 0.05), step, 4) for step in range(4)}
+    decays = {step + 1: moving_average_decay((0.01, 0.05), step, 4) for step in range(4)}
     assert read_metrics(whole, "teacher/decay") == pytest.approx(decays)
     assert all(rank > 1 for rank in read_metrics(whole, "target_rank").values())
     taught = pretrain(*EMA, "--objective.export=teacher", dir=tmp_path / "taught")

@@ -290,11 +290,11 @@ def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks(
     assert masking.tokens.tolist() == [14 * row + 2 * column for row in range(4) for column in range(4)]
     positions = torch.tensor([[0, 1, 5]])  # two beside each other, and one below the second
     zeros, none = torch.zeros_like(positions), torch.empty(1, 0, dtype=torch.int64)
-    hidden = masking.hidden(Corruption(positions, zeros, positions, zeros, none)).view(7, 7)
+    hidden = masking.masked_tokens(Corruption(positions, zeros, positions, zeros, none)).view(7, 7)
     assert hidden.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 2]]
     kept = torch.full_like(positions, int(Kind.KEEP))
-    assert not masking.hidden(Corruption(positions, kept, positions, zeros, none)).any()
-    dropped = masking.hidden(
+    assert not masking.masked_tokens(Corruption(positions, kept, positions, zeros, none)).any()
+    dropped = masking.masked_tokens(
         Corruption(positions[:, 1:], zeros[:, 1:], positions[:, 1:], zeros[:, 1:], positions[:, :1])
     )
     assert torch.equal(dropped.view(7, 7), hidden)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.frozen.encoder import Unavailable, patch_grid
-from mpp.models.attention import RELATIVE, Biases, RelativeKeys
+from mpp.models.attention import RELATIVE, RelativeBiases, RelativeKeys
 
 
 def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
@@ -51,9 +51,9 @@ def position_similarity(model: nn.Module) -> Tensor:
     return (found @ found.T).float().view(rows, columns, rows, columns)
 
 
-def of_offsets(added: RelativeKeys | Biases) -> Tensor:
+def of_offsets(added: RelativeKeys | RelativeBiases) -> Tensor:
     """What a block learned of the offset of each query and key, (T, T)."""
-    if isinstance(added, Biases):
+    if isinstance(added, RelativeBiases):
         return added.biases.get_bias()[0].detach().double().cpu().mean(0)
     offsets = nn.functional.normalize(added.pos_embed_offsets.detach().double().cpu(), dim=-1)
     return (offsets @ offsets[len(offsets) // 2])[added.offsets.cpu()]

@@ -18,7 +18,7 @@ from evaluation.supervision.heads import HeadedEncoder, build_head
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.models.encoder import load_encoder
-from mpp.models.teachers import resized
+from mpp.models.teachers import resize_bilinear
 from mpp.models.timm_models import set_attention
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
@@ -48,7 +48,7 @@ class FrozenClassifier(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W), uint8 or float in [0, 255], to logits (B, classes) float32."""
-        logits = self.network(resized(images, self.img_size)).float()
+        logits = self.network(resize_bilinear(images, self.img_size)).float()
         return averaged(logits) if logits.ndim == 3 else logits
 
 

@@ -1,11 +1,11 @@
-"""Attention, at all tokens or at the few that are looked at, and the positions that act in it (paper, appendix D.4).
+"""Attention, of all tokens or of a few as queries, and the positions that act in it (paper, appendix D.4).
 
-B images, T tokens (prefix tokens first: [class], registers), N = rows x columns patches, K tokens that are looked at,
-D width, d width of a head.
+B images, T tokens (prefix tokens first: [class], registers), N = rows x columns patches, K queries, D width, d width of
+a head.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,13 @@ from timm.layers import Attention, RelPosBias, RotaryEmbeddingCat, apply_rot_emb
 from torch import Tensor, nn
 
 from mpp.config import Grid, require
-from mpp.models.positions import interpolate_offsets
+from mpp.models.positions import interpolate_offsets, other_grid
 
 RELATIVE = ("relative", "relative_bias", "rope")
 
 
-def take(tokens: Tensor, index: Tensor) -> Tensor:
-    """tokens (B, N, D) at index (B, K): (B, K, D)."""
+def gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
+    """Tokens (B, N, D) at index (B, K): (B, K, D)."""
     return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
@@ -38,25 +38,28 @@ class RelativeKeys(nn.Module):
 
     def __init__(self, grid: Grid, prefix: int, width: int):
         super().__init__()
-        self.grid, self.prefix = grid, prefix
+        self.grid = grid
+        self.prefix = prefix
         tokens = prefix + math.prod(grid)
         self.pos_embed_offsets = nn.Parameter(torch.empty(2 * tokens - 1, width))
         nn.init.trunc_normal_(self.pos_embed_offsets, std=0.02)
         place = torch.arange(tokens)
-        self.register_buffer("offsets", place - place[:, None] + tokens - 1, persistent=False)  # (query, key)
+        offsets = place - place[:, None] + tokens - 1  # (query, key), from 0
+        self.register_buffer("offsets", offsets, persistent=False)
 
     def forward(self, queries: Tensor, index: Tensor | None, scale: float) -> Tensor:
         """Logits (B, heads, K, T) of queries (B, heads, K, d) at index (B, K)."""
-        logits = queries @ self.pos_embed_offsets.to(queries.dtype).T * scale  # (B, heads, K, 2 T - 1)
-        columns = self.offsets[None, None] if index is None else self.offsets[index][:, None]
-        return logits.gather(-1, columns.expand(*logits.shape[:2], -1, -1))
+        offset_logits = queries @ self.pos_embed_offsets.to(queries.dtype).T * scale  # (B, heads, K, 2 T - 1)
+        offsets = self.offsets[None] if index is None else self.offsets[index]  # (1, T, T) or (B, K, T)
+        batch, heads = offset_logits.shape[:2]
+        return offset_logits.gather(-1, offsets[:, None].expand(batch, heads, -1, -1))
 
     def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
         """Offsets of another grid, as those of this one."""
         return interpolate_offsets(table, self.grid, self.prefix, old)
 
 
-class Biases(nn.Module):
+class RelativeBiases(nn.Module):
     """A learned bias for each offset in rows and columns, by head: timm's (Swin, BEiT), one table a block.
 
     Args:
@@ -72,22 +75,23 @@ class Biases(nn.Module):
 
     def forward(self, queries: Tensor, index: Tensor | None, scale: float) -> Tensor:
         """Logits (B or 1, heads, K, T) to add, of queries at index (B, K)."""
-        biases = self.biases.get_bias()
-        return biases if index is None else biases[0][:, index].transpose(0, 1)
+        biases = self.biases.get_bias()  # (1, heads, T, T)
+        if index is None:
+            return biases
+        return biases[0][:, index].transpose(0, 1)
 
     def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
         """Biases of another grid, as those of this one."""
-        (rows, columns), extra = self.biases.window_size, 3 * self.biases.prefix_tokens
-        offsets = len(table) - extra  # of the other grid: a line as this one is, or `old`, or square
-        line = (offsets + 1) // 2
-        square = (math.isqrt(offsets) + 1) // 2
-        old = (1, line) if rows == 1 else (line, 1) if columns == 1 else old or (square, square)
+        offsets = len(table) - 3 * self.biases.prefix_tokens  # of patches, on the other grid
+        length = (offsets + 1) // 2  # of a line with so many offsets
+        side = (math.isqrt(offsets) + 1) // 2  # of a square with so many
+        old = other_grid(self.biases.window_size, length, side, old)
         shape = tuple(self.biases.relative_position_bias_table.shape)
         return resize_rel_pos_bias_table(table, self.biases.window_size, shape, old_window_size=old)
 
 
 class Rotation(nn.Module):
-    """Queries and keys turned by their row and column: timm's rotary embeddings, of patches alone.
+    """Queries and keys of patches turned by their row and column: timm's rotary embeddings.
 
     Args:
         grid: rows and columns of patches.
@@ -104,8 +108,16 @@ class Rotation(nn.Module):
 
     def forward(self, vectors: Tensor, index: Tensor | None) -> Tensor:
         """Queries or keys (B, heads, K, d) of the tokens at index (B, K), turned."""
-        angles = self.angles if index is None else self.angles[index][:, None]
+        angles = self.angles if index is None else self.angles[index][:, None]  # (T, 2 d) or (B, 1, K, 2 d)
         return apply_rot_embed_cat(vectors, angles).to(vectors.dtype)
+
+
+class Lines(NamedTuple):
+    """How tokens are arranged as lines for axial attention, and back: patterns of einops."""
+
+    fold: str
+    unfold: str
+    sizes: dict[str, int]
 
 
 class PositionedAttention(Attention):
@@ -114,30 +126,30 @@ class PositionedAttention(Attention):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.rotation: Rotation | None = None
-        self.added: RelativeKeys | Biases | None = None
-        self.lines: tuple[str, str, dict[str, int]] | None = None  # tokens to lines, and back
+        self.added: RelativeKeys | RelativeBiases | None = None
+        self.lines: Lines | None = None
 
     def set_position(self, position: str, grid: Grid, prefix: int, along: str | None = None) -> None:
-        """Let the places of query and key matter.
+        """Let attention depend on the places of query and key.
 
         Args:
-            position: one of RELATIVE; with another, places do not matter here.
+            position: one of RELATIVE; with another, attention does not depend on places.
             grid: rows and columns of patches.
             prefix: tokens before them.
-            along: rows or columns: tokens see those of their line alone, and places are those in it; prefix is 0 then.
+            along: rows or columns: tokens see only those of their line, and places are those in it; prefix is 0 then.
         Raises:
             UserError: a position that does not go with these numbers.
         """
         if along == "rows":
-            self.lines = ("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": grid[0]})
+            self.lines = Lines("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": grid[0]})
             grid = (1, grid[1])
         elif along == "columns":
-            self.lines = ("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": grid[1]})
+            self.lines = Lines("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": grid[1]})
             grid = (grid[0], 1)
         if position == "relative":
             self.added = RelativeKeys(grid, prefix, self.head_dim)
         elif position == "relative_bias":
-            self.added = Biases(grid, prefix, self.num_heads)
+            self.added = RelativeBiases(grid, prefix, self.num_heads)
         elif position == "rope":
             self.rotation = Rotation(grid, prefix, self.head_dim)
 
@@ -147,41 +159,54 @@ class PositionedAttention(Attention):
         if self.lines is None:
             return attention_at(self, x, None)
         fold, unfold, sizes = self.lines
-        return rearrange(attention_at(self, rearrange(x, fold, **sizes), None), unfold, **sizes)
+        lines = rearrange(x, fold, **sizes)
+        return rearrange(attention_at(self, lines, None), unfold, **sizes)
 
 
 def is_known(attention: nn.Module | None) -> bool:
-    """Whether `attention_at` knows all that this attention does: timm's, or ours, without a gate."""
-    plain = type(attention) in (Attention, PositionedAttention) and type(attention.qkv) is nn.Linear
-    return plain and getattr(attention, "gate", None) is None and getattr(attention, "lines", None) is None
-
-
-def positioned(
-    attention: Attention, queries: Tensor, keys: Tensor, index: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries and keys turned, and logits to add, where positions act in this attention."""
-    rotation, added = getattr(attention, "rotation", None), getattr(attention, "added", None)
-    if rotation is not None:
-        queries, keys = rotation(queries, index), rotation(keys, None)
-    return queries, keys, None if added is None else added(queries, index, attention.scale).to(queries.dtype)
+    """Whether `attention_at` computes all that this attention does: timm's or ours, without gate and lines."""
+    if type(attention) not in (Attention, PositionedAttention) or type(attention.qkv) is not nn.Linear:
+        return False
+    return getattr(attention, "gate", None) is None and getattr(attention, "lines", None) is None
 
 
 def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> Tensor:
     """Attention with the tokens at `index` (B, K) as its only queries; None: all. (B, T, D) to (B, K, D)."""
-    heads, width = attention.num_heads, attention.qkv.weight.shape[0] // 3
-    weight, bias = attention.qkv.weight, attention.qkv.bias
-    query_bias, key_value_bias = (None, None) if bias is None else (bias[:width], bias[width:])
-    queries = F.linear(tokens if index is None else take(tokens, index), weight[:width], query_bias)  # (B, K, width)
-    keys_values = F.linear(tokens, weight[width:], key_value_bias)  # (B, T, 2 * width)
-    queries = queries.unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, K, width / heads)
-    keys, values = keys_values.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-    queries, keys, added = positioned(attention, queries, keys, index)
+    queries, keys, values = project(attention, tokens, index)
+    queries = attention.q_norm(queries)
+    keys = attention.k_norm(keys)
+    rotation = getattr(attention, "rotation", None)
+    if rotation is not None:
+        queries = rotation(queries, index)
+        keys = rotation(keys, None)
+    bias = None  # logits to add, (B or 1, heads, K, T)
+    added = getattr(attention, "added", None)
+    if added is not None:
+        bias = added(queries, index, attention.scale).to(queries.dtype)
+
     if attention.fused_attn:
         dropout = attention.attn_drop.p if attention.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=added, dropout_p=dropout)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, dropout_p=dropout)
     else:
         logits = queries * attention.scale @ keys.transpose(-2, -1)
-        weights = (logits if added is None else logits + added).softmax(-1)
+        if bias is not None:
+            logits = logits + bias
+        weights = logits.softmax(-1)
         mixed = attention.attn_drop(weights) @ values
-    return attention.proj_drop(attention.proj(attention.norm(mixed.transpose(1, 2).flatten(2))))
+    mixed = mixed.transpose(1, 2).flatten(2)  # (B, K, D)
+    return attention.proj_drop(attention.proj(attention.norm(mixed)))
+
+
+def project(attention: Attention, tokens: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, heads, K, d) of the tokens at `index`, keys and values (B, heads, T, d) of all tokens (B, T, D)."""
+    heads = attention.num_heads
+    weight, bias = attention.qkv.weight, attention.qkv.bias
+    width = weight.shape[0] // 3
+    query_bias = None if bias is None else bias[:width]
+    key_value_bias = None if bias is None else bias[width:]
+    query_tokens = tokens if index is None else gather_tokens(tokens, index)
+    queries = F.linear(query_tokens, weight[:width], query_bias)  # (B, K, width)
+    keys_values = F.linear(tokens, weight[width:], key_value_bias)  # (B, T, 2 * width)
+    queries = queries.unflatten(-1, (heads, -1)).transpose(1, 2)
+    keys, values = keys_values.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return queries, keys, values

@@ -1,7 +1,7 @@
-"""The masked autoencoder (He et al., CVPR 2022): embed, drop what is corrupted, encode, decode, predict.
+"""The masked autoencoder (He et al., CVPR 2022): embed, drop corrupted patches, encode, decode, predict.
 
-The encoder's compute falls with the patches that it sees. What the loss does not look at is not computed in the
-decoder's last block, as in mpp/models/predictor.py.
+The encoder's compute falls with the patches that it sees. The decoder's last block computes only what the loss needs,
+as in mpp/models/predictor.py.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
-from mpp.models.attention import take
-from mpp.models.blocks import block_at, through
+from mpp.models.attention import gather_tokens
+from mpp.models.blocks import block_at, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.positions import sincos_2d
 from mpp.models.timm_models import has_fused_attention, set_attention
 from mpp.models.vit import VariantViT
 
-WIDTH, DEPTH, HEAD = 512, 8, 32  # MAE's decoder: 16 heads of 32
+MAE_DECODER_WIDTH = 512
+MAE_DECODER_DEPTH = 8
+HEAD_WIDTH = 32  # of a head of the decoder; MAE's has 16
 
 
 class MaskedAutoencoder(nn.Module):
-    """A ViT that sees the visible patches alone, a small decoder, and a linear head on the corrupted patches.
+    """A ViT that sees only the visible patches, a small decoder, and a linear head on the corrupted patches.
 
     Every corrupted patch counts as a [mask], whatever its kind.
 
@@ -48,16 +50,11 @@ class MaskedAutoencoder(nn.Module):
         config: NetworkConfig,
     ):
         super().__init__()
-        require(
-            type(encoder.patch_embed) is PatchEmbed,
-            *("network.name", "autoencoder"),
-            "predictor with a hybrid or overlapping patches: visible ones would show the encoder what is hidden",
-        )
-        require(
-            not isinstance(encoder, VariantViT) or encoder.takes_any_tokens,
-            *("network.name", "autoencoder"),
-            "predictor where positions act in the blocks, or mixing is axial: the encoder here sees some tokens alone",
-        )
+        setting = ("network.name", "autoencoder")
+        allowed = "predictor with a hybrid or overlapping patches: visible ones would show the encoder masked pixels"
+        require(type(encoder.patch_embed) is PatchEmbed, *setting, allowed)
+        allowed = "predictor where positions act in the blocks, or mixing is axial: the encoder here lacks some tokens"
+        require(not isinstance(encoder, VariantViT) or encoder.takes_any_tokens, *setting, allowed)
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
         width, depth, heads = decoder_numbers(config, encoder)
@@ -75,27 +72,28 @@ class MaskedAutoencoder(nn.Module):
         Returns:
             (B, K, outputs), in the order of `corruption.positions`.
         """
-        encoder, again = self.encoder, self.training and self.encoder.grad_checkpointing
+        encoder = self.encoder
+        checkpointed = self.training and encoder.grad_checkpointing
         tokens = encoder._pos_embed(encoder.patch_embed(self.normalize(images)))  # (B, prefix + N, D)
         corrupted = encoder.num_prefix_tokens + corruption.positions
-        hidden = torch.cat([corrupted, encoder.num_prefix_tokens + corruption.dropped], dim=1)
-        visible = others(hidden, tokens.shape[1])
-        seen = through(encoder.blocks, encoder.norm_pre(take(tokens, visible)), again)
-        decoded = self.decoder(encoder.fc_norm(encoder.norm(seen)), visible, corrupted, again)
+        dropped = encoder.num_prefix_tokens + corruption.dropped
+        visible = complement(torch.cat([corrupted, dropped], dim=1), tokens.shape[1])
+        seen = run_blocks(encoder.blocks, encoder.norm_pre(gather_tokens(tokens, visible)), checkpointed)
+        decoded = self.decoder(encoder.fc_norm(encoder.norm(seen)), visible, corrupted, checkpointed)
         return self.head(decoded)
 
 
-def others(index: Tensor, count: int) -> Tensor:
-    """Which of so many tokens are not at index (B, K): (B, count - K), ascending."""
-    named = torch.zeros(len(index), count, dtype=torch.int32, device=index.device).scatter_(1, index, 1)
-    return named.argsort(dim=1, stable=True)[:, : count - index.shape[1]]
+def complement(index: Tensor, count: int) -> Tensor:
+    """Numbers below `count` that are not in index (B, K): (B, count - K), ascending."""
+    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device).scatter_(1, index, 1)
+    return present.argsort(dim=1, stable=True)[:, : count - index.shape[1]]
 
 
 class Decoder(nn.Module):
     """Visible tokens back in their places, [mask] elsewhere, fixed positions, and blocks.
 
     Args:
-        encoder: whose tokens are decoded.
+        encoder: gives the tokens that are decoded.
         width, depth, heads: of the decoder.
     """
 
@@ -103,8 +101,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Linear(encoder.embed_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width))
-        of_prefix = torch.zeros(encoder.num_prefix_tokens, width)
-        positions = torch.cat([of_prefix, sincos_2d(encoder.patch_embed.grid_size, width)])
+        prefix_positions = torch.zeros(encoder.num_prefix_tokens, width)
+        positions = torch.cat([prefix_positions, sincos_2d(encoder.patch_embed.grid_size, width)])
         self.register_buffer("positions", positions, persistent=False)  # (prefix + N, width)
         self.blocks = nn.ModuleList(Block(width, heads, qkv_bias=True, norm_layer=LayerNorm) for _ in range(depth))
         self.norm = LayerNorm(width)
@@ -112,21 +110,21 @@ class Decoder(nn.Module):
         nn.init.trunc_normal_(self.mask_token, std=0.02)
         set_attention(self, has_fused_attention(encoder))
 
-    def forward(self, tokens: Tensor, visible: Tensor, corrupted: Tensor, again: bool) -> Tensor:
-        """What the decoder makes of the corrupted patches.
+    def forward(self, tokens: Tensor, visible: Tensor, corrupted: Tensor, checkpointed: bool) -> Tensor:
+        """Decode the corrupted patches.
 
         Args:
             tokens: (B, V, D), the encoder's output.
             visible: (B, V), their places among all tokens.
-            corrupted: (B, K), the places that are looked at.
-            again: whether activations are computed again in the backward pass.
+            corrupted: (B, K), the places whose output is needed.
+            checkpointed: see `run_blocks`.
         Returns:
             (B, K, width).
         """
         tokens = self.embed(tokens)
-        everywhere = self.mask_token.to(tokens.dtype).expand(len(tokens), len(self.positions), -1)
-        tokens = everywhere.scatter(1, visible[..., None].expand_as(tokens), tokens) + self.positions
-        tokens = through(self.blocks[:-1], tokens, again)
+        masked = self.mask_token.to(tokens.dtype).expand(len(tokens), len(self.positions), -1)
+        tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens) + self.positions
+        tokens = run_blocks(self.blocks[:-1], tokens, checkpointed)
         return self.norm(block_at(self.blocks[-1], tokens, corrupted))
 
 
@@ -139,8 +137,10 @@ def initialize(module: nn.Module) -> None:
 
 def decoder_numbers(config: NetworkConfig, encoder: VisionTransformer) -> tuple[int, int, int]:
     """Width, depth and heads of the decoder: those of the config, or two thirds of the encoder's, at most MAE's."""
-    width = config.decoder_width or min(WIDTH, max(HEAD, HEAD * round(2 * encoder.embed_dim / (3 * HEAD))))
-    depth = config.decoder_depth or min(DEPTH, max(1, round(2 * len(encoder.blocks) / 3)))
-    heads = config.decoder_heads or max(1, width // HEAD)
+    heads_by_width = max(1, round(2 * encoder.embed_dim / (3 * HEAD_WIDTH)))
+    width = config.decoder_width or min(MAE_DECODER_WIDTH, HEAD_WIDTH * heads_by_width)
+    blocks = max(1, round(2 * len(encoder.blocks) / 3))
+    depth = config.decoder_depth or min(MAE_DECODER_DEPTH, blocks)
+    heads = config.decoder_heads or max(1, width // HEAD_WIDTH)
     require(width % heads == 0, "network.decoder_width", width, f"a multiple of network.decoder_heads ({heads})")
     return width, depth, heads

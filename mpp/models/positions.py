@@ -1,4 +1,4 @@
-"""Position embeddings that are added to tokens, and what becomes of tables on another grid (paper, appendix D.4).
+"""Position embeddings that are added to tokens, and their resampling to another grid (paper, appendix D.4).
 
 T tokens (prefix tokens first: [class], registers), N = rows x columns patches, D width.
 """
@@ -42,7 +42,9 @@ class AbsolutePositions(nn.Module):
 
     def __init__(self, kind: str, grid: Grid, prefix: int, width: int):
         super().__init__()
-        self.kind, self.grid, self.prefix = kind, grid, prefix
+        self.kind = kind
+        self.grid = grid
+        self.prefix = prefix
         if kind == "learned":
             self.pos_embed = nn.Parameter(torch.empty(prefix + math.prod(grid), width))
         elif kind == "learned_2d":
@@ -63,10 +65,13 @@ class AbsolutePositions(nn.Module):
             return self.pos_embed
         if self.kind == "sincos_2d":
             return self.table
-        rows = self.pos_embed_rows[:, None].expand(-1, self.grid[1], -1)
-        columns = self.pos_embed_columns.expand(self.grid[0], -1, -1)
-        patches = torch.cat([rows, columns], dim=-1).flatten(0, 1)
-        return patches if self.pos_embed_prefix is None else torch.cat([self.pos_embed_prefix, patches])
+        grid_rows, grid_columns = self.grid
+        rows = self.pos_embed_rows[:, None].expand(-1, grid_columns, -1)
+        columns = self.pos_embed_columns.expand(grid_rows, -1, -1)
+        patches = torch.cat([rows, columns], dim=-1).flatten(0, 1)  # (N, D)
+        if self.pos_embed_prefix is None:
+            return patches
+        return torch.cat([self.pos_embed_prefix, patches])
 
     def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
         """A table of another grid, as this one's `name`: in two dimensions, as timm does, or along its only one."""
@@ -78,11 +83,26 @@ class AbsolutePositions(nn.Module):
         return line[0, :, 0].T
 
 
+def other_grid(grid: Grid, length: int, side: int, known: Grid | None) -> Grid:
+    """The grid that a table of offsets is for: a line where `grid` is one, else the known one, else a square.
+
+    Args:
+        length: patches of the line.
+        side: patches of a side of the square.
+    """
+    rows, columns = grid
+    if rows == 1:
+        return 1, length
+    if columns == 1:
+        return length, 1
+    return known or (side, side)
+
+
 def interpolate_offsets(table: Tensor, grid: Grid, prefix: int, old: Grid | None = None) -> Tensor:
     """Embeddings of offsets along the sequence of another grid, as those of this one.
 
-    An offset along the sequence is so many rows and columns, of all ways to say it the one with the fewest columns. It
-    is found between the four nearest offsets of the other grid.
+    An offset along the sequence is so many rows and columns: of all ways to write it, the one with the fewest columns.
+    It is interpolated between the four nearest offsets of the other grid.
 
     Args:
         table: (2 * (prefix + N') - 1, d), of the other grid's N' patches.
@@ -92,19 +112,26 @@ def interpolate_offsets(table: Tensor, grid: Grid, prefix: int, old: Grid | None
     Returns:
         (2 * (prefix + N) - 1, d).
     """
-    before = (len(table) + 1) // 2 - prefix  # patches of the other grid
-    side = math.isqrt(before)
-    old = (1, before) if grid[0] == 1 else (before, 1) if grid[1] == 1 else old or (side, side)
-    reach = prefix + math.prod(grid) - 1
-    offsets = torch.arange(-reach, reach + 1)
-    down = torch.div(offsets + grid[1] // 2, grid[1], rounding_mode="floor") if grid[0] > 1 else 0 * offsets
-    right = offsets - down * grid[1]
-    at = [part * (o - 1) / max(n - 1, 1) for part, o, n in zip((down, right), old, grid, strict=True)]
+    rows, columns = grid
+    old_patches = (len(table) + 1) // 2 - prefix
+    old_rows, old_columns = other_grid(grid, old_patches, math.isqrt(old_patches), old)
+
+    most = prefix + math.prod(grid) - 1  # the largest offset
+    offsets = torch.arange(-most, most + 1)
+    down = torch.zeros_like(offsets)
+    if rows > 1:
+        down = torch.div(offsets + columns // 2, columns, rounding_mode="floor")
+    right = offsets - down * columns
+    old_down = down * (old_rows - 1) / max(rows - 1, 1)  # in rows and columns of the other grid
+    old_right = right * (old_columns - 1) / max(columns - 1, 1)
+
     result = torch.zeros(len(offsets), table.shape[1], dtype=table.dtype)
-    for near_row in (0, 1):
-        for near_column in (0, 1):
-            row, column = at[0].floor() + near_row, at[1].floor() + near_column
-            weight = (1 - (at[0] - row).abs()) * (1 - (at[1] - column).abs())
-            place = (row * old[1] + column).long() + (len(table) - 1) // 2
-            result += weight[:, None].to(table.dtype) * table[place.clamp(0, len(table) - 1)]
+    for next_row in (0, 1):
+        for next_column in (0, 1):
+            row = old_down.floor() + next_row
+            column = old_right.floor() + next_column
+            weight = (1 - (old_down - row).abs()) * (1 - (old_right - column).abs())
+            place = (row * old_columns + column).long() + (len(table) - 1) // 2
+            place = place.clamp(0, len(table) - 1)
+            result += weight[:, None].to(table.dtype) * table[place]
     return result

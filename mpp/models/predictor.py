@@ -1,10 +1,10 @@
 """The paper's network: normalise, embed, corrupt, encode, predict.
 
-What the loss does not look at is not computed in the last block: its MLP, the final norm and the head see the K
-corrupted patches alone, and so do the queries where `attention_at` knows the attention.
+The last block computes only what the loss needs: its MLP, the final norm and the head see only the K corrupted
+patches, and so do the queries where `attention_at` knows the attention.
 
-Where windows overlap, of patches or of a hybrid's convolutions, to hide an embedding would leave its pixels in those
-beside it. There the corruption is of pixels: see mpp/models/pixel_masking.py.
+Where the windows of patches or of a hybrid's convolutions overlap, a masked embedding would leave its pixels in the
+neighbouring ones. There pixels are corrupted: see mpp/models/pixel_masking.py.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import Corruption, corrupt
-from mpp.models.blocks import block_at, through
+from mpp.models.blocks import block_at, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.pixel_masking import PixelMasking
 
@@ -39,7 +39,7 @@ class MaskedPatchPredictor(nn.Module):
         self.pixel_masking = None if type(encoder.patch_embed) is PatchEmbed else PixelMasking(encoder)
         self.mask_token = nn.Parameter(torch.empty(encoder.embed_dim))
         self.head = nn.Linear(encoder.embed_dim, outputs)
-        nn.init.trunc_normal_(self.mask_token, std=0.02)  # the paper is silent: as the other embeddings
+        nn.init.trunc_normal_(self.mask_token, std=0.02)  # the paper does not say: as the other embeddings
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
@@ -52,18 +52,22 @@ class MaskedPatchPredictor(nn.Module):
         Returns:
             (B, K, outputs), in the order of `corruption.positions`.
         """
-        encoder, positions = self.encoder, corruption.positions
-        tokens = encoder.norm_pre(encoder._pos_embed(self.embed(self.normalize(images), corruption)))
-        tokens = through(encoder.blocks[:-1], tokens, again=self.training and encoder.grad_checkpointing)
-        places = positions if self.pixel_masking is None else self.pixel_masking.tokens[positions]
-        index = encoder.num_prefix_tokens + places
-        corrupted = block_at(encoder.blocks[-1], tokens, index)
+        encoder = self.encoder
+        embeddings = self.embed(self.normalize(images), corruption)
+        tokens = encoder.norm_pre(encoder._pos_embed(embeddings))
+        checkpointed = self.training and encoder.grad_checkpointing
+        tokens = run_blocks(encoder.blocks[:-1], tokens, checkpointed)
+        places = corruption.positions
+        if self.pixel_masking is not None:
+            places = self.pixel_masking.tokens[places]
+        corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + places)
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Normalised images (B, C, H, W) to corrupted patch embeddings, (B, N, D)."""
-        if self.pixel_masking is not None:
-            patches = self.encoder.patch_embed(self.pixel_masking.corrupt(images, corruption))
-            return torch.where(self.pixel_masking.hidden(corruption), self.mask_token.to(patches.dtype), patches)
-        patches = self.encoder.patch_embed(images)
-        return corrupt(patches.flatten(1, -2), self.mask_token, corruption).view(patches.shape)
+        if self.pixel_masking is None:
+            patches = self.encoder.patch_embed(images)
+            return corrupt(patches.flatten(1, -2), self.mask_token, corruption).view(patches.shape)
+        patches = self.encoder.patch_embed(self.pixel_masking.corrupt(images, corruption))
+        masked = self.pixel_masking.masked_tokens(corruption)
+        return torch.where(masked, self.mask_token.to(patches.dtype), patches)

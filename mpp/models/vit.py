@@ -6,6 +6,7 @@ B images, T tokens (prefix tokens first), N = rows x columns patches, D width.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,20 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize
-from mpp.models.attention import RELATIVE, Biases, PositionedAttention, RelativeKeys
+from mpp.models.attention import RELATIVE, PositionedAttention, RelativeBiases, RelativeKeys
 from mpp.models.positions import ABSOLUTE, AbsolutePositions
 
-RESAMPLED = (AbsolutePositions, RelativeKeys, Biases)
+RESAMPLED = (AbsolutePositions, RelativeKeys, RelativeBiases)  # modules with tables that depend on the grid
 __all__ = ["VariantViT"]  # timm adds the models that are registered here
+
+
+def grid_of_patches(size: ImageSize, patch_size: tuple[int, int], stride: int | None) -> Grid:
+    """Rows and columns of patches that lie `stride` pixels apart; None: side by side."""
+    height, width = size
+    patch_height, patch_width = patch_size
+    rows = (height - patch_height) // (stride or patch_height) + 1
+    columns = (width - patch_width) // (stride or patch_width) + 1
+    return rows, columns
 
 
 class OverlappingPatchEmbed(PatchEmbed):
@@ -31,9 +41,9 @@ class OverlappingPatchEmbed(PatchEmbed):
         self.proj.stride = (stride, stride)
 
     def _init_img_size(self, img_size: int | ImageSize) -> tuple[ImageSize, Grid, int]:
-        sizes = to_2tuple(img_size)
-        rows, columns = ((size - side) // self.stride + 1 for size, side in zip(sizes, self.patch_size, strict=True))
-        return sizes, (rows, columns), rows * columns
+        size = to_2tuple(img_size)
+        rows, columns = grid_of_patches(size, self.patch_size, self.stride)
+        return size, (rows, columns), rows * columns
 
     def dynamic_feat_size(self, img_size: ImageSize) -> Grid:
         """Rows and columns of patches of an image of this size."""
@@ -45,7 +55,7 @@ class OverlappingPatchEmbed(PatchEmbed):
 
 
 class PositionedBlock(Block):
-    """timm's block. Position embeddings may be added to what goes in, or act in its attention.
+    """timm's block. Position embeddings may be added to its input, or act in its attention.
 
     Args:
         position, grid, prefix, along: see `PositionedAttention.set_position`.
@@ -57,20 +67,22 @@ class PositionedBlock(Block):
         self.positions: AbsolutePositions | None = None  # its own
         self.shared: tuple[AbsolutePositions, ...] = ()  # the encoder's; in a tuple they are not registered twice
 
-    def place(self, tokens: Tensor) -> Tensor:
+    def add_positions(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T, D) with the position embeddings that belong to this block."""
-        for positions in (self.positions, *self.shared):
-            tokens = tokens if positions is None else tokens + positions()
+        if self.positions is not None:
+            tokens = tokens + self.positions()
+        for positions in self.shared:
+            tokens = tokens + positions()
         return tokens
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return super().forward(self.place(x), attn_mask, is_causal)  # its attention refuses masks
+        return super().forward(self.add_positions(x), attn_mask, is_causal)  # its attention refuses masks
 
 
 class AxialBlock(nn.Module):
     """A block along each row of patches, then one along each column, each with its MLP (paper, appendix D.6).
 
-    Position embeddings are added once, to what goes in.
+    Position embeddings are added once, to the input.
 
     Args:
         options: of both blocks.
@@ -113,45 +125,65 @@ class VariantViT(VisionTransformer):
         **options: Any,
     ):
         axial = mixing == "axial"
-        class_token, prefix = class_token and not axial, 0 if axial else int(class_token) + reg_tokens
-        embed = PatchEmbed if stride in (None, patch_size) else partial(OverlappingPatchEmbed, stride=stride)
-        sides = (to_2tuple(part) for part in (img_size, patch_size))
-        grid = tuple((size - side) // (stride or side) + 1 for size, side in zip(*sides, strict=True))
-        places = dict(position=position, grid=grid, prefix=prefix)
-        block = partial(AxialBlock, **places) if axial else partial(PositionedBlock, **places)
-        plain = position not in RELATIVE and position_at == "stem" and not axial
-        timms = position == "learned" and position_at == "stem"  # a table as timm has it, which takes its weights
-        options |= dict(embed_layer=embed, block_fn=Block if plain else block, embed_dim=embed_dim)
-        options |= dict(pos_embed="learn" if timms else "none")
-        options |= dict(class_token=class_token, reg_tokens=prefix - class_token)
-        options |= dict(global_pool="avg") if axial else {}
+        if axial:
+            class_token, reg_tokens = False, 0
+            options["global_pool"] = "avg"
+        prefix = int(class_token) + reg_tokens
+        embed = PatchEmbed
+        if stride not in (None, patch_size):
+            embed = partial(OverlappingPatchEmbed, stride=stride)
+        grid = grid_of_patches(to_2tuple(img_size), to_2tuple(patch_size), stride)
+        plain_blocks = position not in RELATIVE and position_at == "stem" and not axial
+        block: Any = Block
+        if not plain_blocks:
+            block = partial(AxialBlock if axial else PositionedBlock, position=position, grid=grid, prefix=prefix)
+        timm_positions = position == "learned" and position_at == "stem"  # timm's table, which takes timm's weights
+        options |= dict(
+            embed_layer=embed,
+            block_fn=block,
+            embed_dim=embed_dim,
+            pos_embed="learn" if timm_positions else "none",
+            class_token=class_token,
+            reg_tokens=reg_tokens,
+        )
         super().__init__(img_size, patch_size, **options)
-        self.position, self.mixing = position, mixing
-        self.takes_any_tokens = plain  # its blocks are timm's own, which do not care how many tokens there are
-        own = position in ABSOLUTE and not timms
-        table = partial(AbsolutePositions, position, grid, prefix, embed_dim)
-        self.pos_embeds = table() if own else None
-        for following in self.blocks[1:] if own and position_at != "stem" else ():
-            block = following.along_rows if axial else following
+        self.position = position
+        self.mixing = mixing
+        self.takes_any_tokens = plain_blocks  # timm's own blocks do not depend on the number of tokens
+        self.pos_embeds: AbsolutePositions | None = None
+        if position in ABSOLUTE and not timm_positions:
+            self.add_tables(partial(AbsolutePositions, position, grid, prefix, embed_dim), position_at)
+
+    def add_tables(self, create: Callable[[], AbsolutePositions], position_at: str) -> None:
+        """Create the tables of positions: the encoder's, and those of the blocks after the first where asked for."""
+        self.pos_embeds = create()
+        if position_at == "stem":
+            return
+        for block in self.blocks[1:]:
+            if isinstance(block, AxialBlock):
+                block = block.along_rows
             if position_at == "every":
-                block.positions = table()
+                block.positions = create()
             else:
                 block.shared = (self.pos_embeds,)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        x = x.to(self.patch_embed.proj.weight.dtype)  # under autocast float32: what blocks add to is not to be rounded
+        x = x.to(self.patch_embed.proj.weight.dtype)  # float32 also under autocast: blocks add to these tokens
         tokens = super()._pos_embed(x)  # with the prefix tokens
-        return tokens if self.pos_embeds is None else self.pos_drop(tokens + self.pos_embeds())
+        if self.pos_embeds is None:
+            return tokens
+        return self.pos_drop(tokens + self.pos_embeds())
 
     def set_input_size(self, *_: Any, **__: Any) -> None:
-        """timm's way to another size after loading: refused, it would leave our tables as they are."""
+        """Refuse timm's way to another size after loading: it would leave our tables as they are."""
         raise NotImplementedError("load it for this size: mpp.load_encoder(FOLDER, img_size=...)")
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimisers do not decay."""
-        words = ("pos_embed", "relative_position_bias_table")
-        ours = {name for name, _ in self.named_parameters() if any(word in name for word in words)}
-        return super().no_weight_decay() | ours
+        tables = {
+            name for name, _ in self.named_parameters() if "pos_embed" in name or "relative_position_bias_table" in name
+        }
+        return super().no_weight_decay() | tables
 
 
 def resample(
@@ -160,44 +192,55 @@ def resample(
     """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know.
 
     Args:
-        size: height and width that the weights are for; None: nobody knows, and tables are taken for those of squares.
+        size: height and width that the weights are for; None: unknown, and tables are taken for those of squares.
         stride: pixels from one of their patches to the next, where that is known.
     """
-    old, new = size and grid_of_weights(state, model, size, stride), tuple(model.patch_embed.grid_size)
-    table, own = state.get("pos_embed"), getattr(model, "pos_embed", None)
-    if old and table is not None and own is not None and (old != new or table.shape != own.shape):
-        prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-        table = resample_abs_pos_embed(table, list(new), list(old), num_prefix_tokens=prefix)
-    state = checkpoint_filter_fn(state | ({} if table is None else {"pos_embed": table}), model)
-    if old and "pos_embed" in state:
+    grid = tuple(model.patch_embed.grid_size)
+    old_grid = grid_of_weights(state, model, size, stride) if size else None
+    moved = old_grid is not None and old_grid != grid
+    table = state.get("pos_embed")
+    model_table = getattr(model, "pos_embed", None)
+    if table is not None:
+        if old_grid and model_table is not None and (moved or table.shape != model_table.shape):
+            prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+            table = resample_abs_pos_embed(table, list(grid), list(old_grid), num_prefix_tokens=prefix)
+        state = state | {"pos_embed": table}
+    state = checkpoint_filter_fn(state, model)
+    if old_grid and "pos_embed" in state:
         state["pos_embed"] = table  # timm's may be of the square with as many patches
-    for place, module in model.named_modules():
-        for name, parameter in module.named_parameters() if isinstance(module, RESAMPLED) else ():
-            key = f"{place}.{name}"
-            if key in state and (state[key].shape != parameter.shape or (old and old != new)):
-                state[key] = module.resample(name, state[key], old)
+
+    for path, module in model.named_modules():
+        if not isinstance(module, RESAMPLED):
+            continue
+        for name, parameter in module.named_parameters():
+            key = f"{path}.{name}"
+            if key in state and (moved or state[key].shape != parameter.shape):
+                state[key] = module.resample(name, state[key], old_grid)
     return state
 
 
 def grid_of_weights(
     state: dict[str, Tensor], model: VisionTransformer, size: ImageSize, stride: int | None = None
 ) -> Grid:
-    """Rows and columns of the patches of images of this size, of which the weights may have others than the model."""
+    """Rows and columns of the patches of images of this size, for weights whose patches may differ from the model's."""
+    height, width = size
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):  # a hybrid's convolutions
-        return tuple(side // embed.feat_ratio() for side in size)
-    patch, table = tuple(state["patch_embed.proj.weight"].shape[-2:]), state.get("pos_embed")
+        return height // embed.feat_ratio(), width // embed.feat_ratio()
+    patch_size = tuple(state["patch_embed.proj.weight"].shape[-2:])
+    table = state.get("pos_embed")
     if isinstance(embed, OverlappingPatchEmbed) or stride:
-        grid = tuple((side - part) // (stride or embed.stride) + 1 for side, part in zip(size, patch, strict=True))
-        if stride or table is None or table.shape[1] >= math.prod(grid):  # else they are a plain ViT's
+        grid = grid_of_patches(size, patch_size, stride or embed.stride)
+        if stride or table is None or table.shape[1] >= math.prod(grid):  # otherwise they are a plain ViT's
             return grid
-    return tuple(side // part for side, part in zip(size, patch, strict=True))
+    return height // patch_size[0], width // patch_size[1]
 
 
 def resample_exported(state: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
-    """As timm asks for it: the weights are those that the model's configuration is about, where mpp has written it."""
-    known = model.pretrained_cfg.get("tag") == "mpp"
-    return resample(state, model, tuple(model.pretrained_cfg["input_size"][1:]) if known else None)
+    """timm's filter of weights: those that mpp has written are for the input size in the model's configuration."""
+    exported = model.pretrained_cfg.get("tag") == "mpp"
+    size = tuple(model.pretrained_cfg["input_size"][1:]) if exported else None
+    return resample(state, model, size)
 
 
 default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patch_embed.proj", "classifier": "head"}})
@@ -205,7 +248,13 @@ default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patc
 
 @register_model
 def mpp_vit(pretrained: bool = False, **options: Any) -> VariantViT:
-    """The Vision Transformers that timm has not: see `VariantViT`."""
-    features = dict(out_indices=options.pop("out_indices", 3), feature_cls="getter")
-    kind = dict(pretrained_filter_fn=resample_exported, feature_cfg=features)
-    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, **kind, **options)
+    """The Vision Transformers that timm lacks: see `VariantViT`."""
+    out_indices = options.pop("out_indices", 3)
+    return build_model_with_cfg(
+        VariantViT,
+        "mpp_vit",
+        pretrained,
+        pretrained_filter_fn=resample_exported,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **options,
+    )
