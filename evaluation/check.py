@@ -35,8 +35,8 @@ from mpp.runtime.start import command, start_alone
 from mpp.training.feed import Feed
 from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
 from mpp.training.history import RECENT_LINES
-from mpp.training.run import settled, with_moments
-from mpp.training.run_folder import CHECK, check_owner
+from mpp.training.run import fill_in_moments, resolve_config
+from mpp.training.run_folder import CHECK_PAGE, refuse_other_run
 from mpp.training.step import Update
 from mpp.training.verdict import duration
 
@@ -69,13 +69,13 @@ def check(config: Config) -> Path:
     """
     accelerator = start_alone(config.run, "a check is made")
     precision, folder = config.run.precision, Path(config.run.dir)
-    config = settled(config, accelerator)
-    check_owner(config, folder)
+    config = resolve_config(config, accelerator)
+    refuse_other_run(config, folder)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
     missing: Missing = {}
     with deaths_explained():
         if "auto" in (config.model.mean, config.model.std):
-            config = with_moments(config, *channel_moments(config.data))
+            config = fill_in_moments(config, *channel_moments(config.data))
         task = Pretraining(config, accelerator, layout)
         found = None if isinstance(task.train, Shards) else survey(task.train, task.held_out, config.data, LOOK)
         if found is None:
@@ -94,7 +94,7 @@ def check(config: Config) -> Path:
     said = verdict_points(task, config, found, timing), warnings(task, config, found, timing)
     shown = [section for section in sections if section.blocks]
     page = Page(f"{folder}: before the run", about, *said, shown, missing)
-    path = folder / CHECK
+    path = folder / CHECK_PAGE
     write_page(path, page)
     for text, _ in page.verdict:
         print(text)

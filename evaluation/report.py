@@ -36,7 +36,8 @@ from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.start import command
 from mpp.training.history import History, after_training_began, best_depth, probe_lines, series, values_by_depth
 from mpp.training.log import metrics_of
-from mpp.training.run_folder import CONFIG, REPORT, commit_begun_with, images_of, saved_settings
+from mpp.training.record import read_record, recorded_commit
+from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
 from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration
 from mpp.training.watch import read_verdict
 
@@ -84,7 +85,7 @@ def report(config: ReportConfig) -> Path:
     page = Page(
         str(folder), subtitle(folder, history), verdict_points(folder, history, shown), warnings, shown, missing
     )
-    path = Path(config.out) if config.out else folder / REPORT
+    path = Path(config.out) if config.out else folder / REPORT_PAGE
     require(not path.is_dir(), "out", path, "a file")
     write_page(path, page)
     print(f"wrote {path}: {path.stat().st_size / 1e6:.1f} MB, one file")
@@ -98,7 +99,7 @@ def report(config: ReportConfig) -> Path:
 
 def subtitle(folder: Path, history: History) -> str:
     """What was trained on what, for how long."""
-    saved, known = saved_settings(folder), images_of(folder) or {}
+    saved, known = saved_settings(folder), read_record(folder) or {}
     model, data, run = (saved.get(name) or {} for name in ("model", "data", "run"))
     what = read_verdict(folder).get("model") or model.get("name") or "a ViT"
     how = (saved.get("objective") or {}).get("name")
@@ -325,7 +326,7 @@ COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConf
 
 def settings_blocks(folder: Path) -> list:
     """Settings that differ from the defaults, and the command that repeats the run."""
-    saved, file = saved_settings(folder), folder / CONFIG
+    saved, file = saved_settings(folder), folder / CONFIG_FILE
     kind = next((each for name, each in CONFIGS if name in saved), None)
     try:
         config = parse_saved(kind, file) if kind else None
@@ -339,7 +340,7 @@ def settings_blocks(folder: Path) -> list:
     blocks = settings_rows(config)
     if kind in COMMANDS:
         settings = changed(config) | {"run.precision": config.run.precision}
-        if commit := commit_begun_with(folder):
+        if commit := recorded_commit(folder):
             settings["data.revision"] = commit
         imports = [f"{OPTION}={each.name}" for each in saved_imports(folder)]
         words = ["mpp", COMMANDS[kind], *imports, *as_command_line(settings)]

@@ -40,7 +40,7 @@ from mpp.training.health import Facts, targets_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import train
-from mpp.training.run_folder import REPORT, saved_settings
+from mpp.training.run_folder import REPORT_PAGE, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.watch import read_verdict
 
@@ -260,7 +260,7 @@ def say_what_came_out(folder: Path) -> None:
     line = read_verdict(folder).get("line")
     if line:
         print(f"verdict: {line}")
-    page = folder / REPORT
+    page = folder / REPORT_PAGE
     print(f"next: {f'open {page}, or ' if page.is_file() else ''}tensorboard --logdir {quote(str(folder.parent))}")
     print(f"next: mpp fewshot --encoder {quote(str(folder))}")
 

@@ -220,7 +220,7 @@ def test_what_a_run_saves_is_taken_again(tmp_path, name, momentum):
     """Its settings are all given then, those of other optimisers too."""
     for config_class in (Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig):
         config = parse(config_class, [f"--optim.name={name}"])
-        saved = dataclasses.replace(config, optim=config.optim.settled(config.run.steps))
+        saved = dataclasses.replace(config, optim=config.optim.resolved(config.run.steps))
         assert saved.optim.momentum == momentum
         reads_back(saved, tmp_path)
 

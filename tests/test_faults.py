@@ -384,7 +384,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally):
     finish(Command("pretrain", *TINY, RARE, f"--run.dir={tmp_path / 'whole'}"))
     folder.mkdir()
     config = parse(Config, options)
-    settled = dataclasses.replace(config, optim=config.optim.settled(config.run.steps))
+    settled = dataclasses.replace(config, optim=config.optim.resolved(config.run.steps))
     (folder / "config.yaml").write_text(to_yaml(settled))
     (folder / "checkpoints").write_text("in the way")
     run = Command("pretrain", *options)

@@ -102,7 +102,10 @@ def test_a_run_does_not_go_on_with_other_images(pretrain, tmp_path, image_folder
         pretrain(*options)
     new = image_folder / "cat" / "00.png"
     new.write_bytes(encoded(picture(99)))
-    with pytest.raises(UserError, match=r"a run that began otherwise: train: number of images was 9, is 10; .*files"):
+    with pytest.raises(
+        UserError,
+        match=r"started with other images or weights: train: number of images was 9, is 10; .*files",
+    ):
         pretrain(*options)
     assert max(read_metrics(tmp_path / "run")) == 3
     new.unlink()
@@ -118,7 +121,7 @@ def test_a_run_does_not_go_on_from_other_weights(pretrain, tmp_path, monkeypatch
         pretrain(*options)
     weights = (first / "model.safetensors").read_bytes()
     shutil.copy(other / "model.safetensors", first)
-    with pytest.raises(UserError, match=r"a run that began otherwise: model\.init_from: weights changed; "):
+    with pytest.raises(UserError, match=r"started with other images or weights: model\.init_from: weights changed; "):
         pretrain(*options)
     (first / "model.safetensors").write_bytes(weights)
     assert max(read_metrics(pretrain(*options))) == 4
@@ -396,13 +399,13 @@ def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkey
         pretrain(*options)
     new = image_folder / "cat" / "00.png"
     new.write_bytes(encoded(picture(99)))
-    with pytest.raises(UserError, match=r"a run that began otherwise: train: the files .* changed"):
+    with pytest.raises(UserError, match=r"started with other images or weights: train: the files .* changed"):
         pretrain(*options)
     new.unlink()
     first = image_folder / "cat" / "01.png"
     assert first.is_file()
     renamed = first.rename(first.with_name("99.png"))  # all others shift
-    with pytest.raises(UserError, match=r"a run that began otherwise: train: the files .* changed"):
+    with pytest.raises(UserError, match=r"started with other images or weights: train: the files .* changed"):
         pretrain(*options)
     renamed.rename(first)
     assert max(read_metrics(pretrain(*options))) == 4
@@ -445,5 +448,5 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, shards, monkey
     assert known and known == (began or known)
     (shards / "train-00001-of-00002.parquet").rename(shards / "train-00002-of-00002.parquet")
     (noted.parent / "encoder").rename(noted.parent / "moved")
-    with pytest.raises(UserError, match=r"a run that began otherwise: train: the files .* changed"):
+    with pytest.raises(UserError, match=r"started with other images or weights: train: the files .* changed"):
         pretrain(*options)

@@ -56,7 +56,9 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert list(read_metrics(folder)) == [1, 2, 3, 4]
     said = capsys.readouterr().out
     assert (
-        f"wrote {folder}" in said and f"next: mpp fewshot --encoder {folder}\n" in said and "held-out accuracy" in said
+        f"wrote {folder}" in said
+        and f"next: mpp fewshot --encoder {folder}\n" in said
+        and "masked-patch accuracy" in said
     )
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
 

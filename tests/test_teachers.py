@@ -367,7 +367,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     weights = load_file(tmp_path / "teacher" / "model.safetensors")
     save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, tmp_path / "teacher" / "model.safetensors")
     shutil.rmtree(folder / "encoder")
-    with pytest.raises(UserError, match=r"began otherwise: objective.teacher: weights changed"):
+    with pytest.raises(UserError, match=r"started with other images or weights: objective.teacher: weights changed"):
         pretrain(*words)
 
 

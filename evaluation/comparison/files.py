@@ -30,7 +30,7 @@ from evaluation.figures import DPI
 from evaluation.frozen.results import write_json
 from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_page
 from mpp.runtime.files import write_complete
-from mpp.training.run_folder import REPORT
+from mpp.training.run_folder import REPORT_PAGE
 
 MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
 """Cases of masked patches that no encoder made."""
@@ -81,8 +81,8 @@ def write_comparison(
         if answer.plot is not None:
             plots.append(f"{answer.question.name}.png")
             answer.plot.savefig(folder / plots[-1], dpi=DPI)
-    write_page(folder / REPORT, page_of(folder, rows, answers, versions, runs or {}))
-    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT, *plots])}; see reports/")
+    write_page(folder / REPORT_PAGE, page_of(folder, rows, answers, versions, runs or {}))
+    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT_PAGE, *plots])}; see reports/")
     return {"results": rows, "summary": summary}
 
 
@@ -144,7 +144,7 @@ def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
 
 def links_to_reports(folder: Path, runs: Sequence[Path]) -> list[Link]:
     """Links from the comparison's page to the reports of runs, by the runs' names where there are several."""
-    pages = [run / REPORT for run in runs if (run / REPORT).is_file()]
+    pages = [run / REPORT_PAGE for run in runs if (run / REPORT_PAGE).is_file()]
     links = []
     for page in pages:
         name = page.parent.name if len(pages) > 1 else "report"

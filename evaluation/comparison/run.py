@@ -24,8 +24,9 @@ from mpp.data.identity import differences
 from mpp.errors import Diverged, UserError
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.start import user_message
-from mpp.training.run import first_weights, train
-from mpp.training.run_folder import images_of, is_finished
+from mpp.training.record import read_record
+from mpp.training.run import fingerprint_first_weights, train
+from mpp.training.run_folder import is_finished
 
 RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
@@ -139,15 +140,15 @@ def settings_to_train(encoder: Encoder) -> Any:
     config = encoder.training
     if encoder.entry.compute is not None:
         config = with_compute(encoder.entry.train, config, encoder.entry.compute)
-    return replace(config, optim=config.optim.settled(config.run.steps))
+    return replace(config, optim=config.optim.resolved(config.run.steps))
 
 
 def check_beginning(encoder: Encoder) -> None:
     """Raise UserError where the encoder exists, and was trained on other images or from other weights than today's."""
     config = settings_to_train(encoder)
-    before = images_of(encoder.weights) or {}
+    before = read_record(encoder.weights) or {}
     now = record_images(config.data) or {}
-    compared = {split: {"files": images["files"]} for split, images in now.items()} | first_weights(config)
+    compared = {split: {"files": images["files"]} for split, images in now.items()} | fingerprint_first_weights(config)
     for split, images in now.items():
         recorded = before.get(split, {})
         learned_from_all = recorded.get("images") == images["images"]

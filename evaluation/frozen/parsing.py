@@ -11,7 +11,8 @@ from mpp.config.parsing import as_words, files_first, read
 from mpp.data.sources import image_arguments
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import tell
-from mpp.training.run_folder import moved_along, saved_settings
+from mpp.training.record import path_after_move
+from mpp.training.run_folder import saved_settings
 
 ConfigT = TypeVar("ConfigT")
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
@@ -67,7 +68,7 @@ def inherited_settings(config: Any, words: Sequence[str], refuse_changed: bool) 
         refuse_changed_images(run)
     settings = run_image_settings(run)
     if path_is_named and is_moved_copy(run, path):
-        settings["labels"] = moved_along(settings.get("labels"), settings["path"], path)
+        settings["labels"] = path_after_move(settings.get("labels"), settings["path"], path)
     elif path_is_named:
         settings = only_how_read(settings)
     return settings | inherited_view(config.data, run)

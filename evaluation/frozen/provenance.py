@@ -23,7 +23,8 @@ from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
 from mpp.runtime.messages import note
-from mpp.training.run_folder import images_of, saved_settings
+from mpp.training.record import read_record
+from mpp.training.run_folder import saved_settings
 
 SUPERVISED_SETTINGS = {"head", "lrs"}  # of supervised training and of fine-tuning
 MAX_TEST_IMAGES_SEARCHED = 1000  # test images that are searched for among the training images of another location
@@ -120,7 +121,7 @@ def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: Labelled
         source: the source of `dataset`.
         labelled: the labelled images of the encoder.
     """
-    recorded = (images_of(labelled.run) or {}).get("train", {})
+    recorded = (read_record(labelled.run) or {}).get("train", {})
     nothing = Overlap(0, len(dataset), labelled.source, by_index=True)
     if not is_same_location(source, labelled.source):
         if is_copy(dataset, recorded):

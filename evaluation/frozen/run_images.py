@@ -22,7 +22,8 @@ from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.runtime.messages import is_first_process, note
 from mpp.runtime.weights import run_of
-from mpp.training.run_folder import changed_images, commit_begun_with, images_of, moved_along, saved_settings
+from mpp.training.record import image_differences, path_after_move, read_record, recorded_commit
+from mpp.training.run_folder import saved_settings
 
 Splits = tuple[ImageDataset, ImageDataset]
 """The training images and the held-out images."""
@@ -53,7 +54,7 @@ def run_image_settings(run: Path) -> dict[str, Any]:
     settings = {name: saved[name] for name in IMAGE_SETTINGS if name in saved}
     settings["revision"] = None  # a folder here may have the dataset's name by now
     if is_hub_dataset(SourceConfig(**settings)):
-        settings["revision"] = commit_begun_with(run) or saved.get("revision")
+        settings["revision"] = recorded_commit(run) or saved.get("revision")
     return settings
 
 
@@ -67,12 +68,12 @@ def refuse_changed_images(run: Path) -> None:
 
     For a hub dataset its commit is enough. Where several processes evaluate, the first one compares.
     """
-    if images_of(run) is None or not is_first_process():
+    if read_record(run) is None or not is_first_process():
         return
     path = run_image_settings(run).get("path")
     could_be_on_hub = could_be_hub_name(path)
     location = Path.cwd() / path if could_be_on_hub else path
-    if could_be_on_hub and commit_begun_with(run) is not None:
+    if could_be_on_hub and recorded_commit(run) is not None:
         if is_local(path):
             ways = f"use --data.path ./{path} for the folder, or call from another folder"
             raise UserError(f"{run} was trained on the hub's dataset {path}, but {location} is here, too: {ways}")
@@ -80,7 +81,7 @@ def refuse_changed_images(run: Path) -> None:
     if not (path is None or is_url(path) or is_local(path)):
         ways = "name where they are now by --data.path"
         raise UserError(f"the images of {run} were at {location}, which is gone; {ways}")
-    changed = changed_images(run, run_source(run), load_and_keep)
+    changed = image_differences(run, run_source(run), load_and_keep)
     if changed:
         location = location or "the package's birds"
         ways = "put back what it began with, or name other images by --data.path"
@@ -99,12 +100,12 @@ def is_moved_copy(run: Path, path: str | None) -> bool:
     """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
     before = run_image_settings(run).get("path")
     gone = before is not None and Path(before).is_absolute() and not is_local(before)
-    if not gone or not is_local(path) or images_of(run) is None:
+    if not gone or not is_local(path) or read_record(run) is None:
         return False
     source = run_source(run)
-    moved = replace(source, path=path, labels=moved_along(source.labels, before, path))
+    moved = replace(source, path=path, labels=path_after_move(source.labels, before, path))
     try:
-        changed = changed_images(run, moved)
+        changed = image_differences(run, moved)
     except UserError as error:  # no such split or column
         changed = [str(error)]
     if changed:

@@ -40,7 +40,7 @@ def settings_rows(config: Any) -> list[Block]:
 def changed(config: Any) -> dict[str, Any]:
     """Setting -> value where it is not the default; where the run is written does not count."""
     usual = type(config)()
-    as_run, usual = (flatten(replace(each, optim=each.optim.settled(config.run.steps))) for each in (config, usual))
+    as_run, usual = (flatten(replace(each, optim=each.optim.resolved(config.run.steps))) for each in (config, usual))
     left_out = ("run.dir", "run.precision")  # the machine chooses the last one, unless somebody does
     return {key: value for key, value in as_run.items() if value != usual[key] and key not in left_out}
 

@@ -94,7 +94,7 @@ class OptimConfig:
         """The momentum, given or usual; None: adam has none."""
         return {"muon": 0.95, "sgd": 0.9}.get(self.name) if self.momentum is None else self.momentum
 
-    def settled(self, steps: int) -> "OptimConfig":
+    def resolved(self, steps: int) -> "OptimConfig":
         """The same with the numbers that a run of so many steps has in the place of null."""
         return replace(self, warmup_steps=self.warmup(steps), momentum=self.momentum_or_default())
 

@@ -28,16 +28,9 @@ from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import fingerprint
 from mpp.training.flops import update_flops
 from mpp.training.loop import Loop
+from mpp.training.record import recorded_commit, write_record
 from mpp.training.report_process import write_report
-from mpp.training.run_folder import (
-    CONFIG,
-    commit_begun_with,
-    is_finished,
-    open_run,
-    saved_settings,
-    write_config,
-    write_record,
-)
+from mpp.training.run_folder import CONFIG_FILE, is_finished, open_run, saved_settings, write_config
 from mpp.training.task import ImageTask
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
@@ -49,23 +42,22 @@ def train(config: Any, build: Build) -> Path:
 
     Args:
         config: has `run`, `data` and `optim`.
+        build: its task.
     Returns:
         The run folder, finished.
     """
     accelerator = start(config.run)
-    if config.optim.name == "muon":  # each process does its products itself: else the weights would drift apart
-        alike = "all machines must have the same hardware and run.threads, or optim.name be adam"
-        threads = "" if uses_gpu() else f", {torch.get_num_threads()} threads"
-        check_alike(f"{arithmetic()}{threads} (Muon's products)", alike)
-    given, config = config, settled(config, accelerator)
-    folder = open_run(config, accelerator)
-    if from_main_process(accelerator, lambda: is_finished(folder, config.run.steps)):
-        accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / 'encoder'}")
+    if config.optim.name == "muon":
+        refuse_unlike_arithmetic()
+    resolved = resolve_config(config, accelerator)
+    folder = open_run(resolved, accelerator)
+    if broadcast_from_main(accelerator, lambda: is_finished(folder, resolved.run.steps)):
+        accelerator.print(f"{folder} is finished: {resolved.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
     with Preemption(accelerator, folder) as preemption:
-        with cleared_up(accelerator), deaths_explained():
-            accelerator.print(to_yaml(config) if config.run.print_config else said(given))
-            carry_out(config, folder, build, accelerator, preemption)
+        with releasing_resources(accelerator), deaths_explained():
+            accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
+            build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if config.run.report and accelerator.is_main_process:
             write_report(folder)
@@ -74,32 +66,54 @@ def train(config: Any, build: Build) -> Path:
     return folder
 
 
-def settled(config: Any, accelerator: Accelerator) -> Any:
-    """The config as it is carried out and saved: what was left to the machine and to the length has a value."""
+def refuse_unlike_arithmetic() -> None:
+    """Refuse processes that round Muon's products in different ways: their weights would drift apart.
+
+    Each process orthogonalises its matrices itself.
+    """
+    threads = "" if uses_gpu() else f", {torch.get_num_threads()} threads"
+    check_alike(
+        f"{arithmetic()}{threads} (Muon's products)",
+        "all machines must have the same hardware and run.threads, or optim.name be adam",
+    )
+
+
+def resolve_config(config: Any, accelerator: Accelerator) -> Any:
+    """The config as it is carried out and saved: what was left to the machine and to the run's length has a value."""
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    run, optim = replace(config.run, precision=precision), config.optim.settled(config.run.steps)
-    known = saved_settings(Path(config.run.dir)).get("model", {})  # what was measured when the run began
-    return with_moments(replace(config, run=run, optim=optim), known.get("mean"), known.get("std"))
+    resolved = replace(
+        config, run=replace(config.run, precision=precision), optim=config.optim.resolved(config.run.steps)
+    )
+    measured = saved_settings(Path(config.run.dir)).get("model", {})  # when the run began
+    return fill_in_moments(resolved, measured.get("mean"), measured.get("std"))
 
 
-def with_moments(config: Any, mean: Any, std: Any) -> Any:
-    """The config with these in the place of `auto`, where they are known."""
+def fill_in_moments(config: Any, mean: Any, std: Any) -> Any:
+    """The config with measured `model.mean` and `model.std` (lists of numbers) in place of `auto`."""
     model = getattr(config, "model", None)
-    found = {"mean": mean, "std": std}  # what was measured is a list
-    known = {name: value for name, value in found.items() if isinstance(value, list)}
-    given = {name: value for name, value in known.items() if getattr(model, name, None) == "auto"}
-    measured = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return replace(config, model=replace(model, **measured)) if measured else config
+    measured = {}
+    for name, value in (("mean", mean), ("std", std)):
+        if isinstance(value, list) and getattr(model, name, None) == "auto":
+            measured[name] = tuple(value)
+    if not measured:
+        return config
+    return replace(config, model=replace(model, **measured))
 
 
-def said(config: Any) -> str:
-    """A config in a line: the settings that are not the defaults."""
+def needs_moments(config: Any) -> bool:
+    """Whether `model.mean` or `model.std` is to be measured."""
+    model = getattr(config, "model", None)
+    return "auto" in (getattr(model, "mean", None), getattr(model, "std", None))
+
+
+def describe_overrides(config: Any) -> str:
+    """The settings that are not the defaults, in a line."""
     settings = " ".join(f"{key}={value}" for key, value in differing(config).items())
     return f"settings: {settings or 'the defaults'} (all of them: --run.print_config true)"
 
 
-def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator, preemption: Preemption) -> None:
-    """Build the task, and train it in a folder that is ours."""
+def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accelerator, preemption: Preemption) -> None:
+    """Build the task, and train it in the run's folder, which no other process may write to meanwhile."""
     layout = BatchLayout.of(
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
@@ -107,20 +121,16 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         passes = layout.accumulation_steps * layout.world_size
         shares = f"{passes} shares of {layout.smallest} or {layout.batch_size}"
         accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
-    as_begun = at_one_commit(config, folder, accelerator)
-    if "auto" in (getattr(getattr(config, "model", None), name, None) for name in ("mean", "std")):
-        moments = from_main_process(accelerator, lambda: channel_moments(as_begun.data))
-        config, as_begun = (with_moments(each, *moments) for each in (config, as_begun))
-        mean, std = map(list, config.model.normalization(config.data.channels))
-        accelerator.print(f"measured: model.mean {mean}, model.std {std}")
-    task = build(as_begun, accelerator, layout)
+    pinned = pin_commit(config, folder, accelerator)
+    if needs_moments(config):
+        mean, std = broadcast_from_main(accelerator, lambda: channel_moments(pinned.data))
+        config, pinned = fill_in_moments(config, mean, std), fill_in_moments(pinned, mean, std)
+        mean, std = config.model.normalization(config.data.channels)
+        accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
+    task = build(pinned, accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
-        on_main_process(accelerator, lambda: write_config(config, folder))
-        if not all(gather_object([appears(folder / CONFIG)])):
-            raise UserError(f"run.dir is {folder}, which not all processes see; all nodes must share it")
-        images = same_on_all_nodes(task.record, accelerator)
-        on_main_process(accelerator, lambda: write_record(folder, images | first_weights(config)))
+        write_beginning(config, folder, task, accelerator)
         flops = update_flops(task, layout.images, config.optim)
         set_timeout(TRAINING)
         if accelerator.num_processes > 1:  # several agree before their first step
@@ -129,57 +139,82 @@ def carry_out(config: Any, folder: Path, build: Build, accelerator: Accelerator,
         accelerator.wait_for_everyone()
 
 
-def same_on_all_nodes(record: Callable[[], dict[str, Any]], accelerator: Accelerator) -> dict[str, Any]:
-    """Which images the run is of, as each node has it.
+def write_beginning(config: Any, folder: Path, task: ImageTask, accelerator: Accelerator) -> None:
+    """Write config.yaml and data.json, with the main process.
 
     Raises:
-        UserError: a node has others: copies on their own disks, say. Its cut and its order would be others.
+        UserError: the folder holds another run, or a run of other images, or not all processes see it.
     """
-    own, failure = None, None
+    on_main_process(accelerator, lambda: write_config(config, folder))
+    if not all(gather_object([appears(folder / CONFIG_FILE)])):
+        raise UserError(f"run.dir is {folder}, which not all processes see; all nodes must share it")
+    record = identify_on_all_nodes(task.record, accelerator)
+    on_main_process(accelerator, lambda: write_record(folder, record | fingerprint_first_weights(config)))
+
+
+def identify_on_all_nodes(identify: Callable[[], dict[str, Any]], accelerator: Accelerator) -> dict[str, Any]:
+    """The record of a run's images, which is the same on each node.
+
+    Args:
+        identify: makes it; called by one process of a node.
+    Raises:
+        UserError: a node has other images: copies on their own disks, say. Its split and its order would be others.
+    """
+    result: dict[str, Any] | UserError | None = None
+    failure: Exception | None = None
     if accelerator.is_local_main_process:
         try:
-            own = record()
+            result = identify()
         except Exception as error:  # the others are told: they would wait for this process
-            own, failure = error if isinstance(error, UserError) else UserError(one_line(error)), error
-    first, *others = (each for each in gather_object([own]) if each is not None)
+            failure = error
+            result = error if isinstance(error, UserError) else UserError(one_line(error))
+    results = [each for each in gather_object([result]) if each is not None]
     if failure is not None:
         raise failure
-    for found in (first, *others):
-        if isinstance(found, UserError):
-            raise found
-        if changed := differences(first, found):
+    for each in results:
+        if isinstance(each, UserError):
+            raise each
+        changed = differences(results[0], each)
+        if changed:
             raise UserError(f"the nodes do not have the same images or weights: {'; '.join(changed)} on another node")
-    return first
+    return results[0]
 
 
-def at_one_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
-    """The config with the commit of a hub dataset in the place of a branch.
+def pin_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
+    """The config with the commit of a hub dataset in place of a branch.
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    commit = from_main_process(accelerator, lambda: resolve_commit(config.data, commit_begun_with(folder)))
-    return replace(config, data=replace(config.data, revision=commit)) if commit else config
+    commit = broadcast_from_main(accelerator, lambda: resolve_commit(config.data, recorded_commit(folder)))
+    if not commit:
+        return config
+    return replace(config, data=replace(config.data, revision=commit))
 
 
-def from_main_process(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
-    """What `get` returns on the main process, for all processes."""
-    found: list[Any] = []
-    on_main_process(accelerator, lambda: found.append(get()))
-    return broadcast_object_list(found or [None])[0]
+def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
+    """The result of `get`, called on the main process, for all processes."""
+    results: list[Any] = []
+    on_main_process(accelerator, lambda: results.append(get()))
+    return broadcast_object_list(results or [None])[0]
 
 
-def first_weights(config: Any) -> dict[str, Any]:
-    """Which weights a run begins from and is taught by, for its record; nothing of what is random, or not there."""
-    objective = getattr(config, "objective", None)
+def fingerprint_first_weights(config: Any) -> dict[str, Any]:
+    """Fingerprints of the weights that a run begins from and is taught by; none of random or missing ones."""
     paths = {"model.init_from": getattr(getattr(config, "model", None), "init_from", None)}
-    paths |= {"objective.teacher": objective and (objective.teacher_checkpoint or objective.frozen_teacher)}
-    found = {key: fingerprint(Path(path)) if path else None for key, path in paths.items()}
-    return {key: {"weights": weights} for key, weights in found.items() if weights}
+    objective = getattr(config, "objective", None)
+    if objective is not None:
+        paths["objective.teacher"] = objective.teacher_checkpoint or objective.frozen_teacher
+    record = {}
+    for key, path in paths.items():
+        weights = fingerprint(Path(path)) if path else None
+        if weights:
+            record[key] = {"weights": weights}
+    return record
 
 
 @contextmanager
-def cleared_up(accelerator: Accelerator) -> Iterator[None]:
-    """At the end, however it comes: no loader process, tracker or memory is held; the process group stays."""
+def releasing_resources(accelerator: Accelerator) -> Iterator[None]:
+    """At the end, also after an error: release loader processes, trackers and memory; the process group stays."""
     try:
         yield
     except BaseException as error:
@@ -198,9 +233,9 @@ def cleared_up(accelerator: Accelerator) -> Iterator[None]:
 
 
 def forget_variables(error: BaseException | None) -> None:
-    """Let go of what an exception keeps alive while somebody handles it: the variables of the functions it left.
+    """Drop the variables of the functions that an exception left: it keeps them alive while it is handled.
 
-    A model and its gradients are among them, and whoever handles the error, as a comparison does, may train the next.
+    A model and its gradients are among them, and the caller, as a comparison does, may train the next.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -1,0 +1,116 @@
+"""data.json of a run folder: the images, and the first weights, that a run began with (mpp/data/identity.py)."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpp.config import SourceConfig
+from mpp.data.data_path import could_be_hub_name, is_local, is_url
+from mpp.data.identity import differences, digest_listing, identify_images, keep_known_files, unlisted_parts
+from mpp.data.kept_samples import list_stream_files
+from mpp.data.sources import load_image_datasets
+from mpp.errors import UserError
+from mpp.runtime.files import write_complete
+
+RECORD_FILE = "data.json"
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record of a run's images; None if it has none."""
+    try:
+        return json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Save the images and first weights of a run.
+
+    A warning on stderr says where the images of a resumed run could not be compared.
+
+    Raises:
+        UserError: the run began with others; nothing is saved.
+    """
+    before = read_record(folder) or record
+    changed = differences(before, record)
+    if changed:
+        raise UserError(
+            f"run.dir {folder} holds a run that was started with other images or weights: {'; '.join(changed)}; "
+            "choose another run.dir, or put back those that it was started with"
+        )
+    if before is not record:
+        warn_of_unlisted_files(folder, unlisted_parts(before), unlisted_parts(record))
+    write_complete(folder / RECORD_FILE, json.dumps(keep_known_files(before, record), indent=1))
+
+
+def warn_of_unlisted_files(folder: Path, unlisted_before: set[str], unlisted_now: set[str]) -> None:
+    """Say on stderr which parts' files are not known, so that they cannot be compared."""
+    for part in sorted(unlisted_before | unlisted_now):
+        when = "now" if part in unlisted_now else "when the run began"
+        print(
+            f"warning: {folder}: {part}: the files could not be listed {when}; whether they are those that the run "
+            "began with is unknown",
+            file=sys.stderr,
+        )
+
+
+def recorded_commit(folder: Path) -> str | None:
+    """The commit of the hub dataset that a run began with; None: its images are from elsewhere, or it has not begun."""
+    record = read_record(folder) or {}
+    return record.get("train", {}).get("revision")
+
+
+def image_differences(
+    folder: Path, data: SourceConfig, load: Callable[[SourceConfig], Any] = load_image_datasets
+) -> list[str]:
+    """How images differ from those that a run began with, in words; empty: the same, as far as data.json says.
+
+    For a stream the names and sizes of the files are compared, otherwise names, and the bytes of some files.
+
+    Args:
+        data: the settings of the run's images, perhaps with another `path`.
+        load: loads the training and the held-out images.
+    Raises:
+        UserError: they cannot be loaded.
+    """
+    before = read_record(folder) or {}
+    train = before.get("train", {})
+    if "shards" in train and "names" not in train:
+        return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
+    now = {}
+    for part, dataset in zip(("train", "held_out"), load(data), strict=True):
+        known = identify_images(dataset, labels=False, retries=data.read_retries)
+        now[part] = {key: known[key] for key in ("split", "files")}
+        has_all_images = before.get(part, {}).get("chosen", "") is None
+        if has_all_images:
+            now[part]["images"] = len(dataset.origin.rows)
+    if "shards" in train:  # a folder that was cut into shards
+        now = {"train": {"names": now["train"]["files"]}}
+    return differences(before, now)
+
+
+def path_after_move(file: str | None, before: str, now: str) -> str | None:
+    """The path of a file after a folder has moved from `before` to `now`; other files keep theirs."""
+    if file is None or not Path(file).is_relative_to(before):
+        return file
+    return str(Path(now) / Path(file).relative_to(before))
+
+
+def has_moved_images(folder: Path, before: str | None, data: SourceConfig) -> bool:
+    """Whether the images of a run, which are no longer where they were, are those that `data.path` names.
+
+    Args:
+        before: `data.path` of the run.
+        data: the settings of the images, with their new `path`.
+    Raises:
+        UserError: `data.path` names a dataset of the hub where the run's was a folder, or images that cannot be loaded.
+    """
+    if before is None or could_be_hub_name(before) or is_url(before) or is_local(before):
+        return False
+    if not is_local(data.path):
+        raise UserError(
+            f"data.path is {data.path}; the images of {folder} were at {before}, which is gone: name its place"
+        )
+    return bool(read_record(folder)) and not image_differences(folder, data)
