@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evaluation import fewshot, figures
-from evaluation.config import EncoderConfig, VisualizeConfig
+from evaluation.config import EncoderConfig, PrecisionConfig, VisualizeConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
 from evaluation.frozen.extraction import extract_labelled_features, views_for
 from evaluation.frozen.masks import patch_features
@@ -275,7 +275,8 @@ def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     known = load_image_datasets(subject.config.data)[0].labelled()
     if known is None or len(np.unique(known.labels)) < 2:
         raise Unavailable("all training images are of one class, or have no labels")
-    shared = {field.name: getattr(subject.config, field.name) for field in dataclasses.fields(EncoderConfig)}
+    fields = (*dataclasses.fields(EncoderConfig), *dataclasses.fields(PrecisionConfig))
+    shared = {field.name: getattr(subject.config, field.name) for field in fields}
     config = fewshot.FewshotConfig(**shared, representation=subject.config.representation, depth="all")
     by_depth = extract_labelled_features(config, subject.accelerator).by_depth
     if len(by_depth) == 1:

@@ -20,6 +20,7 @@ from evaluation.config import (
     FinetuneConfig,
     KnnConfig,
     LinearConfig,
+    ReportConfig,
     SegmentationConfig,
     SupervisedConfig,
     ThroughputConfig,
@@ -31,7 +32,7 @@ from mpp.errors import UserError
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
 COMMANDS += [ContrastiveConfig, CompareConfig, VisualizeConfig, ThroughputConfig, SegmentationConfig, ExportConfig]
-COMMANDS += [EmbedConfig]
+COMMANDS += [EmbedConfig, ReportConfig]
 few = settings(
     max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -231,3 +232,9 @@ def test_a_file_of_anything_is_one_line(tmp_path, text):
     file = tmp_path / "anything.yaml"
     file.write_text(text, encoding="utf-8", newline="")
     is_one_line_or_reads_back(Config, ["--config", str(file)], tmp_path)
+
+
+def test_a_report_has_no_settings_of_other_encoders():
+    assert {"checkpoint", "random", "seed", "img_size"}.isdisjoint(flatten(ReportConfig()))
+    with pytest.raises(UserError, match="unknown setting random"):
+        parse(ReportConfig, ["--random=true"])

@@ -119,7 +119,7 @@ REFUSED = {
     "no [class]": ((*RESNET, "--representation=class"), "has no [class] token"),
     "another end": (("--out=encoder.pt",), "out is encoder.pt; it must be a file whose name ends in .pt2"),
     "weights alone": (("--format=safetensors", "--normalize=false"), "normalize is False; it must be True or left"),
-    "no such batch": (("--batch=0",), "batch is 0; it must be dynamic, or at least 1"),
+    "no such batch": (("--batch=0",), "batch is 0; it must be at least 1, or dynamic"),
 }
 
 

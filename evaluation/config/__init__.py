@@ -8,10 +8,10 @@ from evaluation.config.encoders import (
     ExportConfig,
     FeaturesConfig,
     MaskedDataConfig,
+    PrecisionConfig,
     ProbeDataConfig,
     ReportConfig,
     VisualizeConfig,
-    WhichEncoderConfig,
 )
 from evaluation.config.probes import (
     OF_AN_ENCODER,

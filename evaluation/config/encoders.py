@@ -1,4 +1,8 @@
-"""Settings of commands that look at a frozen encoder: which, by which images, and what is made of it."""
+"""Settings of commands that read a frozen encoder.
+
+Groups of settings that several commands have are classes of their own, which commands combine: EncoderConfig,
+PrecisionConfig, FeatureConfig. Their settings stand on the command line without a prefix, so they are base classes.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -41,8 +45,8 @@ class MaskedDataConfig(ProbeDataConfig):
 
 
 @dataclass(frozen=True)
-class WhichEncoderConfig:
-    """A frozen encoder: which, and the images that it is shown."""
+class EncoderConfig:
+    """A frozen encoder, and the images that it is shown."""
 
     encoder: str = "runs/birds"
     """Run folder, encoder folder, hf-hub:NAME, timm model name (with its published weights), floor:pixels or
@@ -60,24 +64,30 @@ class WhichEncoderConfig:
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
     def check_logits(self, *others: str) -> None:
-        """UserError where `representation` is logits, beside a setting by which the run is not as it was trained."""
+        """Raise UserError if `representation` is logits and another setting changes the run from how it was trained.
+
+        Args:
+            others: settings that change it, beside those of every encoder.
+        """
+        if self.representation != "logits":
+            return
         names = ("checkpoint", "random", "img_size", *others)
         changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
         allowed = f"another one beside {' and '.join(changed)}: logits are of a run as it was trained"
-        require(not changed or self.representation != "logits", "representation", "logits", allowed)
+        require(not changed, "representation", "logits", allowed)
 
 
 @dataclass(frozen=True)
-class EncoderConfig(WhichEncoderConfig):
-    """A frozen encoder that computes features."""
+class PrecisionConfig:
+    """Arithmetic of a frozen encoder."""
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
 
 
 @dataclass(frozen=True)
-class FeaturesConfig(EncoderConfig):
-    """Frozen features: of which encoder, on which images."""
+class FeatureConfig:
+    """Features of images: which of the encoder's outputs, and where they are written."""
 
     representation: Representation = "mean"
     """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
@@ -90,7 +100,12 @@ class FeaturesConfig(EncoderConfig):
 
 
 @dataclass(frozen=True)
-class EmbedConfig(EncoderConfig):
+class FeaturesConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
+    """Frozen features: of which encoder, on which images."""
+
+
+@dataclass(frozen=True)
+class EmbedConfig(PrecisionConfig, EncoderConfig):
     """The features of all images of a dataset, as a table."""
 
     representation: Literal["class", "mean", "both", "logits"] = "mean"
@@ -110,7 +125,7 @@ class EmbedConfig(EncoderConfig):
 
 
 @dataclass(frozen=True)
-class ExportConfig(WhichEncoderConfig):
+class ExportConfig(EncoderConfig):
     """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
 
     out: str = setting("encoder.onnx", operational=True)
@@ -141,7 +156,7 @@ class ExportConfig(WhichEncoderConfig):
 
 
 @dataclass(frozen=True)
-class VisualizeConfig(EncoderConfig):
+class VisualizeConfig(PrecisionConfig, EncoderConfig):
     """Pictures of what an encoder has learned."""
 
     out: str | None = None
@@ -176,9 +191,14 @@ class VisualizeConfig(EncoderConfig):
 
 
 @dataclass(frozen=True)
-class ReportConfig(EncoderConfig):
+class ReportConfig(PrecisionConfig):
     """A page on a run: its verdict, curves and pictures."""
 
+    encoder: str = "runs/birds"
+    """Run folder."""
+    threads: int = setting(0, operational=True)
+    """CPU threads. 0: all cores."""
+    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
     out: str | None = setting(None, operational=True)
     """File that is written. null: report.html in the run folder."""
     images: int = setting(4, at_least=1)
@@ -187,7 +207,4 @@ class ReportConfig(EncoderConfig):
     """At most so many held-out images are neighbours of each other, and on the map."""
 
     def __post_init__(self):
-        for name in ("checkpoint", "random", "seed", "img_size"):
-            value = getattr(self, name)
-            require(value == getattr(EncoderConfig, name), name, value, "left out: a report is of a run's own encoder")
         check_bounds(self)

@@ -1,17 +1,18 @@
-"""Settings of commands that judge a frozen encoder."""
+"""Settings of commands that evaluate a frozen encoder."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from evaluation.config.encoders import EncoderConfig, FeaturesConfig, MaskedDataConfig
+from evaluation.config.encoders import EncoderConfig, FeatureConfig, FeaturesConfig, MaskedDataConfig, PrecisionConfig
 from mpp.config import check_bounds, group, require, setting
 
 Reading = Literal["linear", "knn"]
 OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name not in ("out", "threads")]
+"""Settings that have no effect on saved features."""
 
 
 @dataclass(frozen=True)
-class FrozenProbeConfig(FeaturesConfig):
+class FrozenProbeConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
     """A probe of frozen features."""
 
     features: str | None = None
@@ -19,11 +20,12 @@ class FrozenProbeConfig(FeaturesConfig):
 
     def __post_init__(self):
         check_bounds(self)
-        if self.features:
-            usual = FeaturesConfig()
-            for name in OF_AN_ENCODER:
-                value = getattr(self, name)
-                require(value == getattr(usual, name), name, value, "left out: features are already of some encoder")
+        if not self.features:
+            return
+        usual = FeaturesConfig()
+        for name in OF_AN_ENCODER:
+            value = getattr(self, name)
+            require(value == getattr(usual, name), name, value, "left out: features are already of some encoder")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class LinearConfig(FrozenProbeConfig):
 
 
 @dataclass(frozen=True)
-class SegmentationConfig(EncoderConfig):
+class SegmentationConfig(PrecisionConfig, EncoderConfig):
     """Features of patches, judged by masks."""
 
     depth: int | Literal["last", "all", "dev"] = "last"

@@ -12,7 +12,7 @@ from einops import rearrange
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from evaluation.config import WhichEncoderConfig
+from evaluation.config import EncoderConfig
 from mpp.config import ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
@@ -136,7 +136,7 @@ def load_frozen_encoder(
     return frozen
 
 
-def open_frozen_encoder(settings: WhichEncoderConfig) -> FrozenEncoder | ColorBaseline:
+def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaseline:
     """Load the encoder that a command's settings name, for the channels of its images."""
     return load_frozen_encoder(
         settings.encoder,

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import FeaturesConfig, ProbeDataConfig
+from evaluation.config import FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import LabelledFeatures
@@ -139,7 +139,9 @@ class ExtractedFeatures(NamedTuple):
         return {"left_out": self.left_out} if any(self.left_out.values()) else {}
 
 
-def extract_labelled_features(config: FeaturesConfig, accelerator: Accelerator) -> ExtractedFeatures:
+def extract_labelled_features(
+    config: FeaturesConfig | FrozenProbeConfig, accelerator: Accelerator
+) -> ExtractedFeatures:
     """Extract features of the labelled images at the depths that `config.depth` means.
 
     Raises:

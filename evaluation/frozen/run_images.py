@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.config import WhichEncoderConfig
+from evaluation.config import EncoderConfig
 from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
@@ -88,7 +88,7 @@ def refuse_changed_images(run: Path) -> None:
         raise UserError(f"{location} no longer holds the images that {run} began with: {'; '.join(changed)}; {ways}")
 
 
-def check_images_of_run(config: WhichEncoderConfig) -> None:
+def check_images_of_run(config: EncoderConfig) -> None:
     """Apply `refuse_changed_images` if a command reads the images of its encoder's run from the run's path."""
     run = find_run(config.encoder)
     if run and absolute_path(config.data.path) == absolute_path(run_image_settings(run).get("path")):
@@ -152,7 +152,7 @@ def image_settings(source: SourceConfig) -> dict[str, Any]:
     return {name: getattr(source, name) for name in IMAGE_SETTINGS}
 
 
-def is_stream_of_run(config: WhichEncoderConfig) -> bool:
+def is_stream_of_run(config: EncoderConfig) -> bool:
     """Whether the images are those of the encoder's run, which read them as a stream."""
     run = find_run(config.encoder)
     if run is None or not saved_settings(run)["data"].get("streaming"):
@@ -160,7 +160,7 @@ def is_stream_of_run(config: WhichEncoderConfig) -> bool:
     return holds_run_images(config.data.path, run)
 
 
-def load_images_of(config: WhichEncoderConfig, stream_images: int = 0) -> Splits:
+def load_images_of(config: EncoderConfig, stream_images: int = 0) -> Splits:
     """Load the training and the held-out images of a command.
 
     Args:
