@@ -480,8 +480,9 @@ def test_targets_that_say_where_a_patch_is_and_nothing_else():
 def test_no_norm_hides_a_collapse(kind):
     """Features that differ by a thousandth of themselves between patches."""
     model, _, images, corruption = model_of(objective={"teacher_depths": 2, "teacher_norm": kind})
-    constant, maps = 10 * torch.randn(16, generator=torch.Generator().manual_seed(0)), model.teacher.maps
-    model.teacher.maps = lambda shown: [constant[:, None, None] + 1e-3 * each for each in maps(shown)]
+    constant = 10 * torch.randn(16, generator=torch.Generator().manual_seed(0))
+    feature_maps = model.teacher.feature_maps
+    model.teacher.feature_maps = lambda shown: [constant[:, None, None] + 1e-3 * each for each in feature_maps(shown)]
     _, targets, shown = model(images, corruption)
     assert spread_of(measure_features(targets, shown, corruption.positions, 16), "target")["target_share"] < 1e-4
     assert kind != "instance" or targets.std() > 0.5
