@@ -304,3 +304,11 @@ def newton_schulz(width: int, blocks: int) -> int:
         least, most = sorted((rows, columns))
         total += 5 * 2 * (2 * least**2 * most + least**3)
     return blocks * total
+
+
+def views_of(dataset, **settings):
+    """Views of 32 x 32 pixels, corrupted on a grid of 4 x 4 patches. `settings` are those of `data`."""
+    from mpp.config import CorruptionConfig, DataConfig
+    from mpp.data.views import ViewDataset
+
+    return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))

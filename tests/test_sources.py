@@ -1,38 +1,17 @@
-"""Where images come from, and the endless sequence they are read in."""
+"""From data.path to images: layouts on disk, splits, labels, and the files that are left out."""
 
 import collections
-import itertools
-import json
-import multiprocessing
-import os
-import resource
-import threading
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
-import torch
-from conftest import dataset_of, encoded, picture
-from torch.utils.data import DataLoader
+from conftest import dataset_of, encoded, picture, views_of
 
-from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
-from mpp.data.columns import decode_cell
-from mpp.data.dataset import ImageDataset
-from mpp.data.decoded_cache import cache_decoded
-from mpp.data.decoding.decode import decode
+from mpp.config import DataConfig, ImagesConfig
 from mpp.data.hub import announce_hub_lookup
-from mpp.data.loader import BatchLayout, HeldOutLoader, TrainingBatchSampler, held_out_batches, training_loader
 from mpp.data.sources import load_image_datasets, load_splits
-from mpp.data.views import ViewDataset
-from mpp.data.workers import deaths_explained, kill_workers
-from mpp.errors import UnreadableImage, UserError
-from mpp.pretrain import Pretraining
+from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED
-
-
-def views(dataset, **settings) -> ViewDataset:
-    return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))
 
 
 def rows(count=12, column="image", **more) -> datasets.Dataset:
@@ -142,7 +121,7 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
     assert train.labels.tolist() == [0, 1, 2] * 4
     assert test.labels.tolist() == [[0, 2], [-1, -1], [1, -1]] * 4
     assert test.labelled().labels.tolist() == [[0, 2], [1, -1]] * 4
-    assert views(test)[FIXED, 0].labels.tolist() == [0, 2]
+    assert views_of(test)[FIXED, 0].labels.tolist() == [0, 2]
     for settings, words in (
         (dict(eval_label_column="rael"), r"data\.eval_label_column is rael; .* has image, label, real"),
         (dict(eval_label_column="real", eval_split=None), r"data\.eval_label_column is real; it must be left out"),
@@ -253,216 +232,6 @@ def test_bad_sources_are_named(tmp_path, settings, words):
         load_image_datasets(DataConfig(**settings))
     assert "\n" not in str(error.value)
     assert all(word in str(error.value) for word in words)
-
-
-def test_every_epoch_shows_every_image_once_in_another_order():
-    layout = BatchLayout.of(6, 3, world_size=1, rank=0)
-    keys = [key for batch in TrainingBatchSampler(9, seed=0, layout=layout, start=0, stop=6) for key in batch]
-    assert len(keys) == 36
-    epochs = [[index for epoch, index in keys if epoch == e] for e in range(4)]
-    assert all(sorted(order) == list(range(9)) for order in epochs)
-    assert len({tuple(order) for order in epochs}) == 4
-
-
-@pytest.mark.parametrize(
-    ("batch", "processes"), [(None, 1), (2, 1), (5, 1), (1, 3), (3, 3), (4, 3), (None, 4), (None, 5), (None, 7), (2, 5)]
-)
-def test_an_updates_images_do_not_depend_on_how_they_are_shared_out(batch, processes):
-    def updates(batch, processes, start):
-        layouts = [BatchLayout.of(12, batch, processes, rank) for rank in range(processes)]
-        parts = [list(TrainingBatchSampler(7, 0, layout, start, 5)) for layout in layouts]
-        passes = layouts[0].accumulation_steps
-        return [
-            [key for m in range(passes) for part in parts for key in part[update * passes + m]]
-            for update in range(5 - start)
-        ]
-
-    whole = updates(None, 1, 0)
-    assert all(len(update) == 12 for update in whole)
-    assert updates(batch, processes, 0) == whole
-    assert updates(batch, processes, 3) == whole[3:]  # resumed
-
-
-def test_shares_differ_by_one_image_at_most_and_fit():
-    for images, batch, processes in itertools.product(range(1, 70), (None, 1, 2, 3, 8, 99), (1, 2, 3, 5, 7, 8)):
-        if images < processes or (batch == 1 and images % processes):
-            continue
-        layouts = [BatchLayout.of(images, batch, processes, rank) for rank in range(processes)]
-        passes = range(layouts[0].accumulation_steps)
-        sizes = [len(layout.share(forward)) for forward in passes for layout in layouts]
-        assert sum(sizes) == images and len(passes) == -(-images // (processes * (batch or images)))
-        assert (min(sizes), max(sizes)) == (layouts[0].smallest, layouts[0].batch_size)
-        assert 0 < max(sizes) <= min(min(sizes) + 1, batch or images)
-
-
-@pytest.mark.parametrize(
-    ("images", "batch", "processes", "message"),
-    [
-        (12, None, 13, r"optim\.global_batch_size is 12; it must be at least 13, an image for each process"),
-        (
-            *(64, 1, 3),
-            r"data\.batch_size is 1, by which 3 processes cannot share 64 images; it must be at least 2, or "
-            r"optim\.global_batch_size 63 or 66",
-        ),
-    ],
-)
-def test_a_global_batch_that_cannot_be_shared_out_is_an_error(images, batch, processes, message):
-    with pytest.raises(ValueError, match=message):
-        BatchLayout.of(images, batch, processes, 0)
-
-
-def test_samples_do_not_depend_on_workers():
-    train, _ = load_image_datasets(DataConfig())
-    layout = BatchLayout.of(4, 4, 1, 0)
-    batches = [list(training_loader(views(train, workers=workers), layout, 158, 160)) for workers in (0, 2)]
-    for here, there in zip(*batches, strict=True):
-        assert torch.equal(here.images, there.images) and torch.equal(here.indices, there.indices)
-        assert all(torch.equal(a, b) for a, b in zip(here.corruption, there.corruption, strict=True))
-
-
-def test_loading_draws_nothing_from_torchs_generator():
-    train, _ = load_image_datasets(DataConfig())
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    next(iter(training_loader(views(train, workers=0), BatchLayout.of(2, 2, 1, 0), 0, 1)))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_held_out_images_are_each_seen_once_in_one_view():
-    _, test = load_image_datasets(DataConfig())
-    test = test.choose(11, 0)
-    parts = [list(held_out_batches(views(test, workers=0), 4, 2, rank)) for rank in range(2)]
-    assert sorted(int(i) for part in parts for batch in part for i in batch.indices) == list(range(11))
-    assert torch.equal(views(test)[FIXED, 3].images, views(test)[FIXED, 3].images)
-    assert not torch.equal(views(test)[0, 3].images, views(test)[1, 3].images)
-
-
-def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(pretrain, tmp_path, monkeypatch):
-    """But for the one that waits for signals: a fork beside a thread that runs may hang. Evaluations fork none."""
-    forks, fork, evaluate = [], os.fork, Pretraining.evaluate
-    threads_of_others = {thread.name for thread in threading.enumerate()}
-
-    def counted(self, model, step, tracker):
-        before = len(forks)
-        scalars = evaluate(self, model, step, tracker)
-        in_evaluations.append(len(forks) - before)
-        return scalars
-
-    def run(workers: int) -> list[dict]:
-        options = ("--run.eval_every=2", "--probe.every=2", "--probe.images=20", f"--data.workers={workers}")
-        folder = pretrain(*options, dir=tmp_path / str(workers), without="--data.workers")
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        judged = ("heldout", "features", "knn")
-        return [{name: value for name, value in line.items() if name.startswith(judged)} for line in lines]
-
-    in_evaluations: list[int] = []
-    monkeypatch.setattr(os, "fork", lambda: forks.append(threading.enumerate()) or fork())
-    monkeypatch.setattr(Pretraining, "evaluate", counted)
-    loaded = run(workers=1)
-    assert in_evaluations == [0, 0] and not multiprocessing.active_children()
-    beside = {thread.name for threads in forks for thread in threads} - threads_of_others
-    assert len(forks) == 2 and all("listen" in name for name in beside), beside
-    for line, expected in zip(loaded, run(workers=0), strict=True):
-        assert line == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_sets_are_loaded_again_and_again(workers):
-    train, test = load_image_datasets(DataConfig())
-    loader = HeldOutLoader(4, workers, world_size=2, rank=1)
-    sets = [loader.add(views(part.choose(count, 0))) for part, count in ((train, 11), (test, 5))]
-    for each in (0, 1, 0, 0, 1):
-        for found, expected in zip(loader.batches(sets[each]), held_out_batches(sets[each], 4, 2, 1), strict=True):
-            assert torch.equal(found.images, expected.images) and torch.equal(found.indices, expected.indices)
-        next(iter(loader.batches(sets[1 - each])))  # one that is left early
-
-
-def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loads(image_folder, monkeypatch):
-    dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
-    loader = HeldOutLoader(2, workers=1)
-    fine, deadly = (loader.add(views(dataset.select(np.array(chosen)))) for chosen in ([0, 1], [2, 3]))
-    data = dataset.rows[3]["image"]["bytes"] or Path(dataset.name(3)).read_bytes()
-
-    def dies(given, most):
-        return os.kill(os.getpid(), 9) if given == data else decode(given, most)
-
-    monkeypatch.setattr("mpp.data.decoding.decode.decode", dies)
-    assert len(list(loader.batches(fine))) == 1
-    with (
-        pytest.raises(UserError, match=f"a loader process died .* while it read {dataset.name(3)};"),
-        deaths_explained(),
-    ):
-        list(loader.batches(deadly))
-    kill_workers()
-
-
-def test_unreadable_images_are_named_and_replaced(image_folder):
-    (image_folder / "cat" / "broken.png").write_bytes(b"nothing")
-    (image_folder / "cat" / "text.jpg").write_text("this is no image")
-    config = DataConfig(path=str(image_folder), eval_fraction=0.01)
-    train, _ = load_image_datasets(config)
-    dataset = views(train)
-    names = [train.name(i) for i in range(len(train))]
-    broken = [i for i, name in enumerate(names) if name.endswith(("broken.png", "text.jpg"))]
-    for index in broken:
-        sample = dataset[0, index]
-        assert int(sample.indices) not in broken
-        assert names[index] in sample.unreadable[0]
-        assert torch.equal(sample.images, dataset[0, index].images)  # always replaced by the same
-    fine = next(i for i in range(len(train)) if i not in broken)
-    assert dataset[0, fine].unreadable == []
-
-
-def test_views_fit_torchs_own_loader():
-    _, test = load_image_datasets(DataConfig())
-    crops = [sample.images for sample in DataLoader(views(test), sampler=[(0, 0), (0, 1)], batch_size=None)]
-    assert np.shape(crops) == (2, 3, 32, 32)
-
-
-def test_a_cell_may_hold_a_url(image_folder):
-    file = image_folder / "cat" / "01.png"
-    cells = [
-        {"bytes": file.read_bytes(), "path": "anything"},
-        *({"bytes": None, "path": p} for p in (str(file), f"file://{file}")),
-    ]
-    first, *others = (decode_cell(cell, ImagesConfig()) for cell in cells)
-    assert all(torch.equal(first, other) for other in others)
-    for nothing in (None, {"bytes": None, "path": None}, {"bytes": None, "path": ""}):
-        with pytest.raises(UnreadableImage, match="no bytes"):
-            decode_cell(nothing, ImagesConfig())
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_images_that_are_held_in_memory_are_the_same(image_folder, workers):
-    (image_folder / "cat" / "01.png").write_bytes(b"no image")
-    dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
-    held = cache_decoded(dataset, DataConfig(workers=workers))
-    broken = [index for index in range(len(dataset)) if dataset.name(index).endswith("01.png")]
-    for index in set(range(len(dataset))) - set(broken):
-        assert torch.equal(held.decode(index, ImagesConfig()), dataset.decode(index, ImagesConfig()))
-        assert held.decode(index, ImagesConfig(max_pixels=1)).shape == (3, 40, 48)  # it is not decoded again
-    for index in broken:
-        with pytest.raises(UnreadableImage):
-            held.decode(index, ImagesConfig())
-    needed = sum(held.decoded.shapes.prod(1))
-    assert cache_decoded(dataset, DataConfig(workers=workers, cache_gb=needed / 1e9)).decoded
-    assert not cache_decoded(dataset, DataConfig(workers=workers, cache_gb=(needed - 1) / 1e9)).decoded
-    dataset.rows = None  # nothing is read for nothing
-    assert cache_decoded(dataset, DataConfig(workers=workers, cache_gb=0)) is dataset
-
-
-def test_holding_many_images_opens_few_files():
-    """What a loader process hands over is a file: 64 images each."""
-    cell = {"bytes": encoded(picture(1, (4, 4))), "path": None}
-    rows = dataset_of([cell["bytes"]] * 64 * 60).cast_column("image", datasets.Image(decode=False))
-    dataset = ImageDataset(rows, "image", None, "train")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
-    try:
-        held = cache_decoded(dataset, DataConfig(workers=1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert held.decode(3839, ImagesConfig()).shape == (3, 4, 4)
 
 
 @pytest.mark.parametrize("empty", ["train", "test"])
