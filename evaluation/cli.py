@@ -23,7 +23,7 @@ BEFORE_EVALUATIONS = {
 AFTER_EVALUATIONS = {
     "features": "save frozen features",
     "embed": "features of a folder of images as a table (parquet)",
-    "export": "an encoder as ONNX, torch.export or safetensors",
+    "export": "an encoder as ONNX or torch.export",
     "visualize": "draw what was learned",
     "report": "a page on a run: verdict, curves, pictures",
     "check": "look at images, memory and time before a run",

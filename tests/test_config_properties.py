@@ -193,7 +193,6 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (SegmentationConfig, "lr=0.5", [["--readings=knn"]], []),
     (SegmentationConfig, "neighbours=5", [["--readings=linear"]], []),
     (SegmentationConfig, "data.mask_column=m", [[]], ["--data.path=somebody/scenes"]),
-    (ExportConfig, "normalize=false", [["--format=safetensors"]], ["--format=torch_export"]),
     (ExportConfig, "quantize=int8", [["--format=torch_export"]], []),
     (ThroughputConfig, "memory=false", [['--sizes=["vit_tiny_patch16_224"]']], []),
     (PrepareConfig, "quality=80", [["--format=ppm"]], []),

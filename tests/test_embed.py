@@ -11,6 +11,7 @@ from PIL import Image
 
 import mpp
 from evaluation import embed, export, finetune
+from evaluation.exports.formats import FORMATS
 from evaluation.supervision.teachers import classifier_at
 from mpp.config import ImagesConfig
 from mpp.data.crops import centre_crop
@@ -133,7 +134,7 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         written = tmp_path / f"classifier.{end}"
         options = [f"--format={format}", "--representation=logits", f"--out={written}", "--images=5", "--threads=1"]
         export.main([f"--encoder={tuned / 'lr_0.1'}", *options, "--data.workers=0"])
-        found = export.FORMATS[format][2](written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
+        found = FORMATS[format].read(written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
         assert torch.allclose(found, network(torch.zeros(1, 3, *size)), atol=1e-5)
     with pytest.raises(UserError, match=r"encoder is .*; it must be the folder of a finished supervised or fine-tuned"):
         embed.main([f"--encoder={finished_run}", *words])

@@ -14,6 +14,8 @@ from test_variants import HYBRID, KINDS, PARTS, build
 import mpp
 from evaluation import export
 from evaluation.config import ExportConfig
+from evaluation.exports import formats
+from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.features.frozen import features_at
 from mpp.models.exporting import export_encoder
@@ -22,7 +24,7 @@ from mpp.runtime.weights import fingerprint
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[export]'")
 pytest.importorskip("onnxscript")
-ENDS = {"onnx": "onnx", "torch_export": "pt2", "safetensors": "safetensors"}
+ENDS = {"onnx": "onnx", "torch_export": "pt2"}
 FEW = ("--images=6", "--threads=1", "--data.workers=0")
 
 
@@ -30,7 +32,7 @@ def exported(encoder, folder, format, *options):
     """The file's function on images (B, C, H, W), and what the command reported."""
     file = folder / f"encoder.{ENDS[format]}"
     export.main([f"--encoder={encoder}", f"--out={file}", f"--format={format}", *FEW, *options])
-    return export.FORMATS[format][2](file), json.loads(file.with_name(f"{file.name}.json").read_text())
+    return formats.FORMATS[format].read(file), json.loads(file.with_name(f"{file.name}.json").read_text())
 
 
 def saved(folder, encoder, channels=3):
@@ -65,11 +67,11 @@ def test_a_file_says_what_the_encoder_says(format, finished_run, tmp_path):
 def test_a_card_goes_with_the_weights_that_it_is_of(finished_run, tmp_path):
     file = finished_run / "encoder" / "model.safetensors"
     for options, weights in (((), fingerprint(file)), (("--random=true", "--seed=3"), "random, seed 3")):
-        about = exported(finished_run, tmp_path, "safetensors", *options)[1]["about"]
+        about = exported(finished_run, tmp_path, "torch_export", *options)[1]["about"]
         assert about["weights"] == weights and bool(about["card"]) == (options == ())
-        written = tmp_path / "encoder.safetensors"
-        assert written.stat().st_mode == written.with_name("encoder.safetensors.json").stat().st_mode
-    named = ExportConfig(encoder="vit_tiny_patch16_224", checkpoint=str(file), format="safetensors")
+        written = tmp_path / "encoder.pt2"
+        assert written.stat().st_mode == written.with_name("encoder.pt2.json").stat().st_mode
+    named = ExportConfig(encoder="vit_tiny_patch16_224", checkpoint=str(file))
     frozen = load_frozen_encoder(str(finished_run))
     about = export.describe_file(named, frozen, torch.zeros(0))
     assert about["weights"] == "model.safetensors" and not about["card"]
@@ -95,12 +97,13 @@ def test_all_tokens_of_normalized_images_of_another_size_one_at_a_time(finished_
 
 @pytest.mark.faults
 def test_a_probe_is_as_accurate_on_exports_and_eight_bits_stand_beside(finished_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export, "ROUNDS", 1)
-    monkeypatch.setattr(export, "ONE_FILE", 0)  # as of a large encoder, whose weights are in a second file
+    monkeypatch.setattr(
+        formats, "MAX_BYTES_IN_ONE_FILE", 0
+    )  # as of a large encoder, whose weights are in a second file
     run, report = exported(finished_run, tmp_path, "onnx", "--quantize=int8", "--batch=4")
     assert {file.name for file in tmp_path.iterdir()} == {"encoder.onnx", "encoder.onnx.json"}
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == ["PyTorch fp32", "PyTorch bf16", "onnxruntime fp32", "onnxruntime int8"]
+    assert list(rows) == ["PyTorch fp32", "onnxruntime fp32", "onnxruntime int8"]
     assert rows["PyTorch fp32"]["difference"] == 0 and rows["onnxruntime fp32"]["difference"] < 1e-5
     assert 1e-4 < rows["onnxruntime int8"]["difference"] == report["difference"] < 0.5
     assert rows["onnxruntime fp32"]["accuracy"] == rows["PyTorch fp32"]["accuracy"]
@@ -118,7 +121,6 @@ REFUSED = {
     "no patches": ((*RESNET, "--representation=tokens"), "ResNet has no sequence of patches"),
     "no [class]": ((*RESNET, "--representation=class"), "has no [class] token"),
     "another end": (("--out=encoder.pt",), "out is encoder.pt; it must be a file whose name ends in .pt2"),
-    "weights alone": (("--format=safetensors", "--normalize=false"), "normalize is False; it must be True or left"),
     "no such batch": (("--batch=0",), "batch is 0; it must be at least 1, or dynamic"),
 }
 
@@ -136,7 +138,8 @@ def test_what_cannot_be_exported_is_refused_in_words(refused, tmp_path):
 
 @pytest.mark.faults
 def test_a_file_of_other_numbers_is_refused_and_not_left(finished_run, tmp_path, monkeypatch):
-    monkeypatch.setitem(export.FORMATS, "torch_export", (".pt2", export.write_torch_export, lambda _: broken))
+    of_other_numbers = formats.FORMATS["torch_export"]._replace(read=lambda file: broken)
+    monkeypatch.setitem(formats.FORMATS, "torch_export", of_other_numbers)
     with pytest.raises(ValueError, match=r"differ from PyTorch's by .*; it must be another one: at most 0\.0001 is ok"):
         exported(finished_run, tmp_path, "torch_export")
     assert not list(tmp_path.iterdir())
@@ -146,7 +149,7 @@ def test_an_image_that_cannot_be_decoded_does_not_matter_to_a_file(finished_run,
     for file in sorted(image_folder.rglob("*.png"))[::2]:
         file.write_bytes(b"nothing")
     words = f"--data.path={image_folder}", "--data.eval_split=null", "--data.eval_fraction=0.5"
-    assert exported(finished_run, tmp_path, "safetensors", *words)[1]["difference"] < 1e-5
+    assert exported(finished_run, tmp_path, "torch_export", *words)[1]["difference"] < 1e-5
 
 
 def broken(images):
@@ -199,7 +202,7 @@ def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, record_pr
                     with torch.no_grad():
                         expected = frozen(images, "mean", [len(frozen.stages)])[0]
                         found[format] = max(found[format], float((run(images) - expected).abs().max()))
-        assert max(found.values()) < export.MOST, (kind, found)
+        assert max(found.values()) < MAX_ROUNDING_DIFFERENCE, (kind, found)
         lines.append(f"| {kind} | " + " | ".join(f"{each:.1e}" if each else "-" for each in found.values()) + " |")
     record_property("table", ("largest difference from PyTorch, by kind of encoder and format", lines))
 

@@ -235,12 +235,12 @@ def test_pictures_and_files_of_a_streamed_run_load_what_it_kept(pretrain, parque
     folder = pretrain(f"--data.path={parquet}", "--data.streaming=true", dir=tmp_path / "run")
     for module in ("visualize", "frozen.run_images"):
         monkeypatch.setattr(f"evaluation.{module}.load_image_datasets", None)
-    words = ["--format=safetensors", f"--out={tmp_path / 'encoder.safetensors'}", "--images=6", "--threads=1"]
+    words = ["--format=torch_export", f"--out={tmp_path / 'encoder.pt2'}", "--images=6", "--threads=1"]
     export.main([f"--encoder={folder}", *words])
     visualize.main([f"--encoder={folder}", "--pictures=[rank, accuracy_by_depth]", "--precision=fp32"])
     said = capsys.readouterr().out
     assert "rank.png" in said and "no accuracy_by_depth: the images are a stream" in said
-    assert "wrote" in said and (tmp_path / "encoder.safetensors").is_file()
+    assert "wrote" in said and (tmp_path / "encoder.pt2").is_file()
 
 
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):

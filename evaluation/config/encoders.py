@@ -131,24 +131,22 @@ class ExportConfig(EncoderConfig):
     out: str = setting("encoder.onnx", operational=True)
     """File that is written, over one that is there. FILE.json beside it has the same metadata, and what the check of
     the file found."""
-    format: Literal["onnx", "torch_export", "safetensors"] = "onnx"
-    """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code;
-    safetensors: the weights by timm's names, and how to build the model around them."""
-    representation: Literal["mean", "class", "tokens", "logits"] = setting(
-        "mean", needs={"format": ("onnx", "torch_export")}
-    )
+    format: Literal["onnx", "torch_export"] = "onnx"
+    """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code.
+    The weights alone are the run's folder `encoder`."""
+    representation: Literal["mean", "class", "tokens", "logits"] = "mean"
     """What comes out: the `mean` of the patches, the `class` token, all `tokens`, [class] and registers first, or the
     `logits` of a supervised or fine-tuned run: what its head says of each class."""
-    normalize: bool = setting(True, needs={"format": ("onnx", "torch_export")})
+    normalize: bool = True
     """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
     normalised already."""
-    batch: int | Literal["dynamic"] = setting("dynamic", at_least=1, needs={"format": ("onnx", "torch_export")})
+    batch: int | Literal["dynamic"] = setting("dynamic", at_least=1)
     """Images at a time: so many, or any number."""
     quantize: Literal["int8"] | None = setting(None, needs={"format": "onnx"})
     """int8: weights of matrix products become 8 bits, and activations where they are used (onnxruntime's dynamic
-    quantisation). Accuracy, size and speed are printed beside those of PyTorch."""
+    quantisation). Size, difference and few-shot accuracy are printed beside those of PyTorch."""
     images: int = setting(2048, at_least=1)
-    """At most so many held-out images are looked at by the check, and as many training images by its few-shot probe."""
+    """Most held-out images that the file is verified with, and most training images of the few-shot probe of int8."""
 
     def __post_init__(self):
         check_bounds(self)
