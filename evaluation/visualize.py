@@ -24,11 +24,11 @@ from evaluation import fewshot, figures
 from evaluation.config import EncoderConfig, PrecisionConfig, VisualizeConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
 from evaluation.frozen.extraction import extract_labelled_features, views_for
-from evaluation.frozen.masks import patch_features
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import report_path, report_suffix, write_json
 from evaluation.frozen.run_images import indices_in_split, is_stream_of_run, load_images_of
+from evaluation.patches.features import patch_features
 from evaluation.pictures.attention import attention_distance, attention_rollout, distances, spacing
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity

@@ -16,20 +16,15 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
-from evaluation.frozen.masks import (
-    IGNORED,
-    OUTLINES,
-    MaskedViews,
-    PatchFeatures,
-    class_shares,
-    color_and_position,
-    decode_mask,
-    drawn,
-    load_masked,
-    print_pixels,
-    warn_of_turned,
-)
 from evaluation.frozen.probing import evaluate_by_depth
+from evaluation.patches.extraction import MaskedViews, load_masked_images
+from evaluation.patches.features import PatchFeatures, color_and_position
+from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, decode_mask
+from evaluation.patches.outlines import OUTLINES_FILE, draw_mask
+from evaluation.patches.readings import choose_labelled_patches, masked_loss, neighbour_votes
+from evaluation.patches.scores import count_confusion, score_confusion, score_most_frequent
+from evaluation.patches.statistics import class_shares, report_pixels, warn_of_turned_images
+from evaluation.patches.tables import class_table
 from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_splits
@@ -84,21 +79,22 @@ def test_image_and_mask_get_the_same_crop(along, size, view, crop):
 @pytest.mark.parametrize("ignored", [True, False])
 def test_figures_are_scikit_learns(ignored):
     rng = np.random.default_rng(0)
-    truth, found = (
-        rng.choice([0, 1, 2, 4, 5], (7, 9, 11)),
-        rng.choice([0, 1, 2, 4], (7, 9, 11)),
-    )  # nothing is of class 3
-    truth[0, :4] = IGNORED if ignored else 5
-    counts = segmentation.confusion(torch.from_numpy(truth), torch.from_numpy(found), 6)
-    scores = segmentation.scores_of(counts)
-    kept = truth != IGNORED
-    one, other = truth[kept], found[kept]
-    present = np.union1d(one, other)
-    assert scores["accuracy"] == pytest.approx(jaccard_score(one, other, average="macro", labels=present), abs=1e-12)
-    assert scores["pixel_accuracy"] == pytest.approx(accuracy_score(one, other), abs=1e-12)
-    expected = dict(zip(present.tolist(), jaccard_score(one, other, average=None, labels=present), strict=True))
-    for number, each in enumerate(scores["iou"]):
-        assert each is None if number not in expected else each == pytest.approx(expected[number], abs=1e-12)
+    truth = rng.choice([0, 1, 2, 4, 5], (7, 9, 11))  # nothing is of class 3
+    predicted = rng.choice([0, 1, 2, 4], (7, 9, 11))
+    truth[0, :4] = IGNORED_CLASS if ignored else 5
+    scores = score_confusion(count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6))
+    counted = truth != IGNORED_CLASS
+    truth, predicted = truth[counted], predicted[counted]
+    present = np.union1d(truth, predicted)
+    mean_iou = jaccard_score(truth, predicted, average="macro", labels=present)
+    assert scores["accuracy"] == pytest.approx(mean_iou, abs=1e-12)
+    assert scores["pixel_accuracy"] == pytest.approx(accuracy_score(truth, predicted), abs=1e-12)
+    ious = dict(zip(present.tolist(), jaccard_score(truth, predicted, average=None, labels=present), strict=True))
+    for number, iou in enumerate(scores["iou"]):
+        if number in ious:
+            assert iou == pytest.approx(ious[number], abs=1e-12)
+        else:
+            assert iou is None
 
 
 def test_shares_of_patches_are_counted():
@@ -124,33 +120,34 @@ def some_features(seed: int = 0) -> PatchFeatures:
 def test_votes_are_those_of_scikit_learns_neighbours():
     features = some_features()
     config = SegmentationConfig(readings="knn", neighbours=5)
-    bank, labels = segmentation.labelled_patches(features, config, 3)
+    bank, labels = choose_labelled_patches(features, config, 3)
     known = features.train_masks[:, ::4, ::4].flatten()
     assert labels.tolist() == known.tolist() and bank.shape == (120, 5)
-    votes = segmentation.vote(torch.from_numpy(features.test), bank, labels, 3, config)
-    units = [part.reshape(-1, 5) / np.linalg.norm(part.reshape(-1, 5), axis=1, keepdims=True) for part in features[::2]]
-    judge = KNeighborsClassifier(5, weights=lambda far: np.exp((1 - far**2 / 2 - 1) / 0.07)).fit(units[0], known)
-    expected = judge.predict_proba(units[1]).reshape(6, 2, 3, 3)
+    votes = neighbour_votes(torch.from_numpy(features.test), bank, labels, 3, config)
+    train, test = (part.reshape(-1, 5) for part in (features.train, features.test))
+    train, test = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (train, test))
+    classifier = KNeighborsClassifier(5, weights=lambda far: np.exp((1 - far**2 / 2 - 1) / 0.07))
+    expected = classifier.fit(train, known).predict_proba(test).reshape(6, 2, 3, 3)
     np.testing.assert_allclose(votes.movedim(1, -1).numpy(), expected, atol=1e-5)
 
 
 def test_patches_without_a_class_have_no_vote_and_few_are_a_choice():
     features = some_features()
-    features.train_masks[:, :4] = IGNORED
-    bank, labels = segmentation.labelled_patches(features, SegmentationConfig(patches=1000), 3)
+    features.train_masks[:, :4] = IGNORED_CLASS
+    bank, labels = choose_labelled_patches(features, SegmentationConfig(patches=1000), 3)
     assert len(bank) == 60 and bank.tolist() == features.train[:, 1].reshape(-1, 5).tolist()
-    bank, labels = segmentation.labelled_patches(features, SegmentationConfig(patches=7), 3)
+    bank, labels = choose_labelled_patches(features, SegmentationConfig(patches=7), 3)
     assert len(bank) == len(labels) == 7
 
 
 def test_what_is_ignored_teaches_nothing():
     logits, masks = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randint(0, 3, (2, 4, 4))
-    masks[0, :2] = IGNORED
-    segmentation.masked_loss(logits, masks).backward()
+    masks[0, :2] = IGNORED_CLASS
+    masked_loss(logits, masks).backward()
     assert logits.grad[0, :, :2].abs().max() == 0 and logits.grad[0, :, 2:].abs().min() > 0
     expected = torch.nn.functional.cross_entropy(logits.detach().movedim(1, -1)[masks >= 0], masks[masks >= 0])
-    assert segmentation.masked_loss(logits, masks).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert segmentation.masked_loss(logits, torch.full_like(masks, IGNORED)).item() == 0
+    assert masked_loss(logits, masks).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert masked_loss(logits, torch.full_like(masks, IGNORED_CLASS)).item() == 0
 
 
 def test_a_linear_reading_learns_what_is_linear_and_its_rate_is_chosen_on_train():
@@ -171,11 +168,11 @@ def test_what_no_training_mask_shows_is_never_predicted(reading):
     features.train_masks[features.train_masks == 1] = 3
     features.test_masks[:, :4] = 5
     for masks in (features.train_masks, features.test_masks):
-        masks[masks == 0] = IGNORED
+        masks[masks == 0] = IGNORED_CLASS
     config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0)
-    shown = {}
-    (result,) = segmentation.evaluate(features, config, shown)
-    assert set(shown[reading].unique().tolist()) == {2, 3}
+    predictions = {}
+    (result,) = segmentation.evaluate(features, config, predictions)
+    assert set(predictions[reading].unique().tolist()) == {2, 3}
     assert result["iou"][0] is None and result["iou"][4] is None and result["iou"][5] == 0
 
 
@@ -285,13 +282,14 @@ def test_a_mask_that_cannot_be_read_is_not_called_broken(tmp_path):
 def test_pixels_that_do_not_count_have_any_number(ignored):
     mask = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
     mask[0, 0] = 0 if ignored is None else ignored
-    expected = np.where(mask == ignored, IGNORED, mask)
+    expected = np.where(mask == ignored, IGNORED_CLASS, mask)
     assert decode_mask(mask, MaskedDataConfig(ignore_index=ignored)).tolist() == expected.tolist()
 
 
 def test_the_birds_outlines_are_of_their_images():
-    train, test = load_masked(MaskedDataConfig())
-    assert (len(train[0]), len(train[1]), len(test[0]), len(test[1])) == (42, 42, 34, 34)
+    train, test = load_masked_images(MaskedDataConfig())
+    assert len(train.images) == len(train.masks) == 42
+    assert len(test.images) == len(test.masks) == 34
     shares = []
     for images, masks in (train, test):
         for index in range(len(images)):
@@ -312,17 +310,17 @@ def test_the_birds_outlines_are_of_their_images():
 )
 def test_the_birds_outlines_follow_the_settings(settings, counts):
     data = MaskedDataConfig(**settings)
-    known, splits = json.loads(OUTLINES.read_text()), load_splits(data)
-    for (images, masks), count in zip(load_masked(data), counts, strict=True):
+    known, splits = json.loads(OUTLINES_FILE.read_text()), load_splits(data)
+    for (images, masks), count in zip(load_masked_images(data), counts, strict=True):
         of_split = known[images.origin.split]
         rows = without_decoding(splits[images.origin.split].select(images.origin.indices), "image")
         assert images.rows["image"] == rows["image"] and len(images) == count
-        assert [mask["bytes"] for mask in masks["mask"]] == [drawn(of_split[name]) for name in rows["id"]]
+        assert [mask["bytes"] for mask in masks["mask"]] == [draw_mask(of_split[name]) for name in rows["id"]]
 
 
 def test_birds_without_outlines_are_refused():
     with pytest.raises(ValueError, match="none of its photographs has an outline"):
-        load_masked(MaskedDataConfig(eval_split=None, eval_fraction=0.002))
+        load_masked_images(MaskedDataConfig(eval_split=None, eval_fraction=0.002))
 
 
 def test_one_image_leaves_none_to_choose_on():
@@ -335,11 +333,11 @@ def test_one_image_leaves_none_to_choose_on():
 def test_numbers_of_classes_that_are_far_apart_change_nothing():
     plain, config = some_features(), SegmentationConfig(steps=3, lr=0.01, seeds=0)
     most = int(max(plain.train_masks.max(), plain.test_masks.max()))
-    numbers = np.r_[3 + 1000 * np.arange(most + 1), IGNORED].astype(np.int16)  # a mask of -1 stays that
+    numbers = np.r_[3 + 1000 * np.arange(most + 1), IGNORED_CLASS].astype(np.int16)  # a mask of -1 stays that
     apart = plain._replace(train_masks=numbers[plain.train_masks], test_masks=numbers[plain.test_masks])
-    pairs = [segmentation.evaluate(each, config) for each in (plain, apart)]
-    pairs = [*zip(*pairs, strict=True), tuple(segmentation.most_frequent(each, config) for each in (plain, apart))]
-    for one, other in pairs:
+    results = [*segmentation.evaluate(plain, config), score_most_frequent(plain)]
+    results_apart = [*segmentation.evaluate(apart, config), score_most_frequent(apart)]
+    for one, other in zip(results, results_apart, strict=True):
         assert one["accuracy"] == other["accuracy"] and one["pixel_accuracy"] == other["pixel_accuracy"]
         assert other["iou"][3::1000] == one["iou"]
         assert set(other["iou"]) - set(one["iou"]) == {None}
@@ -440,17 +438,17 @@ def test_a_mask_of_another_size_is_named(finished_run, tmp_path):
         segmentation.main([f"--encoder={finished_run}", f"--data.path={tmp_path}/set.parquet", *FAST])
 
 
-def masked_of(images: list[bytes], masks: list[bytes]) -> tuple[ImageDataset, datasets.Dataset]:
-    """Images and their masks, as `load_masked` has them."""
+def masked_of(images: list[bytes], masks: list[bytes]) -> MaskedImages:
+    """Images and their masks, as `load_masked_images` has them."""
     rows = dataset_of(images).cast_column("image", datasets.Image(decode=False))
     cells = [{"bytes": data, "path": None} for data in masks]
-    return ImageDataset(rows, "image", None, "train"), datasets.Dataset.from_dict({"mask": cells})
+    return MaskedImages(ImageDataset(rows, "image", None, "train"), datasets.Dataset.from_dict({"mask": cells}))
 
 
 def test_images_that_are_turned_without_their_masks_are_named_once(capsys):
     turned, plain, mask = encoded(MASK, "JPEG", exif=TURNED), encoded(MASK, "JPEG"), encoded(MASK)
     splits = masked_of([turned, plain] * 3, [mask] * 6), masked_of([turned, b"broken"], [mask, mask])
-    warn_of_turned(splits, MaskedDataConfig())
+    warn_of_turned_images(splits, MaskedDataConfig())
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "warning: 4 images are turned by the orientation tag in their files" in said
     assert "such as train[0], train[2], train[4]:" in said
@@ -459,7 +457,7 @@ def test_images_that_are_turned_without_their_masks_are_named_once(capsys):
 @pytest.mark.parametrize("image_turned", [True, False])
 def test_masks_that_say_their_own_orientation_need_no_warning(image_turned, capsys):
     tag = {"exif": TURNED} if image_turned else {}
-    warn_of_turned([masked_of([encoded(MASK, "JPEG", **tag)], [encoded(MASK, **tag)])], MaskedDataConfig())
+    warn_of_turned_images([masked_of([encoded(MASK, "JPEG", **tag)], [encoded(MASK, **tag)])], MaskedDataConfig())
     assert capsys.readouterr().err == ""
 
 
@@ -474,7 +472,7 @@ def pixels_of(numbers: list[int]) -> PatchFeatures:
     ("count", "share", "warned"), [(0, "0.0%", False), (4000, "20.0%", False), (4001, "20.0%", True)]
 )
 def test_ignored_pixels_are_told_and_above_a_fifth_their_setting_is_named(count, share, warned, capsys):
-    print_pixels(pixels_of([IGNORED] * count), MaskedDataConfig(ignore_index=7))
+    report_pixels(pixels_of([IGNORED_CLASS] * count), MaskedDataConfig(ignore_index=7))
     said = capsys.readouterr()
     told = f"{share} of the pixels to learn from and 0.0% of those to judge by are ignored (data.ignore_index is 7)\n"
     assert said.out == told
@@ -483,18 +481,18 @@ def test_ignored_pixels_are_told_and_above_a_fifth_their_setting_is_named(count,
 
 def test_classes_of_next_to_no_pixels_are_named(capsys):
     """Of 40,000 pixels, 4 are a ten-thousandth."""
-    print_pixels(pixels_of([300] * 4), MaskedDataConfig(ignore_index=None))
+    report_pixels(pixels_of([300] * 4), MaskedDataConfig(ignore_index=None))
     said = capsys.readouterr()
     assert said.err == "" and "(data.ignore_index is null)" in said.out
-    print_pixels(pixels_of([300] * 3 + [4] * 2 + [5] * 3 + [6] * 1 + [9] * 50), MaskedDataConfig())
+    report_pixels(pixels_of([300] * 3 + [4] * 2 + [5] * 3 + [6] * 1 + [9] * 50), MaskedDataConfig())
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "warning: 4 of the masks' classes have less than 0.01% of the pixels" in said
     assert "such as class 6 (1 of 40000), class 4 (2 of 40000), class 5 (3 of 40000);" in said
 
 
 def test_numbers_that_no_pixel_has_are_no_rows():
-    table = segmentation.table_of_classes([{"case": "knn", "iou": [0.5, None, 0.25]}])
-    assert "class 0" in table and "class 1" not in table and "class 2" in table
+    printed = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}])
+    assert "class 0" in printed and "class 1" not in printed and "class 2" in printed
 
 
 def test_a_column_of_jpeg_masks_is_refused(tmp_path):
@@ -507,4 +505,4 @@ def test_a_column_of_jpeg_masks_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"mask_column is classes, of JPEG files; it must be a column of lossless masks"
     ):
-        load_masked(data)
+        load_masked_images(data)

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation import supervised
 from evaluation.frozen.encoder import FrozenEncoder
-from evaluation.frozen.masks import patch_features
+from evaluation.patches.features import patch_features
 from evaluation.pictures.attention import (
     attention_distance,
     attention_rollout,

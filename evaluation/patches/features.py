@@ -1,0 +1,66 @@
+"""Frozen features of patches, and the masks of their images.
+
+B or n images, h x w patches, D width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.frozen.encoder import FrozenEncoder, patch_grid
+from evaluation.frozen.labelled_features import cut_dev_split
+from mpp.config import ImageSize
+from mpp.features.frozen import tokens_at
+from mpp.runtime.arrays import select
+
+
+class PatchBaseline(NamedTuple):
+    """Features without a model: the mean colour and the position of each patch."""
+
+    img_size: ImageSize
+    crop_pct: float
+    grid: tuple[int, int]
+    stages: Sequence[None] = (None,)
+
+
+class PatchFeatures(NamedTuple):
+    """Features of patches at one depth, and the masks of their images."""
+
+    train: NDArray[np.float32]  # (n, h, w, D)
+    train_masks: NDArray[np.int16]  # (n, H, W)
+    test: NDArray[np.float32]
+    test_masks: NDArray[np.int16]
+
+    def dev_split(self) -> "PatchFeatures":
+        """The training features, a tenth of whose images are the test split: choices are made on it."""
+        train, dev = cut_dev_split(len(self.train))
+        return PatchFeatures(
+            select(self.train, train),
+            select(self.train_masks, train),
+            select(self.train, dev),
+            select(self.train_masks, dev),
+        )
+
+
+@torch.no_grad()
+def patch_features(encoder: FrozenEncoder | PatchBaseline, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+    """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
+    if isinstance(encoder, PatchBaseline):
+        return [color_and_position(images, encoder.grid)]
+    grid = patch_grid(encoder.model)
+    prefix = encoder.model.num_prefix_tokens
+    tokens_by_depth = tokens_at(encoder.model, encoder.normalize(images), depths)
+    return [tokens[:, prefix:].unflatten(1, grid).float().cpu() for tokens in tokens_by_depth]
+
+
+def color_and_position(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The mean colour of each patch, its row and its column, each from -0.5 to 0.5: (B, h, w, C + 2)."""
+    colors = F.adaptive_avg_pool2d(images.float() / 255 - 0.5, grid).movedim(1, -1).cpu()
+    rows, columns = ((torch.arange(count) + 0.5) / count - 0.5 for count in grid)
+    positions = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
+    return torch.cat([colors, positions.expand(len(images), -1, -1, -1)], -1)

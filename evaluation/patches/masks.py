@@ -1,0 +1,93 @@
+"""Segmentation masks: found next to their images, and decoded to the class of each pixel."""
+
+import contextlib
+import dataclasses
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+
+from evaluation.config import MaskedDataConfig
+from mpp.config import require
+from mpp.data.columns import read_cell, without_decoding
+from mpp.data.dataset import ImageDataset
+from mpp.data.decoding.decode import read_mask
+from mpp.data.decoding.kinds import JPEG_START
+from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
+from mpp.errors import UnreadableImage, UserError
+
+IGNORED_CLASS = -1  # of pixels that do not count, whatever their number in the file
+LARGEST_CLASS = np.iinfo(np.int16).max
+
+
+class MaskedImages(NamedTuple):
+    """Images, and a mask for each of them."""
+
+    images: ImageDataset
+    masks: datasets.Dataset
+    """Undecoded, in the column `mask`."""
+
+
+def load_masks_of_path(data: MaskedDataConfig) -> tuple[MaskedImages, MaskedImages]:
+    """Load images with masks from `data.path`: those to learn from, and those that are held out.
+
+    Raises:
+        UserError: no such split or column.
+    """
+    splits = load_splits(data)
+    find_held_out_split(data, list(splits))  # refuses a split that is not there
+    columns = splits[data.split].features
+    other_images = [
+        name for name, feature in columns.items() if isinstance(feature, datasets.Image) and name != data.mask_column
+    ]
+    if data.image_column is None and len(other_images) == 1:
+        data = dataclasses.replace(data, image_column=other_images[0])
+    allowed = f"one of {', '.join(columns) or 'none'}"
+    require(data.mask_column in columns, "data.mask_column", data.mask_column, allowed)
+    train, held_out = load_image_datasets(data, splits)
+    train = train.choose(data.train_images, data.eval_seed)
+    return attach_masks(train, splits, data), attach_masks(held_out, splits, data)
+
+
+def attach_masks(images: ImageDataset, splits: dict[str, Any], data: MaskedDataConfig) -> MaskedImages:
+    """Images with the masks of their rows in `splits`."""
+    rows = splits[images.origin.split]
+    if data.mask_column not in rows.features:
+        raise UserError(f"data.mask_column is {data.mask_column}; {images.origin.split} has no such column")
+    masks = without_decoding(rows.select_columns([data.mask_column]), data.mask_column)
+    if data.mask_column != "mask":
+        masks = masks.rename_column(data.mask_column, "mask")
+    refuse_jpeg_masks(masks, data)
+    if images.origin.indices is not None:
+        masks = masks.select(images.origin.indices)
+    return MaskedImages(images, masks)
+
+
+def refuse_jpeg_masks(masks: datasets.Dataset, data: MaskedDataConfig) -> None:
+    """Raise UserError if the first mask is a JPEG file; others are named as they are read."""
+    if not len(masks) or not isinstance(masks[0]["mask"], dict):
+        return
+    with contextlib.suppress(UnreadableImage):
+        file = read_cell(masks[0]["mask"], data.read_retries)
+        allowed = "a column of lossless masks, such as PNG or TIFF: JPEG changes the numbers"
+        require(not file.startswith(JPEG_START), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
+
+
+def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
+    """The classes of an image's pixels, (H, W) int16; IGNORED_CLASS where the file has `data.ignore_index`.
+
+    Raises:
+        UnreadableImage: a mask of colours, or none that can be decoded: see `read_mask`.
+    """
+    try:
+        numbers = read_mask(read_cell(cell, config.read_retries), config)
+    except UnreadableImage as error:
+        raise UnreadableImage(f"its mask: {error}") from error
+    is_ignored = numbers == config.ignore_index  # no number equals None
+    classes = numbers[~is_ignored]
+    if classes.size and (classes.min() < 0 or classes.max() > LARGEST_CLASS):
+        extremes = f"numbers from {classes.min()} to {classes.max()}"
+        raise UnreadableImage(f"its mask has {extremes}; classes are 0 to {LARGEST_CLASS}")
+    return torch.from_numpy(np.where(is_ignored, np.int16(IGNORED_CLASS), numbers.astype(np.int16)))

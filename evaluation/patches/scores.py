@@ -1,0 +1,66 @@
+"""Scores of predicted masks: mean IoU and pixel accuracy, of all pixels together.
+
+n images, H x W pixels, C classes.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.patches.features import PatchFeatures
+from evaluation.patches.masks import IGNORED_CLASS
+from evaluation.patches.statistics import with_numbered_classes
+
+IMAGES_PER_COUNT = 256  # which bounds the memory
+
+
+def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """The number of pixels of each class (rows) that each class (columns) is predicted for: (C, C) int64.
+
+    Args:
+        truth, predicted: (n, H, W).
+    """
+    total = torch.zeros(classes * classes, dtype=torch.int64)
+    blocks = zip(truth.split(IMAGES_PER_COUNT), predicted.split(IMAGES_PER_COUNT), strict=True)
+    for true_block, predicted_block in blocks:
+        counted = true_block != IGNORED_CLASS
+        pairs = true_block[counted].long() * classes + predicted_block[counted].long()
+        total += torch.bincount(pairs, minlength=classes * classes)
+    return total.view(classes, classes)
+
+
+def score_confusion(confusion: Tensor, numbers: NDArray[np.int16] | None = None) -> dict[str, Any]:
+    """Mean IoU, pixel accuracy, and the IoU of each class: null where it is neither in a mask nor predicted.
+
+    Args:
+        confusion: see `count_confusion`.
+        numbers: (C,) numbers of the classes in the files of the masks; None: from 0 without gaps.
+    """
+    correct = confusion.diagonal()
+    union = (confusion.sum(0) + confusion.sum(1) - correct).double()
+    ious: list[float | None] = []
+    for intersection, pixels in zip(correct.double(), union, strict=True):
+        ious.append(float(intersection / pixels) if pixels else None)
+    present = [iou for iou in ious if iou is not None]
+    if numbers is not None:
+        by_number = dict(zip(numbers.tolist(), ious, strict=True))
+        ious = [by_number.get(number) for number in range(int(numbers.max()) + 1)]
+    return {
+        "accuracy": float(np.mean(present)),  # the mean IoU, by the name that all evaluations give their score
+        "pixel_accuracy": float(correct.double().sum() / confusion.sum().double()),
+        "iou": ious,
+    }
+
+
+def score_most_frequent(features: PatchFeatures) -> dict[str, Any]:
+    """Scores of always predicting the most frequent class of the training masks."""
+    features, numbers = with_numbered_classes(features)
+    classes = len(numbers)
+    train_masks = torch.from_numpy(features.train_masks)
+    test_masks = torch.from_numpy(features.test_masks)
+    counts = count_confusion(train_masks, torch.zeros_like(train_masks), classes).sum(1)
+    predicted = torch.full_like(test_masks, int(counts.argmax()))
+    return score_confusion(count_confusion(test_masks, predicted, classes), numbers)

@@ -1,0 +1,86 @@
+"""Tables and the picture of a segmentation report."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from evaluation.config import SegmentationConfig
+from evaluation.figures import plot_segmentation
+from evaluation.frozen.encoder import FrozenEncoder
+from evaluation.frozen.results import table
+from evaluation.patches.extraction import masked_views
+from evaluation.patches.features import PatchBaseline
+from evaluation.patches.masks import MaskedImages
+from mpp.features.reconstructions import as_rgb
+from mpp.runtime.randomness import FIXED
+
+
+def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str]) -> str:
+    """Mean IoU and pixel accuracy of each reading, a line for each encoder; the mean over seeds.
+
+    Args:
+        lines: results of each encoder or baseline, by name; the case `all` stands for all readings.
+    """
+    headings = ["%", "depth"]
+    for reading in readings:
+        headings += [f"{reading} mIoU", f"{reading} pixels"]
+    rows = []
+    for name, results in lines.items():
+        cells = [name, str(results[0].get("depth", "-"))]
+        for reading in readings:
+            of_reading = [result for result in results if result["case"] in (reading, "all")]
+            for score in ("accuracy", "pixel_accuracy"):
+                cells.append(mean_percent([result[score] for result in of_reading]))
+        rows.append(cells)
+    return table(headings, rows)
+
+
+def class_table(results: list[dict[str, Any]]) -> str:
+    """IoU of each class, of each reading; the mean over seeds; without numbers that no pixel has."""
+    by_case: dict[str, list[list[float | None]]] = {}
+    for result in results:
+        by_case.setdefault(result["case"], []).append(result["iou"])
+    rows = []
+    for number in range(len(results[0]["iou"])):
+        cells = []
+        for seeds in by_case.values():
+            ious = [of_seed[number] for of_seed in seeds if of_seed[number] is not None]
+            cells.append(mean_percent(ious) if ious else "-")
+        if any(cell != "-" for cell in cells):
+            rows.append([f"class {number}", *cells])
+    return table(["IoU (%)", *by_case], rows)
+
+
+def mean_percent(values: Sequence[float]) -> str:
+    """A mean in percent, with its spread where there are several."""
+    mean = f"{100 * np.mean(values):.1f}"
+    return f"{mean} ± {100 * np.std(values):.1f}" if len(values) > 1 else mean
+
+
+def draw_predictions(
+    encoder: FrozenEncoder | PatchBaseline,
+    test: MaskedImages,
+    predictions: dict[str, Tensor],
+    config: SegmentationConfig,
+) -> Figure:
+    """Image, mask and predictions of `config.images` held-out images, evenly spaced.
+
+    Args:
+        predictions: predicted masks of all held-out images, by reading.
+    """
+    count = len(test.images)
+    chosen = np.unique(np.linspace(0, count - 1, min(config.images, count)).astype(int))
+    views = masked_views(encoder, test, config.data)
+    samples = [views[FIXED, index] for index in chosen.tolist()]
+    images = torch.stack([sample.images for sample in samples])
+    if images.shape[1] not in (1, 3):
+        images = images.float().mean(1, keepdim=True)
+    columns = {"mask": torch.stack([sample.labels for sample in samples]).long().numpy()}
+    for reading, predicted in predictions.items():
+        columns[reading] = predicted[torch.from_numpy(chosen)].long().numpy()
+    classes = 1 + max(int(column.max()) for column in columns.values())
+    return plot_segmentation(as_rgb(images).movedim(1, -1).numpy(), columns, classes)
