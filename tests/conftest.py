@@ -43,7 +43,7 @@ def pytest_configure(config):
     home, tools = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
     config.add_cleanup(home.cleanup)
     config.add_cleanup(tools.cleanup)
-    # Commands have no hub but that of hub.py, on a port that no system gives away, and keep nothing of what they read.
+    # Commands have no hub but fake_hub.py, on a port that no system gives away, and keep nothing of what they read.
     os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
     # What compiles does compile, and not for Triton beside.
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{home.name}/inductor", "TRITON_CACHE_DIR": f"{home.name}/triton"}

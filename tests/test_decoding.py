@@ -2,7 +2,6 @@
 
 import io
 import struct
-import tarfile
 import warnings
 import zipfile
 import zlib
@@ -13,6 +12,7 @@ import pytest
 import tifffile
 import torch
 from conftest import encoded, picture, read_metrics
+from image_files import npy, npz, tar, tiff
 from imagecodecs import png_encode
 from PIL import Image
 
@@ -27,24 +27,6 @@ from mpp.prepare import main as prepare
 RGB = picture(0)  # 40 x 48
 DEEP = np.random.default_rng(0).integers(0, 65536, (40, 48, 5), dtype=np.uint16)
 HALF = DEEP.astype(np.float32) / 65535
-
-
-def tiff(pixels: np.ndarray, **options) -> bytes:
-    file = io.BytesIO()
-    tifffile.imwrite(file, pixels, **options)
-    return file.getvalue()
-
-
-def npy(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, pixels)
-    return file.getvalue()
-
-
-def npz(*arrays: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.savez_compressed(file, *arrays)
-    return file.getvalue()
 
 
 def scaled(pixels: np.ndarray, low: float = 0, high: float = 65535) -> torch.Tensor:
@@ -329,29 +311,30 @@ FOUR = [DEEP[..., :4] // (1 + number % 3) for number in range(16)]
 
 def write_folder(folder, kind, end):
     for number, pixels in enumerate(FOUR):
-        file = folder / ("train", "test")[number % 2] / ("a", "b")[number // 2 % 2] / f"{number:02d}.{end}"
+        split = ("train", "test")[number % 2]
+        name = ("a", "b")[number // 2 % 2]
+        file = folder / split / name / f"{number:02d}.{end}"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(kind(pixels))
     return str(folder)
 
 
-def write_tar(file, kind, end):
-    for split in range(2):
-        with tarfile.open(file / f"{('train', 'test')[split]}.tar", "w") as archive:
-            for number, pixels in list(enumerate(FOUR))[split::2]:
-                for name, data in ((f"{number:02d}.{end}", kind(pixels)), (f"{number:02d}.cls", b"%d" % (number // 8))):
-                    entry = tarfile.TarInfo(name)
-                    entry.size = len(data)
-                    archive.addfile(entry, io.BytesIO(data))
-    return str(file)
+def write_shards(folder, kind, end):
+    for first, split in enumerate(("train", "test")):
+        members = []
+        for number in range(first, len(FOUR), 2):
+            members.append((f"{number:02d}.{end}", kind(FOUR[number])))
+            members.append((f"{number:02d}.cls", str(number // 8).encode()))
+        (folder / f"{split}.tar").write_bytes(tar(members))
+    return str(folder)
 
 
 def write_columns(folder, feature, change):
-    for split in range(2):
-        features = datasets.Features({"image": feature, "label": datasets.Value("int64")})
-        columns = {"image": [change(each) for each in FOUR[split::2]], "label": [0, 1] * 4}
-        rows = datasets.Dataset.from_dict(columns, features=features)
-        rows.to_parquet(folder / f"{('train', 'test')[split]}-00000-of-00001.parquet")
+    features = datasets.Features({"image": feature, "label": datasets.Value("int64")})
+    for first, split in enumerate(("train", "test")):
+        images = [change(pixels) for pixels in FOUR[first::2]]
+        rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 4}, features=features)
+        rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
     return str(folder)
 
 
@@ -364,9 +347,9 @@ SOURCES = {
     "folder of tiff": lambda folder: write_folder(folder, contiguous, "tif"),
     "folder of npy": lambda folder: write_folder(folder, npy, "npy"),
     "folder of npz": lambda folder: write_folder(folder, npz, "npz"),
-    "tar of tiff": lambda folder: write_tar(folder, contiguous, "tif"),
-    "tar of npy": lambda folder: write_tar(folder, npy, "npy"),
-    "tar of npz": lambda folder: write_tar(folder, npz, "npz"),
+    "tar of tiff": lambda folder: write_shards(folder, contiguous, "tif"),
+    "tar of npy": lambda folder: write_shards(folder, npy, "npy"),
+    "tar of npz": lambda folder: write_shards(folder, npz, "npz"),
     "Array3D": lambda folder: write_columns(folder, datasets.Array3D((40, 48, 4), "uint16"), np.asarray),
     "lists": lambda folder: write_columns(folder, LISTS, np.ndarray.tolist),
 }

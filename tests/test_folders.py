@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import shutil
 import tempfile
 import zipfile
@@ -10,6 +9,7 @@ from collections import Counter
 
 import pytest
 from colours import CATS_AND_DOGS, Seen, colour, in_train, save, save_classes, seen
+from file_names import ACUTE, AWKWARD_NAMES, CLASS_NAMES, FILE_NAMES, NO_UTF8_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.datasets import ImageFolder
@@ -25,22 +25,6 @@ from mpp.errors import UserError
 from mpp.runtime.output import printable
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
-ACUTE, DECOMPOSED = "\u00e9", "e\u0301"  # the same letter
-AWKWARD = ["a b", " a", "a ", ACUTE, DECOMPOSED, "猫", "😀", "-x", "#1", "100%", "a%20b", "[v1]", "{a,b}", "a::b", "*"]
-AWKWARD += ["?", "~", "$HOME", "\\", "a\nb", "a..", "'", '"', "NA", "null", "nan", "None", "True", "x" * 240]
-NUMBER = re.compile(r"\s*[+-]?[0-9.]")
-
-
-def is_name(text: str) -> bool:
-    """Whether a file can be called so, and is not hidden."""
-    return not text.startswith(".") and len(os.fsencode(f"{text}.png")) <= 255
-
-
-CHARACTERS = st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",))
-NAMES = (st.sampled_from(AWKWARD) | st.text(CHARACTERS, min_size=1, max_size=8)).filter(is_name)
-"""Names of files."""
-CLASSES = NAMES.filter(lambda text: text.strip() and text.lower() not in SPLIT_WORDS and not NUMBER.match(text))
-"""Names of folders that are classes. Numbers have a test of their own."""
 
 
 def labels_of(images: dict[str, Seen]) -> Counter:
@@ -52,7 +36,7 @@ def labels_of(images: dict[str, Seen]) -> Counter:
 
 
 @FEW
-@given(st.dictionaries(CLASSES, st.lists(NAMES, min_size=1, max_size=3, unique=True), min_size=2, max_size=4))
+@given(st.dictionaries(CLASS_NAMES, st.lists(FILE_NAMES, min_size=1, max_size=3, unique=True), min_size=2, max_size=4))
 def test_plain_folders_are_those_of_torchvision(tree):
     """The same classes, the same images in the same order, of the same classes; whatever the names."""
     with tempfile.TemporaryDirectory() as root:
@@ -181,7 +165,6 @@ def written(shards, workers):
         yield shard
 
 
-BYTES = [os.fsdecode(name) for name in (b"\xe9t\xe9", b"\xff\xfe", b"a\x80b", b"\xed\xa0\x80")]
 """Names of files that are no UTF-8."""
 
 
@@ -189,7 +172,7 @@ BYTES = [os.fsdecode(name) for name in (b"\xe9t\xe9", b"\xff\xfe", b"a\x80b", b"
 def test_any_name_that_the_system_takes(tmp_path, monkeypatch, place):
     """It is read as it is, and prepared shards have the same images of the same classes."""
     monkeypatch.setattr("mpp.prepare.write_all", written)
-    names = [*AWKWARD, *BYTES, "x" * 251, "é" * 125 + "x"]
+    names = [*AWKWARD_NAMES, *NO_UTF8_NAMES, "x" * 251, "é" * 125 + "x"]
     if place == "root":
         name = "br [v1] {a,b} #1 100% a::b é"
         save_classes(root := tmp_path / name, CATS_AND_DOGS)
@@ -212,7 +195,7 @@ def test_any_name_that_the_system_takes(tmp_path, monkeypatch, place):
         assert {*prepared} == {*map(printable, images)}
 
 
-@pytest.mark.parametrize("name", [ACUTE, BYTES[0]])
+@pytest.mark.parametrize("name", [ACUTE, NO_UTF8_NAMES[0]])
 def test_images_that_are_moved_are_the_same(tmp_path, name):
     """Of some, the names are no UTF-8."""
     save_classes(tmp_path / "here", CATS_AND_DOGS)
@@ -225,10 +208,12 @@ def test_images_that_are_moved_are_the_same(tmp_path, name):
 
 
 def test_classes_whose_names_are_no_text_stay_apart(tmp_path):
-    save_classes(tmp_path, BYTES)
+    save_classes(tmp_path, NO_UTF8_NAMES)
     images = in_train(tmp_path)
-    assert all(images[f"{name}/{number}.png"].kind == kind for kind, name in enumerate(BYTES) for number in range(2))
-    assert {each.label for each in images.values()} == {*map(printable, BYTES)}
+    for kind, name in enumerate(NO_UTF8_NAMES):
+        for number in range(2):
+            assert images[f"{name}/{number}.png"].kind == kind
+    assert {each.label for each in images.values()} == {*map(printable, NO_UTF8_NAMES)}
 
 
 @pytest.mark.parametrize(

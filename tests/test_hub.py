@@ -1,12 +1,10 @@
-"""Datasets of the hub, from one on this machine: one commit a run, faults that pass, faults that do not, signals."""
+"""Datasets of the hub, from a fake one: one commit a run, faults that pass, faults that do not, signals."""
 
-import io
 import json
 import os
 import resource
 import shutil
 import signal
-import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 from colours import CATS_AND_DOGS, colour, seen
 from conftest import HANGS, ROOT, TINY, encoded, picture, wait_until
-from hub import ALWAYS, TOKEN, Fault, Hub
+from fake_hub import ALWAYS, TOKEN, FakeHub, Fault
+from image_files import tar
 from server import Command, context, environments_of
 
 from mpp.config import DataConfig
@@ -47,7 +46,7 @@ def hurry() -> None:
 
 
 @pytest.fixture
-def hub(tmp_path):
+def fake_hub(tmp_path):
     """Two commits of the birds in four shards, of which the second has other images; `main` is at the first."""
     table = pq.read_table(BIRDS_FOLDER / "train-00000-of-00001.parquet").slice(0, 80)
     for number, commit in enumerate(COMMITS):
@@ -57,10 +56,10 @@ def hub(tmp_path):
             rows = table.slice(40 * number + 10 * shard, 10)
             pq.write_table(rows, folder / f"train-{shard:05d}-of-00004.parquet", row_group_size=5)
     (tmp_path / "hub" / "somebody" / "birds" / "main").write_text(COMMITS[0])
-    hub = Hub(tmp_path / "hub")
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    server = FakeHub(tmp_path / "hub")
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def home():
 
 
 @pytest.fixture
-def start(hub, home, tmp_path):
+def start(fake_hub, home, tmp_path):
     """A run on a dataset of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
 
     def start(*words, name="run", processes=1, path="somebody/birds", token="", prepare=hurry):
@@ -100,14 +99,14 @@ AWAY = (STREAMED, "--run.steps=24", "--data.shuffle_block=5")  # of a hub that g
 
 
 @pytest.fixture
-def undisturbed(hub, run, home, tmp_path):
+def undisturbed(fake_hub, run, home, tmp_path):
     """The encoder of such a run that nothing happens to, and how many files it asks for; each kind is run once."""
 
     def undisturbed(processes=1, workers=0):
         if (processes, workers) not in KNOWN:
             code, said = run(*AWAY, f"--data.workers={workers}", name="undisturbed", processes=processes)
             assert code == 0, said
-            asked = sum("resolve" in line for line in hub.asked)
+            asked = sum("resolve" in line for line in fake_hub.requests)
             KNOWN[processes, workers] = weights(tmp_path / "undisturbed"), asked
             shutil.rmtree(home)  # what was downloaded
         return KNOWN[processes, workers]
@@ -118,7 +117,8 @@ def undisturbed(hub, run, home, tmp_path):
 KNOWN: dict[tuple[int, int], tuple[bytes, int]] = {}
 
 
-def commit_of(folder):
+def commits_of(folder):
+    """Split -> commit, in the data.json of a run."""
     return {part: known["revision"] for part, known in json.loads((folder / "data.json").read_text()).items()}
 
 
@@ -133,34 +133,34 @@ def weights(folder):
 
 
 @WAYS
-def test_a_run_is_of_one_commit_and_goes_on_with_it(hub, run, tmp_path, way, tally):
+def test_a_run_is_of_one_commit_and_goes_on_with_it(fake_hub, run, tmp_path, way, tally):
     """Though the branch moves, and two processes ask."""
     code, said = run(*way)
-    assert code == 0 and commit_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}, said
+    assert code == 0 and commits_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}, said
     unfinish(tmp_path / "run")
-    (hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
+    (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
     code, said = run(*way)
-    assert code == 0 and "after step 2" in said and commit_of(tmp_path / "run")["train"] == COMMITS[0], said
+    assert code == 0 and "after step 2" in said and commits_of(tmp_path / "run")["train"] == COMMITS[0], said
     code, said = run(*way, name="two", processes=2)
-    assert code == 0 and commit_of(tmp_path / "two")["train"] == COMMITS[1], said
+    assert code == 0 and commits_of(tmp_path / "two")["train"] == COMMITS[1], said
     tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
 
 
-def test_what_is_cached_is_of_the_runs_commit_or_refused(hub, run, tmp_path, tally):
+def test_what_is_cached_is_of_the_runs_commit_or_refused(fake_hub, run, tmp_path, tally):
     assert run()[0] == 0
-    (hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
+    (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
     assert run(name="newer")[0] == 0
     unfinish(tmp_path / "run")
-    hub.faults["."] = Fault(0)
+    fake_hub.faults["."] = Fault(0)
     code, said = run()
     assert code == 2 and f"the newest in its cache is not of commit {COMMITS[0]}" in said, said
     assert run("--data.read_retries=0", name="cached")[0] == 0
-    assert commit_of(tmp_path / "cached") == {"train": COMMITS[1], "held_out": COMMITS[1]}
+    assert commits_of(tmp_path / "cached") == {"train": COMMITS[1], "held_out": COMMITS[1]}
     tally("hub: away, and two commits are cached: the newer is used, and by no run of the older", 2)
 
 
 @WAYS
-def test_faults_that_pass_are_waited_out(hub, run, home, tmp_path, way, tally):
+def test_faults_that_pass_are_waited_out(fake_hub, run, home, tmp_path, way, tally):
     """All that a hub and what is between can do to a download, one for each of the four shards; the same bits."""
     assert run(*way, name="undisturbed")[0] == 0
     shutil.rmtree(home)
@@ -170,26 +170,26 @@ def test_faults_that_pass_are_waited_out(hub, run, home, tmp_path, way, tally):
         Fault(200, cut=True, times=1),
         Fault(429, headers={"Retry-After": "2"}, times=2),
     )
-    hub.faults = {rf"GET .*resolve/.*train-0000{shard}": fault for shard, fault in enumerate(faults)}
-    hub.faults["api/"] = Fault(503, times=2)
+    fake_hub.faults = {rf"GET .*resolve/.*train-0000{shard}": fault for shard, fault in enumerate(faults)}
+    fake_hub.faults["api/"] = Fault(503, times=2)
     code, said = run(*way, f"--data.workers={len(way)}")
-    assert code == 0 and not any(fault.times for fault in hub.faults.values()), (said, hub.faults)
+    assert code == 0 and not any(fault.times for fault in fake_hub.faults.values()), (said, fake_hub.faults)
     assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
     tally("hub: 503, resets, an answer cut in the middle, 429: waited out, indexed and streamed *", 5)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_refusal_in_the_middle_is_not_tried_again(hub, run, status, tally):
-    hub.faults[r"GET .*resolve/.*train-0000[12]"] = Fault(status)
+def test_a_refusal_in_the_middle_is_not_tried_again(fake_hub, run, status, tally):
+    fake_hub.faults[r"GET .*resolve/.*train-0000[12]"] = Fault(status)
     code, said = run(STREAMED)
     (line,) = [line for line in said.splitlines() if line.startswith("error")]
     assert code == 2 and str(status) in line and "tried" not in said
     tally("hub: 401, 403, 404 in the middle of a stream: one line at once", 1)
 
 
-def test_access(hub, run, tally):
+def test_access(fake_hub, run, tally):
     """Not there, not that revision, gated, disabled: one line, at once. With a token: a run."""
-    folder = hub.root / "somebody" / "birds"
+    folder = fake_hub.root / "somebody" / "birds"
     for says, access, options in (
         ("data.path is somebody/nothing, which cannot be loaded: 404", "", {"path": "somebody/nothing"}),
         ("Access to this resource is disabled", "disabled", {}),
@@ -205,18 +205,18 @@ def test_access(hub, run, tally):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_hub_that_stays_away(hub, run, undisturbed, tmp_path, processes, tally):
+def test_a_hub_that_stays_away(fake_hub, run, undisturbed, tmp_path, processes, tally):
     """In the middle of a stream: a checkpoint, and the same bits once it is back. Before a run: one line."""
     again = (*AWAY, "--data.read_retries=1")
     bits, asked = undisturbed(processes)
-    hub.faults["resolve"] = Fault(503, passed=asked - 4)  # few of the last reads are left
+    fake_hub.faults["resolve"] = Fault(503, passed=asked - 4)  # few of the last reads are left
     code, said = run(*again, processes=processes)
     assert code and "error" in said and "a checkpoint after step" in said, said
     assert 0 < newest_step(tmp_path / "run") < 24
-    hub.faults.clear()
+    fake_hub.faults.clear()
     assert run(*again, processes=processes)[0] == 0
     assert weights(tmp_path / "run") == bits
-    hub.faults["."] = Fault()
+    fake_hub.faults["."] = Fault()
     code, said = run(*again, name="other", processes=processes)
     lines = {line for line in said.splitlines() if line.startswith("error") and "another process is gone" not in line}
     assert code and len(lines) == 1 and "data.path is somebody/birds, which cannot be loaded" in lines.pop(), said
@@ -224,26 +224,26 @@ def test_a_hub_that_stays_away(hub, run, undisturbed, tmp_path, processes, tally
 
 
 @pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 1), (2, 0)])
-def test_a_signal_while_the_hub_is_away(hub, start, run, undisturbed, tmp_path, processes, workers, tally):
+def test_a_signal_while_the_hub_is_away(fake_hub, start, run, undisturbed, tmp_path, processes, workers, tally):
     """It ends the wait with a checkpoint and the marker, within what a launcher leaves it."""
     options = (*AWAY, f"--data.workers={workers}")
     bits, asked = undisturbed(processes, workers)
-    hub.faults["resolve"] = Fault(503, passed=asked - 4)
+    fake_hub.faults["resolve"] = Fault(503, passed=asked - 4)
     waiting = start(*options, processes=processes)
-    wait_until(lambda: hub.faults["resolve"].times < ALWAYS - 4 * processes)
+    wait_until(lambda: fake_hub.faults["resolve"].times < ALWAYS - 4 * processes)
     waiting.signal(signal.SIGTERM)
     assert waiting.wait() == [EXIT_CODE] * processes, waiting.said
     marker = (tmp_path / "run" / MARKER).read_text()  # of a read that gave up: "while images could not be read"
     assert marker.startswith("SIGTERM, after step") and marker.endswith("a checkpoint is written\n"), marker
     assert 0 < newest_step(tmp_path / "run") < 24
-    hub.faults.clear()
+    fake_hub.faults.clear()
     assert run(*options, processes=processes)[0] == 0
     assert weights(tmp_path / "run") == bits
     tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *", 1)
 
 
-def test_a_folder_of_images_is_no_stream(hub, run, tmp_path):
-    photos = hub.root / "somebody" / "photos"
+def test_a_folder_of_images_is_no_stream(fake_hub, run, tmp_path):
+    photos = fake_hub.root / "somebody" / "photos"
     for number in range(16):
         file = photos / COMMITS[0] / ("train" if number % 2 else "test") / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,7 @@ def test_a_folder_of_images_is_no_stream(hub, run, tmp_path):
     assert refused or code == 0, said  # datasets 4.0 hands files over as they are: then it is one shard
     code, said = run("--data.eval_split=test", name="photos" if refused else "indexed", **options)
     assert code == 0, said
-    assert commit_of(tmp_path / ("photos" if refused else "indexed"))["train"] == COMMITS[0]
+    assert commits_of(tmp_path / ("photos" if refused else "indexed"))["train"] == COMMITS[0]
 
 
 ANIMALS = [*enumerate(CATS_AND_DOGS)]
@@ -263,13 +263,13 @@ PICTURES = {f"{split}/{name}/{n}.png": kind for split in ("train", "test") for k
 """Name of a file -> what it shows."""
 
 
-def publish(hub: Hub, name: str, files: dict[str, bytes], commit: str = COMMITS[0]) -> str:
+def publish(fake_hub: FakeHub, name: str, files: dict[str, bytes], commit: str = COMMITS[0]) -> str:
     """A dataset of these files; its name."""
     for inside, content in files.items():
-        file = hub.root / "somebody" / name / commit / inside
+        file = fake_hub.root / "somebody" / name / commit / inside
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    (hub.root / "somebody" / name / "main").write_text(commit)
+    (fake_hub.root / "somebody" / name / "main").write_text(commit)
     return f"somebody/{name}"
 
 
@@ -305,7 +305,7 @@ def streamed(path: str) -> list[tuple[str, bytes]]:
     return [(row["label"], row["image"]["bytes"]) for row in rows]
 
 
-def test_loose_pictures_are_listed_as_on_this_machine(hub, home, tmp_path):
+def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
     """Classes of folders, a list for one split, a picture at the top that takes nobody's label away."""
     files = {name: colour(kind) for name, kind in PICTURES.items()}
     files |= {"train/stray.png": colour(3), "README.md": b"My photographs"}
@@ -314,27 +314,26 @@ def test_loose_pictures_are_listed_as_on_this_machine(hub, home, tmp_path):
         for name, kind in PICTURES.items()
         if name.startswith("test")
     )
-    found = in_a_process(seen, publish(hub, "loose", files))
-    here = seen(shutil.copytree(hub.root / "somebody" / "loose" / COMMITS[0], tmp_path / "here"))
-    hub.faults["."] = Fault(0)
+    found = in_a_process(seen, publish(fake_hub, "loose", files))
+    here = seen(shutil.copytree(fake_hub.root / "somebody" / "loose" / COMMITS[0], tmp_path / "here"))
+    fake_hub.faults["."] = Fault(0)
     assert in_a_process(seen_offline, "somebody/loose") == here  # as a node without internet has it
     assert found == here and Counter(found["train"].values()) == {(0, "cat"): 2, (1, "dog"): 2, (3, None): 1}
     assert Counter(found["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
 
 
-def test_tar_shards_are_listed_as_on_this_machine(hub, home):
+def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home):
     """Indexed and streamed. Endings of images differ, and names have dots."""
     shards = {}
-    for number, (end, form) in enumerate((("jpg", "JPEG"), ("png", "PNG"))):
-        content = io.BytesIO()
-        with tarfile.open(fileobj=content, mode="w") as shard:
-            for n in range(6):
-                for member, data in ((end, colour(n % 2, form)), ("cls", dict(ANIMALS)[n % 2].encode())):
-                    about = tarfile.TarInfo(f"img.v1.{6 * number + n:03d}.{member}")
-                    about.size = len(data)
-                    shard.addfile(about, io.BytesIO(data))
-        shards[f"data/train-{number}.tar"] = content.getvalue()
-    path = publish(hub, "tars", shards)
+    for shard, (end, form) in enumerate((("jpg", "JPEG"), ("png", "PNG"))):
+        members = []
+        for number in range(6):
+            name = f"img.v1.{6 * shard + number:03d}"
+            kind = number % 2
+            members.append((f"{name}.{end}", colour(kind, form)))
+            members.append((f"{name}.cls", CATS_AND_DOGS[kind].encode()))
+        shards[f"data/train-{shard}.tar"] = tar(members)
+    path = publish(fake_hub, "tars", shards)
     images = [colour(n % 2, form) for form in ("JPEG", "PNG") for n in range(6)]
     assert in_a_process(streamed, path) == [*zip(CATS_AND_DOGS * 6, images, strict=True)]
     assert Counter(in_a_process(seen, path)["train"].values()) == {(0, "cat"): 6, (1, "dog"): 6}
@@ -349,11 +348,11 @@ def test_a_download_that_fills_the_disk(start, run, tally):
     tally("hub: a download fills the disk: one line; the same command goes on", 1)
 
 
-def test_prepare(hub, home, run, tmp_path, tally):
+def test_prepare(fake_hub, home, run, tmp_path, tally):
     """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
-    hub.faults["resolve"] = Fault(503, times=3)
+    fake_hub.faults["resolve"] = Fault(503, times=3)
     made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
-    assert made.wait() == [0] and hub.faults["resolve"].times == 0, made.said
+    assert made.wait() == [0] and fake_hub.faults["resolve"].times == 0, made.said
     code, said = run(STREAMED, path=str(tmp_path / "shards"))
     assert code == 0, said
     tally("hub: mpp prepare, from a hub that is away at first", 1)

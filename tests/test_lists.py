@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from colours import CATS_AND_DOGS, colour, in_train, save, save_classes, seen
 from conftest import dataset_of
+from file_names import ACUTE, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_folders import ACUTE, DECOMPOSED, NAMES
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.listing.lists import read_list, to_label_column
@@ -153,7 +153,7 @@ def test_labels_that_utf8_lacks_are_escaped(tmp_path, several):
 
 @every_way
 @WHOLE
-@given(st.lists(NAMES, min_size=2, max_size=6, unique=True))
+@given(st.lists(FILE_NAMES, min_size=2, max_size=6, unique=True))
 def test_names_of_files_are_found_as_they_are(name, files):
     """In a folder of such a name, too."""
     with tempfile.TemporaryDirectory() as folder:

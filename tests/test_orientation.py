@@ -6,11 +6,11 @@ import zlib
 
 import numpy as np
 import pytest
-import tifffile
 import torch
 from conftest import encoded
 from hypothesis import given
 from hypothesis import strategies as st
+from image_files import npy, tiff
 from imagecodecs import png_encode
 from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -136,21 +136,19 @@ def test_png_of_any_depth_is_turned(bits, behind, orientation):
 @every_orientation
 @pytest.mark.parametrize("kind", ["8 bits", "8 bits, LZW", "16 bits", "float", "written by PIL"])
 def test_tiff_is_turned_once(kind, orientation):
-    def tiff(pixels: np.ndarray, **options) -> bytes:
-        tag = (274, "H", 1, orientation, True)
-        tifffile.imwrite(file := io.BytesIO(), pixels, photometric="rgb", extratags=[tag], **options)
-        return file.getvalue()
+    def turned_tiff(pixels: np.ndarray, **options) -> bytes:
+        return tiff(pixels, photometric="rgb", extratags=[(274, "H", 1, orientation, True)], **options)
 
     made = {
-        "8 bits": lambda: tiff(PICTURE),
-        "8 bits, LZW": lambda: tiff(PICTURE, compression="lzw"),
-        "16 bits": lambda: tiff(PICTURE.astype(np.uint16) * 257),
-        "float": lambda: tiff(PICTURE.astype(np.float32)),
+        "8 bits": lambda: turned_tiff(PICTURE),
+        "8 bits, LZW": lambda: turned_tiff(PICTURE, compression="lzw"),
+        "16 bits": lambda: turned_tiff(PICTURE.astype(np.uint16) * 257),
+        "float": lambda: turned_tiff(PICTURE.astype(np.float32)),
         "written by PIL": lambda: encoded(PICTURE, "TIFF", tiffinfo={274: orientation}),
     }
     data = made[kind]()
     config = ImagesConfig(range=(0, 255)) if kind == "float" else ImagesConfig()
-    assert np.array_equal(decode(data, config), transposed(tiff(PICTURE)))
+    assert np.array_equal(decode(data, config), transposed(turned_tiff(PICTURE)))
     assert stored_orientation(data) == orientation
 
 
@@ -183,5 +181,4 @@ def test_a_broken_note_breaks_no_picture(broken):
 
 
 def test_arrays_have_no_orientation():
-    np.save(file := io.BytesIO(), PICTURE)
-    assert stored_orientation(PICTURE) == stored_orientation(file.getvalue()) == stored_orientation(b"no image") == 1
+    assert stored_orientation(PICTURE) == stored_orientation(npy(PICTURE)) == stored_orientation(b"no image") == 1

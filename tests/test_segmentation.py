@@ -1,15 +1,14 @@
 """Patches judged by masks: crops that agree, figures against scikit-learn, both readings against closed forms."""
 
-import io
 import json
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-import tifffile
 import torch
 from conftest import dataset_of, encoded, picture
+from image_files import npy, npz, tiff
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
@@ -220,16 +219,6 @@ def test_masks_are_numbers(kind):
         assert decode_mask(cell, MaskedDataConfig()).tolist() == expected.astype(int).tolist()
 
 
-def tiff(pixels: np.ndarray, **options) -> bytes:
-    tifffile.imwrite(file := io.BytesIO(), pixels, **options)
-    return file.getvalue()
-
-
-def saved(pixels: np.ndarray, save=np.save) -> bytes:
-    save(file := io.BytesIO(), pixels)
-    return file.getvalue()
-
-
 TURNED = Image.Exif()
 TURNED[274] = 6
 MASK = blocks(0, (8, 9))
@@ -243,8 +232,8 @@ FILES = {
     "TIFF of bits": (encoded(Image.fromarray(MASK > 0), "TIFF"), MASK > 0),
     "turned TIFF": (tiff(MASK, extratags=[(274, "H", 1, 6, True)]), np.rot90(MASK, -1)),
     "turned PNG": (encoded(MASK, exif=TURNED), np.rot90(MASK, -1)),
-    "npy": (saved(MASK), MASK),
-    "npz": (saved(MASK, np.savez), MASK),
+    "npy": (npy(MASK), MASK),
+    "npz": (npz(MASK), MASK),
     "PGM": (encoded(MASK, "PPM"), MASK),
 }
 
@@ -260,7 +249,7 @@ NO_MASKS = {
     "JPEG": (encoded(MASK, "JPEG"), "compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG"),
     "TIFF with JPEG inside": (tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "compressed as JPEG"),
     "several bands": (tiff(np.stack([MASK] * 2, -1), photometric="minisblack", planarconfig="contig"), r"\(2, 8, 9\)"),
-    "fractions": (saved(MASK / 2), "floating-point numbers"),
+    "fractions": (npy(MASK / 2), "floating-point numbers"),
     "text": (b"<html>", "an HTML file instead of an image"),
     "nothing": (None, "no bytes"),
 }

@@ -13,9 +13,10 @@ import datasets
 import pytest
 import webdataset
 from colours import CATS_AND_DOGS, COLOURS, Seen, colour, in_train, seen
+from file_names import AWKWARD_NAMES, FILE_NAMES, NO_UTF8_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_folders import AWKWARD, BYTES, NAMES
+from image_files import write_tar
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.decoding.decode import decode
@@ -25,17 +26,8 @@ from mpp.errors import UserError
 from mpp.runtime.output import printable
 
 FEW = settings(max_examples=4, deadline=None, derandomize=True)
-KEYS = NAMES.filter(lambda name: "." not in name and "\\" not in name and len(os.fsencode(name)) < 90)
+KEYS = FILE_NAMES.filter(lambda name: "." not in name and "\\" not in name and len(os.fsencode(name)) < 90)
 Members = list[tuple[str, bytes]]
-
-
-def write_tar(file: Path | str, members: Members, **options) -> None:
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    with tarfile.open(file, "w", **options) as shard:
-        for name, content in members:
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            shard.addfile(about, io.BytesIO(content))
 
 
 def samples(numbers, end: str = "png", form: str = "PNG", key: str = "{:06d}") -> Members:
@@ -265,7 +257,7 @@ def test_words_in_names_of_shards_are_splits(tmp_path):
 @pytest.mark.parametrize("look", [indexed, streamed])
 def test_any_name_that_the_system_takes(tmp_path, look, place):
     """Of a folder of shards, and of members: also such as are no UTF-8."""
-    names = [*BYTES, *(name for name in AWKWARD if len(os.fsencode(name)) < 200)]
+    names = [*NO_UTF8_NAMES, *(name for name in AWKWARD_NAMES if len(os.fsencode(name)) < 200)]
     if place == "name":
         for name in names[::3]:
             write_tar(tmp_path / name / f"{name}.tar", samples(range(3)))
@@ -320,11 +312,11 @@ def test_many_samples_cost_one_read_of_a_shard(tmp_path, monkeypatch):
 def test_images_of_a_stream_that_are_kept_may_have_any_name(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for number in range(2):
-        write_tar(tmp_path / "data" / f"train-{number}.tar", samples(range(4), key=f"{BYTES[number]}{{}}"))
+        write_tar(tmp_path / "data" / f"train-{number}.tar", samples(range(4), key=f"{NO_UTF8_NAMES[number]}{{}}"))
     _, known, held_out = load_streamed(DataConfig(path=str(tmp_path / "data"), streaming=True), 4, 4)
     for part in (known, held_out):
         assert [part.names[label] for label in part.labels] == ["0", "1", "2", "0"]
-        assert {part.name(index)[:-5] for index in range(4)} <= {*map(printable, BYTES)}
+        assert {part.name(index)[:-5] for index in range(4)} <= {*map(printable, NO_UTF8_NAMES)}
 
 
 def test_far_shards_are_those_of_this_machine(tmp_path):
