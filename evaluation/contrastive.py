@@ -1,4 +1,4 @@
-"""Contrastive pre-training, a rival that masks nothing: SimCLR (Chen et al., ICML 2020).
+"""Contrastive pre-training, which masks nothing: SimCLR (Chen et al., ICML 2020).
 
     accelerate launch evaluation/contrastive.py
     accelerate launch evaluation/contrastive.py --config cifar10 --config rivals/simclr_cifar10
@@ -18,9 +18,9 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from evaluation.config import ContrastiveConfig
-from evaluation.supervision.heads import HeadedEncoder, build_backbone, synchronized
-from evaluation.supervision.simclr import Everyone, TwoViews, nt_xent
-from mpp.config import require
+from evaluation.supervision.heads import HeadedEncoder, build_backbone, synchronize_batch_norms
+from evaluation.supervision.simclr import GatherWithGradients, TwoViews, nt_xent
+from mpp.config import ImageSize, require
 from mpp.config.parsing import parse
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
@@ -40,72 +40,89 @@ from mpp.training.run import train
 from mpp.training.task import ImageTask
 
 PANEL_IMAGES = 8
+"""Held-out images whose views are logged."""
 
 
 class Contrastive(ImageTask):
     """The task: find the other view of an image among the views of all images of a forward pass.
 
     A forward pass is that of all processes together, so their number changes nothing where `data.batch_size` is null.
-    Batch norms too: with statistics of each process's own, the two views of an image would know each other by them.
+    So are the statistics of batch norms: by those of one process, the two views of an image would know each other.
     """
 
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config = config
-        self.together = layout.batch_size * layout.world_size  # images of a forward pass
-        if config.data.streaming:
+        self.images_of_a_pass = layout.batch_size * layout.world_size
+        self.check_settings()
+        begins_from = config.model.init_from
+        self.builds_on_labels = begins_from is not None and learned_labels(begins_from)
+        self.model, self.img_size = self.build_model()
+        with accelerator.main_process_first():
+            all_train, self.held_out = load_image_datasets(config.data)
+        self.train = all_train.choose(config.data.train_images, config.data.eval_seed)
+        allowed = f"at most {len(self.train)}, of so many training images: one more would be told from itself"
+        fits = self.images_of_a_pass <= len(self.train)
+        require(fits, "images of a forward pass", self.images_of_a_pass, allowed)
+        evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
+        require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is told from others")
+        self.held_out_views = self.evaluation.add(self.views(evaluated))
+        self.probe = self.build_probe(self.train, config.probe, config.head.pooling)
+
+    def check_settings(self) -> None:
+        """Raise UserError where the settings do not fit contrastive training."""
+        data, layout = self.config.data, self.layout
+        if data.streaming:
             raise UserError("data.streaming is for masked patch prediction; contrastive training needs indexed images")
         shares = layout.world_size * layout.accumulation_steps
-        batch = config.optim.global_batch_size
+        batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
-        require(self.together > 1, "data.batch_size", layout.batch_size, "above 1: an image is told from others")
-        channels, views = config.data.channels, config.views
-        for name in ("jitter", "grey"):
-            value = getattr(views, name)
-            allowed = f"0 with {channels} channels: it changes colours; crops, flips and blur serve all images"
-            require(channels == 3 or value == 0, f"views.{name}", value, allowed)
-        backbone, self.img_size = build_backbone(config.model, channels)
-        begun = config.model.init_from
-        self.builds_on_labels = begun is not None and learned_labels(begun)
-        encoder = synchronized(backbone, config.model.name, accelerator)
-        width, head = encoder.head_hidden_size, config.head
+        several = self.images_of_a_pass > 1
+        require(several, "data.batch_size", layout.batch_size, "above 1: an image is told from others")
+        if data.channels != 3:
+            allowed = f"0 with {data.channels} channels: it changes colours; crops, flips and blur serve all images"
+            for name in ("jitter", "grey"):
+                value = getattr(self.config.views, name)
+                require(value == 0, f"views.{name}", value, allowed)
+
+    def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
+        """The encoder with the projection head; height and width of its images."""
+        model, head = self.config.model, self.config.head
+        channels = self.config.data.channels
+        encoder, img_size = build_backbone(model, channels)
+        encoder = synchronize_batch_norms(encoder, model.name, self.accelerator)
+        width = encoder.head_hidden_size
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
-        self.model = HeadedEncoder(encoder, projection, head.pooling, *config.model.normalization(channels))
-        with accelerator.main_process_first():
-            known, self.held_out = load_image_datasets(config.data)
-        self.train = known.choose(config.data.train_images, config.data.eval_seed)
-        count = f"at most {len(self.train)}, of so many training images: one more would be told from itself"
-        require(self.together <= len(self.train), "images of a forward pass", self.together, count)
-        judged = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
-        require(len(judged) > 1, "held-out images", len(judged), "at least 2: an image is told from others")
-        self.judged = self.evaluation.add(self.views(judged))
-        self.probe = self.build_probe(self.train, config.probe, head.pooling)
+        mean, std = model.normalization(channels)
+        return HeadedEncoder(encoder, projection, head.pooling, mean, std), img_size
 
     @property
     def method(self) -> str:
         """How it is trained, for the model card."""
-        trained = {"class": "[class] token", "mean": "mean of the patch tokens"}[self.model.pooling]
+        feature = "[class] token" if self.model.pooling == "class" else "mean of the patch tokens"
         return (
             "Pre-trained without labels by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature is the "
-            f"{trained}; the projection head is left out"
+            f"{feature}; the projection head is left out"
         )
 
     def record(self) -> dict[str, Any]:
-        """Which images these are, and how many are told apart: `data.batch_size` may change where a run goes on."""
-        return super().record() | {"forward pass": {"images": self.together}}
+        """Record of the images, and of their number in a forward pass: a resumed run may not change `batch_size`."""
+        return super().record() | {"forward pass": {"images": self.images_of_a_pass}}
 
     def views(self, dataset: ImageDataset) -> TwoViews:
         return TwoViews(dataset, self.data, self.img_size, self.run.seed, distorted=self.config.views)
 
     def project(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Views (B, 2, C, H, W) to what the loss compares, (B, 2, E) float32 of unit length."""
-        return F.normalize(model(images.flatten(0, 1)).float(), dim=-1).unflatten(0, (-1, 2))
+        """Views (B, 2, C, H, W) to the projections that the loss compares, (B, 2, E) float32 of unit length."""
+        projections = model(images.flatten(0, 1)).float()
+        return F.normalize(projections, dim=-1).unflatten(0, (-1, 2))
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         own = self.project(model, batch.images.to(self.accelerator.device, non_blocking=True))
-        everyone = Everyone.apply(own, self.accelerator) if self.layout.world_size > 1 else own
-        losses, right = nt_xent(own, everyone, self.layout.rank * len(own), self.config.contrast.temperature)
+        everyone = GatherWithGradients.apply(own, self.accelerator) if self.layout.world_size > 1 else own
+        first = self.layout.rank * len(own)
+        losses, right = nt_xent(own, everyone, first, self.config.contrast.temperature)
         if not measure:
             return losses.mean(), {}
         count = torch.tensor(right.numel(), dtype=torch.double, device=right.device)
@@ -116,45 +133,56 @@ class Contrastive(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        batches, count = named_failures(self.evaluation.batches(self.judged), tracker), len(self.judged.dataset)
+        batches = warn_of_unreadable(self.evaluation.batches(self.held_out_views), tracker)
+        count = len(self.held_out_views.dataset)
         projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
         if self.accelerator.is_main_process:
-            scalars = self.told_apart(torch.from_numpy(projected[0]).to(self.accelerator.device))
+            scalars = self.measure_held_out(torch.from_numpy(projected[0]).to(self.accelerator.device))
             self.log_panel(step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)
         return scalars
 
-    def told_apart(self, projected: Tensor) -> dict[str, float]:
-        """Loss and accuracy of held-out images (n, 2, E), among as many others as in training, or a few more."""
+    def measure_held_out(self, projected: Tensor) -> dict[str, float]:
+        """Loss and accuracy of held-out images (n, 2, E), in groups of as many as in training, or a few more."""
         order = permutation(Stream.CUT, self.data.cut_seed, 2, len(projected))  # files come sorted by class
-        groups = projected[order].tensor_split(max(1, len(projected) // self.together))
-        judged = [nt_xent(group, group, 0, self.config.contrast.temperature) for group in groups]
-        losses, right = (torch.cat(parts).double().mean() for parts in zip(*judged, strict=True))
+        groups = projected[order].tensor_split(max(1, len(projected) // self.images_of_a_pass))
+        losses, right = [], []
+        for group in groups:
+            of_group = nt_xent(group, group, 0, self.config.contrast.temperature)
+            losses.append(of_group[0])
+            right.append(of_group[1])
         chance = sum(len(group) / (2 * len(group) - 1) for group in groups) / len(projected)
-        return {"heldout/loss": float(losses), "heldout/accuracy": float(right), "heldout/chance": chance}
+        return {
+            "heldout/loss": float(torch.cat(losses).double().mean()),
+            "heldout/accuracy": float(torch.cat(right).double().mean()),
+            "heldout/chance": chance,
+        }
 
     def log_panel(self, step: int, tracker: Tracker) -> None:
-        """A picture of the two views of the first held-out images."""
+        """Log a picture of the two views of the first held-out images."""
         views = self.views(self.held_out)
-        pairs = torch.stack([views[FIXED, index].images for index in range(min(PANEL_IMAGES, len(self.held_out)))])
+        shown = range(min(PANEL_IMAGES, len(self.held_out)))
+        pairs = torch.stack([views[FIXED, index].images for index in shown])
         panel = prediction_panel(pairs.movedim(1, 0))
         tracker.log_images(step, "view 1 | view 2", panel[None])
 
     def flops(self) -> int:
-        """Executed per image: its two views through the network, and their similarities to all views."""
+        """FLOPs executed per image: its two views through the network, and their similarities to all views."""
         pair = self.views(self.held_out)[FIXED, 0].images
-        similarities = 2 * (2 * self.together) * self.config.head.outputs  # a multiply-add each
+        all_views = 2 * self.images_of_a_pass
+        similarities = 2 * all_views * self.config.head.outputs  # of one view; a multiply-add is two operations
         model = self.model.eval()  # in training, synchronised batch norms would ask the other processes
         return executed_flops(model, pair) + 2 * 3 * similarities  # forward, and backward to either side
 
     def describe_model(self) -> str:
-        return f"{super().describe_model()}, each view told from {2 * self.together - 2} of other images"
+        others = 2 * self.images_of_a_pass - 2
+        return f"{super().describe_model()}, each view told from {others} of other images"
 
 
-def named_failures(batches: Iterable[Batch], tracker: Tracker) -> Iterator[Batch]:
-    """The batches; images that cannot be decoded are named."""
+def warn_of_unreadable(batches: Iterable[Batch], tracker: Tracker) -> Iterator[Batch]:
+    """The batches, with warnings of images that cannot be decoded."""
     for batch in batches:
         tracker.warn_unreadable(batch.unreadable)
         yield batch

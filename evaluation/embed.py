@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.supervision.teachers import FrozenClassifier, classifier_at
+from evaluation.supervision.classifiers import FrozenClassifier, load_classifier
 from mpp.config import HOW_READ, ImageSize, RunConfig, require
 from mpp.data.columns import find_image_column
 from mpp.data.crops import centre_crop
@@ -97,7 +97,7 @@ def computed(encoder: FrozenEncoder | ColorBaseline, config: EmbedConfig, accele
         UserError: no such depth, or no run of a classifier.
     """
     if config.representation == "logits":
-        teacher = FrozenClassifier(*classifier_at(config.encoder, config.data.channels, "encoder")[:2])
+        teacher = FrozenClassifier(load_classifier(config.encoder, config.data.channels, "encoder"))
         return Computed(teacher.to(accelerator.device), teacher.img_size)
     deepest = len(encoder.stages)
     require(config.depth == "last" or 1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}")

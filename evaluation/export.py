@@ -30,7 +30,7 @@ from evaluation.frozen.encoder import FrozenEncoder, Unavailable, open_frozen_en
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import find_run, load_images_of
-from evaluation.supervision.teachers import classifier_at
+from evaluation.supervision.classifiers import load_classifier
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
@@ -76,7 +76,7 @@ def module_of(config: ExportConfig, encoder: FrozenEncoder) -> ExportedModule:
         raise UserError(f"encoder is {config.encoder}, which cannot be exported: {error}") from None
     classifier = None
     if config.representation == "logits":
-        classifier, *_ = classifier_at(config.encoder, config.data.channels, "encoder")
+        classifier = load_classifier(config.encoder, config.data.channels, "encoder").network
     return ExportedModule(encoder, config.representation, config.normalize, classifier).eval()
 
 

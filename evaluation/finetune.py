@@ -5,8 +5,8 @@
 
 Learning rates are compared on a dev split held out of train; the best one is then used on all of train, and the
 held-out split is looked at once, at the end. Each of these is a run of its own below `run.dir`, and resumes like any
-other. Where `--data.train_images` leaves training images out, 5,000 of these at most judge the last run too: its dev
-accuracy, by which to choose between fine-tunings.
+other. Where `--data.train_images` leaves training images out, the last run is evaluated on up to 5,000 of these, too:
+choose between fine-tunings by this dev accuracy.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from accelerate import Accelerator, PartialState
 from torch import nn
 
 from evaluation.config import FinetuneConfig, OneRunConfig
-from evaluation.frozen.encoder import load_frozen_encoder
+from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import table, write_json
@@ -35,8 +35,8 @@ from mpp.runtime.weights import fingerprint
 from mpp.training.log import Tracker, last_evaluation, last_scalars
 from mpp.training.run import train
 
-SPARE = 5000
-"""Training images, at most, that a run judges by beside the held-out ones: of those that it leaves out."""
+MAX_LEFT_OUT = 5000
+"""Maximum number of left-out training images that a run is evaluated on, beside the held-out ones."""
 
 
 class Finetuning(Classification):
@@ -44,86 +44,126 @@ class Finetuning(Classification):
 
     def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
         weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
-        train, test, spare = load_labelled(config.data, accelerator, weights, min(SPARE, config.data.eval_images))
+        left_out_images = min(MAX_LEFT_OUT, config.data.eval_images)
+        train, test, left_out = load_labelled(config.data, accelerator, weights, left_out_images)
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
-        require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
-        random = config.init == "random"
-        how = "Trained with labels, from random weights" if random else f"Fine-tuned with labels, from {config.encoder}"
-        self.method = f"{how}; the classification head is left out"
-        self.kind = self.kind if random else "encoder fine-tuned with labels"
-        drop_path = {} if config.drop_path is None else {"drop_path_rate": config.drop_path}
-        shown = (config.img_size, config.run.seed, config.data.channels)
-        loaded = load_frozen_encoder(config.encoder, config.checkpoint, random, *shown, **drop_path)
-        if getattr(loaded.model, "attn_pool", None) is not None:
-            raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
-        encoder, self.img_size = loaded.model.requires_grad_(True), loaded.img_size
+        if config.init == "random":
+            self.method = "Trained with labels, from random weights; the classification head is left out"
+        else:
+            self.kind = "encoder fine-tuned with labels"
+            self.method = f"Fine-tuned with labels, from {config.encoder}; the classification head is left out"
+        frozen = self.load(config)
+        self.img_size = frozen.img_size
+        encoder = frozen.model.requires_grad_(True)
         if config.activation_checkpointing:
             checkpoint_activations(encoder, "activation_checkpointing")
-        head, normalize = zero_head(encoder.head_hidden_size, self.classes), loaded.normalize
-        self.model = HeadedEncoder(encoder, head, config.pooling, normalize.mean, normalize.std)
-        spare = spare.select(np.flatnonzero(spare.labels < self.classes))  # others' classes are not in the head
-        self.judged = self.evaluation.add(self.views(self.held_out))
-        self.spare = self.evaluation.add(self.views(spare)) if len(spare) and not config.on_dev else None
+        head = zero_head(encoder.head_hidden_size, self.classes)
+        self.model = HeadedEncoder(encoder, head, config.pooling, frozen.normalize.mean, frozen.normalize.std)
+        self.held_out_views = self.evaluation.add(self.views(self.held_out))
+        self.left_out_views = None
+        left_out = left_out.select(np.flatnonzero(left_out.labels < self.classes))  # the head has no other classes
+        if len(left_out) > 0 and not config.on_dev:
+            self.left_out_views = self.evaluation.add(self.views(left_out))
+
+    def load(self, config: OneRunConfig) -> FrozenEncoder:
+        """The encoder that training begins from, and its input."""
+        require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
+        frozen = load_frozen_encoder(
+            config.encoder,
+            config.checkpoint,
+            random=config.init == "random",
+            img_size=config.img_size,
+            seed=config.run.seed,
+            channels=config.data.channels,
+            drop_path_rate=config.drop_path,
+        )
+        if getattr(frozen.model, "attn_pool", None) is not None:
+            raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
+        return frozen
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        found = super().evaluate(model, step, tracker)
-        return found | ({"dev/accuracy": self.judge(model, self.spare, tracker)["accuracy"]} if self.spare else {})
+        scalars = super().evaluate(model, step, tracker)
+        if self.left_out_views is not None:
+            scalars["dev/accuracy"] = self.judge(model, self.left_out_views, tracker)["accuracy"]
+        return scalars
 
 
-def one_run(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[str, float]:
-    """Carry out one run below `run.dir`; its accuracy at the end, where alone it is evaluated, and PFLOP executed."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    values |= {"lrs": (lr,), "dev_steps": None, "test": True, "on_dev": on_dev, "encoder_sha256": weights_of(config)}
-    place = str(Path(config.run.dir) / name)
+def finetune_once(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[str, float]:
+    """Carry out one run in the folder `name` of `run.dir`.
+
+    Returns:
+        accuracy: at the end, the only time that it is evaluated; pflop: executed; dev_accuracy: on training images that
+        the run left out, where it did.
+    """
     steps = config.dev_steps if on_dev and config.dev_steps else config.run.steps
-    values["run"] = dataclasses.replace(config.run, dir=place, steps=steps, eval_every=steps)
-    values["optim"] = dataclasses.replace(config.optim, lr=lr)
-    folder = train(OneRunConfig(**values), Finetuning)
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings |= {
+        "lrs": (lr,),
+        "dev_steps": None,
+        "test": True,
+        "on_dev": on_dev,
+        "encoder_sha256": hash_initial_weights(config),
+        "run": dataclasses.replace(config.run, dir=str(Path(config.run.dir) / name), steps=steps, eval_every=steps),
+        "optim": dataclasses.replace(config.optim, lr=lr),
+    }
+    folder = train(OneRunConfig(**settings), Finetuning)
     PartialState().wait_for_everyone()
-    executed = last_scalars(folder, "compute/pflop")["compute/pflop"]
-    found = last_evaluation(folder)
-    dev = {"dev_accuracy": found["dev/accuracy"]} if "dev/accuracy" in found else {}
-    return {"accuracy": found["heldout/accuracy"], "pflop": executed} | dev
+    last = last_evaluation(folder)
+    result = {"accuracy": last["heldout/accuracy"], "pflop": last_scalars(folder, "compute/pflop")["compute/pflop"]}
+    if "dev/accuracy" in last:
+        result["dev_accuracy"] = last["dev/accuracy"]
+    return result
 
 
 def accuracy_on_dev(config: FinetuneConfig, lr: float) -> float:
-    """How good a rate is; one at which training diverges is as bad as can be."""
+    """Accuracy of a learning rate on the dev split; 0 where training diverges."""
     try:
-        return one_run(config, f"dev_lr_{lr:g}", lr, on_dev=True)["accuracy"]
+        return finetune_once(config, f"dev_lr_{lr:g}", lr, on_dev=True)["accuracy"]
     except Diverged as error:
         print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
         return 0.0
 
 
-def weights_of(config: FinetuneConfig) -> str:
-    """SHA-256 of the weights that fine-tuning starts from; empty where they are random, or of a name of timm's."""
+def hash_initial_weights(config: FinetuneConfig) -> str:
+    """SHA-256 of the weights that fine-tuning starts from; empty where they are random, or those of a timm name."""
     return fingerprint(Path(config.checkpoint or config.encoder)) if config.init == "encoder" else ""
 
 
 def run(config: FinetuneConfig) -> dict[str, Any]:
-    """Compare rates, fine-tune, test, report; the report."""
-    on_dev = {}
+    """Compare learning rates, fine-tune, test, report; the report."""
+    on_dev: dict[float, float] = {}
+    best = config.lrs[0]
     if len(config.lrs) > 1:
         on_dev = {lr: accuracy_on_dev(config, lr) for lr in config.lrs}
-    best = max(on_dev, key=on_dev.get) if on_dev else config.lrs[0]
-    result = {"seed": config.run.seed, "init": config.init, "lr": best}
-    result |= one_run(config, f"lr_{best:g}", best, on_dev=False) if config.test else {}
+        best = max(on_dev, key=on_dev.get)
+    results = []
+    if config.test:
+        result = {"seed": config.run.seed, "init": config.init, "lr": best}
+        results.append(result | finetune_once(config, f"lr_{best:g}", best, on_dev=False))
     report = {
-        "results": [result] if config.test else [],
-        "dev": [{"lr": lr, "accuracy": value} for lr, value in on_dev.items()],
+        "results": results,
+        "dev": [{"lr": lr, "accuracy": accuracy} for lr, accuracy in on_dev.items()],
         "protocol": dataclasses.asdict(config),
     }
     if PartialState().is_main_process:
-        rows = [[f"{lr:g}", f"{100 * value:.1f}", "-", "-"] for lr, value in on_dev.items()]
-        last = [f"{100 * result[key]:.1f}" if key in result else "-" for key in ("dev_accuracy", "accuracy")]
-        rows += [[f"{best:g}", "-", *last]] if config.test else []
-        headings = ["learning rate", "dev accuracy (%)", "dev accuracy, left-out images (%)", "test accuracy (%)"]
-        print(table(headings, rows))
+        print(table_of_rates(report))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
         write_json(path, report)
         print(f"wrote {path}")
     return report
+
+
+def table_of_rates(report: dict[str, Any]) -> str:
+    """The report as a table: a row for each learning rate that was compared, and one for the test."""
+    rows = [[f"{row['lr']:g}", f"{100 * row['accuracy']:.1f}", "-", "-"] for row in report["dev"]]
+    for result in report["results"]:
+        row = [f"{result['lr']:g}", "-"]
+        for key in ("dev_accuracy", "accuracy"):
+            row.append(f"{100 * result[key]:.1f}" if key in result else "-")
+        rows.append(row)
+    headings = ["learning rate", "dev accuracy (%)", "dev accuracy, left-out images (%)", "test accuracy (%)"]
+    return table(headings, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ and its encoder/ are as pre-training's, so that every probe takes it.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from shlex import quote
 
 from accelerate import Accelerator, PartialState
@@ -19,9 +20,9 @@ from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
 from evaluation.frozen.results import table, write_json
 from evaluation.supervision.classification import Classification
-from evaluation.supervision.deit import DistilledEncoder, averaged, build_student, distillation_loss
+from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
+from evaluation.supervision.deit import DistilledEncoder, average_heads, build_student, distillation_loss
 from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
-from evaluation.supervision.teachers import load_teacher, with_teacher_digest
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
@@ -40,34 +41,37 @@ class Supervised(Classification):
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         encoder, self.img_size = build_backbone(config.model, config.data.channels)
         head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
-        normalization = config.model.normalization(config.data.channels)
-        self.model = HeadedEncoder(encoder, head, config.head.pooling, *normalization)
+        mean, std = config.model.normalization(config.data.channels)
+        self.model = HeadedEncoder(encoder, head, config.head.pooling, mean, std)
         start = config.model.init_from or "random weights"
         self.method = f"Trained with labels, from {start}; the classification head is left out"
-        self.judged = self.evaluation.add(self.views(self.held_out))
+        self.held_out_views = self.evaluation.add(self.views(self.held_out))
 
 
 class Distilled(Classification):
-    """The task: classify, and say what a teacher says of the same crop."""
+    """The task: classify, and predict a teacher's answer for the same crop."""
 
     kind = "encoder trained with labels and distilled from a classifier"
 
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
-        splits = load_labelled(config.data, accelerator, config.model.init_from or "")
-        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
-        refuse_learned_images("distill.teacher", config.distill.teacher, config.data, splits[1])
-        self.config, encoder = config, build_student(config.model, config.data.channels)
+        train, held_out = load_labelled(config.data, accelerator, config.model.init_from or "")
+        super().__init__(accelerator, layout, config.run, config.data, config.augment, (train, held_out))
+        refuse_learned_images("distill.teacher", config.distill.teacher, config.data, held_out)
+        self.config = config
+        encoder = build_student(config.model, config.data.channels)
         self.img_size = encoder.patch_embed.img_size
-        heads = [build_head(config.head.kind, encoder.head_hidden_size, self.classes) for _ in range(2)]
-        normalization = config.model.normalization(config.data.channels)
-        self.model = DistilledEncoder(encoder, *heads, config.head.pooling, *normalization)
+        head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
+        distill_head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
+        mean, std = config.model.normalization(config.data.channels)
+        self.model = DistilledEncoder(encoder, head, distill_head, config.head.pooling, mean, std)
         self.teacher = load_teacher(config.distill, self.classes, config.data.channels).to(accelerator.device)
-        self.judged = self.evaluation.add(self.views(self.held_out))
+        self.held_out_views = self.evaluation.add(self.views(self.held_out))
 
     @property
     def method(self) -> str:
         """How it is trained, for the model card."""
-        distill, start = self.config.distill, self.config.model.init_from or "random weights"
+        distill = self.config.distill
+        start = self.config.model.init_from or "random weights"
         return (
             f"Trained with labels, from {start}, and by {distill.kind} distillation from {distill.teacher} through a "
             "token (DeiT: Touvron et al., ICML 2021). The tokens begin with [class] and the distillation token; both "
@@ -75,7 +79,7 @@ class Distilled(Classification):
         )
 
     def logits(self, outputs: Tensor) -> Tensor:
-        return averaged(outputs)
+        return average_heads(outputs)
 
     def criterion(self, outputs: Tensor, images: Tensor, target: Tensor) -> Tensor:
         with self.accelerator.autocast():
@@ -83,7 +87,7 @@ class Distilled(Classification):
         return distillation_loss(outputs, target, taught, self.config.distill, self.augment.label_smoothing)
 
     def flops(self) -> int:
-        """Executed per image, the teacher's forward pass too."""
+        """FLOPs executed per image, the teacher's forward pass included."""
         crop = collate([self.views(self.train)[FIXED, 0]]).images
         return super().flops() + executed_flops(self.teacher, crop, backward=False)
 
@@ -94,8 +98,9 @@ class Distilled(Classification):
 
 def build_task(config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout) -> Classification:
     """The task that the config describes: with a teacher, or without."""
-    task = Supervised if config.distill.teacher is None else Distilled
-    return task(config, accelerator, layout)
+    if config.distill.teacher is None:
+        return Supervised(config, accelerator, layout)
+    return Distilled(config, accelerator, layout)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,12 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
     folder = train(with_teacher_digest(config), build_task)
     if PartialState().is_main_process:
-        accuracy = last_evaluation(folder)["heldout/accuracy"]
-        write_json(folder / "supervised.json", {"results": [{"seed": config.run.seed, "accuracy": accuracy}]})
-        print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
-        print(f"wrote {folder / 'supervised.json'}")
-        again, place = quote(str(folder)), quote(f"{folder}_finetuned")
-        print(f"next: accelerate launch evaluation/finetune.py --encoder {again} --run.dir {place}")
+        report(folder, config.run.seed)
+
+
+def report(folder: Path, seed: int) -> None:
+    """Write supervised.json into the run folder, and print the accuracy and the next command."""
+    accuracy = last_evaluation(folder)["heldout/accuracy"]
+    write_json(folder / "supervised.json", {"results": [{"seed": seed, "accuracy": accuracy}]})
+    print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
+    print(f"wrote {folder / 'supervised.json'}")
+    encoder, tuned = quote(str(folder)), quote(f"{folder}_finetuned")
+    print(f"next: accelerate launch evaluation/finetune.py --encoder {encoder} --run.dir {tuned}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import mpp
 from evaluation import finetune, supervised
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
-from evaluation.supervision.classification import Classification, largest_class
+from evaluation.supervision.classification import Classification, largest_class_share
 from evaluation.supervision.heads import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.loader import BatchLayout
@@ -71,8 +71,8 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
 
 
 def test_the_largest_class_is_what_a_constant_gets_right():
-    assert largest_class(np.array([2, 0, 2, 1])) == 0.5
-    assert largest_class(np.array([[2, 0], [0, -1], [1, -1]])) == pytest.approx(2 / 3)  # any of a row is right
+    assert largest_class_share(np.array([2, 0, 2, 1])) == 0.5
+    assert largest_class_share(np.array([[2, 0], [0, -1], [1, -1]])) == pytest.approx(2 / 3)  # any of a row is right
 
 
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")

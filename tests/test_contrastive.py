@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 import mpp
 from evaluation import contrastive
 from evaluation.config import ViewsConfig
-from evaluation.supervision.heads import synchronized
+from evaluation.supervision.heads import synchronize_batch_norms
 from evaluation.supervision.simclr import TwoViews, nt_xent
 from mpp.config import DataConfig
 from mpp.config.parsing import parse
@@ -202,7 +202,7 @@ def test_batch_norms_of_several_gpus_are_synchronised(group_of_one, monkeypatch,
     """Weights, their names, what the encoder gives and what it costs stay as they are."""
     gpus = SimpleNamespace(num_processes=2, device=torch.device("cuda"))
     plain = timm.create_model(name, num_classes=0).eval()
-    model = synchronized(copy.deepcopy(plain), name, gpus)
+    model = synchronize_batch_norms(copy.deepcopy(plain), name, gpus)
     norms = [part for part in model.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
     assert norms and all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -212,7 +212,9 @@ def test_batch_norms_of_several_gpus_are_synchronised(group_of_one, monkeypatch,
     layout, counted = BatchLayout(8, 1, 1, 0), []
     for chosen in (gpus, Accelerator(cpu=True)):
         monkeypatch.setattr(
-            contrastive, "synchronized", lambda encoder, name, _, by=chosen: synchronized(encoder, name, by)
+            contrastive,
+            "synchronize_batch_norms",
+            lambda encoder, name, _, by=chosen: synchronize_batch_norms(encoder, name, by),
         )
         counted.append(contrastive.Contrastive(config, Accelerator(cpu=True), layout).flops())
     assert counted[0] == counted[1] > 0
@@ -221,7 +223,7 @@ def test_batch_norms_of_several_gpus_are_synchronised(group_of_one, monkeypatch,
 def test_what_has_no_batch_norm_stays_as_it_is():
     cpus = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     model = timm.create_model("test_vit", num_classes=0)
-    assert synchronized(model, "test_vit", cpus) is model
+    assert synchronize_batch_norms(model, "test_vit", cpus) is model
 
 
 def test_a_run_goes_on_with_as_many_negatives_as_it_began_with(tmp_path, monkeypatch):
@@ -234,16 +236,17 @@ def test_a_run_goes_on_with_as_many_negatives_as_it_began_with(tmp_path, monkeyp
     assert max(read_metrics(run(tmp_path / "run", *options))) == 3
 
 
-@pytest.mark.parametrize(("together", "groups"), [(8, [7]), (3, [4, 3])])
-def test_held_out_images_are_told_from_as_many_others_as_in_training(together, groups):
-    config, projected = contrastive.ContrastiveConfig(), unit_vectors(7)
-    task = SimpleNamespace(data=config.data, config=config, together=together)
-    found = contrastive.Contrastive.told_apart(task, projected)
+@pytest.mark.parametrize(("images_of_a_pass", "groups"), [(8, [7]), (3, [4, 3])])
+def test_held_out_images_are_told_from_as_many_others_as_in_training(images_of_a_pass, groups):
+    config = contrastive.ContrastiveConfig()
+    projected = unit_vectors(7)
+    task = SimpleNamespace(data=config.data, config=config, images_of_a_pass=images_of_a_pass)
+    scalars = contrastive.Contrastive.measure_held_out(task, projected)
     shuffled = projected[permutation(Stream.CUT, 0, 2, 7)].numpy()
     parts = [by_definition(part, 0.1) for part in np.split(shuffled, np.cumsum(groups)[:-1])]
     losses, right = (np.concatenate(part).mean() for part in zip(*parts, strict=True))
-    assert found.pop("heldout/chance") == pytest.approx(sum(n / (2 * n - 1) for n in groups) / 7)
-    assert found == {"heldout/loss": pytest.approx(losses), "heldout/accuracy": pytest.approx(right)}
+    assert scalars.pop("heldout/chance") == pytest.approx(sum(n / (2 * n - 1) for n in groups) / 7)
+    assert scalars == {"heldout/loss": pytest.approx(losses), "heldout/accuracy": pytest.approx(right)}
 
 
 def test_images_without_labels_have_a_rank_and_no_neighbours(tmp_path):

@@ -22,8 +22,8 @@ from evaluation.comparison.digests import relevant_settings
 from evaluation.comparison.entries import EncoderEntry
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.supervision.deit import averaged, build_student, distillation_loss
-from evaluation.supervision.teachers import load_teacher, with_teacher_digest
+from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
+from evaluation.supervision.deit import average_heads, build_student, distillation_loss
 from mpp.config import ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
@@ -113,7 +113,7 @@ def test_loss_is_timms(kind):
 
 def test_the_softmaxes_of_both_heads_are_averaged():
     outputs = torch.randn(5, 2, 7)
-    torch.testing.assert_close(averaged(outputs).exp(), outputs.softmax(-1).mean(1))
+    torch.testing.assert_close(average_heads(outputs).exp(), outputs.softmax(-1).mean(1))
 
 
 @pytest.mark.faults
@@ -147,7 +147,7 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
 
 def held_out_accuracy(task):
     """That of the mean of the two softmaxes."""
-    batches = list(task.evaluation.batches(task.judged))
+    batches = list(task.evaluation.batches(task.held_out_views))
     answers = torch.cat([task.model(batch.images).softmax(-1).mean(1).argmax(-1) for batch in batches])
     return (answers == torch.cat([batch.labels for batch in batches])).double().mean().item()
 
@@ -221,7 +221,7 @@ def test_a_supervised_runs_teacher_is_what_the_run_evaluated(tmp_path, arguments
     train(folder, *arguments)
     teacher = load_teacher(DistillConfig(teacher=str(folder / "encoder")), 9)
     task = build(*arguments)
-    batches = list(task.evaluation.batches(task.judged))
+    batches = list(task.evaluation.batches(task.held_out_views))
     logits = torch.cat([teacher(batch.images) for batch in batches])
     loss = F.cross_entropy(logits, torch.cat([batch.labels for batch in batches])).item()
     assert loss == pytest.approx(read_metrics(folder, "heldout/loss")[4], rel=1e-5)
@@ -303,7 +303,7 @@ def test_what_is_no_plain_vit_is_no_student(name):
 
 @pytest.mark.faults
 def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher):
-    a_teacher = "it must be the folder of a finished supervised or fine-tuned run, or a folder of timm's with"
+    a_teacher = "it must be the folder of a finished supervised or fine-tuned run, or a timm folder with"
     refused = {
         save_timm(tmp_path / "ten", 10): "which knows 10 classes; these images have 9",
         save_timm(tmp_path / "headless", 0): a_teacher,

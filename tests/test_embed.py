@@ -12,7 +12,7 @@ from PIL import Image
 import mpp
 from evaluation import embed, export, finetune
 from evaluation.exports.formats import FORMATS
-from evaluation.supervision.teachers import classifier_at
+from evaluation.supervision.classifiers import load_classifier
 from mpp.config import ImagesConfig
 from mpp.data.crops import centre_crop
 from mpp.data.decoding.decode import decode
@@ -125,7 +125,7 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
     words = [f"--data.path={images}", f"--out={file}", "--representation=logits", *FAST]
     embed.main([f"--encoder={tuned / 'lr_0.1'}", *words])
     rows = pq.read_table(file).to_pylist()
-    network, size, classes = classifier_at(str(tuned / "lr_0.1"), 3, "encoder")
+    network, size, classes = load_classifier(str(tuned / "lr_0.1"), 3, "encoder")
     for row in rows[::5]:
         image = centre_crop(decode(Path(row["file"]).read_bytes(), ImagesConfig()), size, 0.875)
         expected = network.eval()(image[None].float())[0].detach()

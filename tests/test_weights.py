@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import mpp
 from evaluation import embed, export, features, fewshot, knn, linear, segmentation
 from evaluation.frozen.encoder import load_frozen_encoder
+from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.deit import build_student
-from evaluation.supervision.teachers import classifier_at
 from mpp.config import ModelConfig
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder, load_encoder
@@ -103,7 +103,7 @@ PICKLED_WAYS = {
     "encoder": mpp.load_encoder,
     "encoder ": load_frozen_encoder,
     "objective.teacher": lambda path: load_encoder(path, setting="objective.teacher"),
-    "distill.teacher": lambda path: classifier_at(path, 3, "distill.teacher"),
+    "distill.teacher": lambda path: load_classifier(path, 3, "distill.teacher"),
 }
 
 

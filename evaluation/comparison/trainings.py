@@ -13,7 +13,7 @@ from evaluation import contrastive, supervised
 from evaluation.config import ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.run_images import find_run
-from evaluation.supervision.teachers import with_teacher_digest
+from evaluation.supervision.classifiers import with_teacher_digest
 from mpp.config import Config
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.frozen.encoder import FrozenEncoder
-from evaluation.supervision.teachers import averaged
+from evaluation.supervision.deit import average_heads
 from mpp.features.frozen import pool
 
 METADATA_FILE = "mpp"  # among the extra files of a torch.export program
@@ -37,7 +37,7 @@ class ExportedModule(nn.Module):
         if self.representation == "logits":  # of a classifier, which normalises
             logits = self.model(images)
             two_heads = logits.ndim == 3  # of a distilled student
-            return averaged(logits) if two_heads else logits
+            return average_heads(logits) if two_heads else logits
         tokens = self.model.forward_features(self.normalize(images))
         if self.representation == "tokens":
             return tokens

@@ -1,4 +1,4 @@
-"""Classification, learned end to end: the task that supervised pre-training and fine-tuning share."""
+"""Classification, trained end to end: the task that supervised pre-training and fine-tuning share."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,8 +30,8 @@ class Classification(ImageTask):
 
     learns_labels = True
     kind = "encoder trained with labels"
-    judged: ViewDataset
-    """The held-out images as they are evaluated on; whoever knows the image size sets it."""
+    held_out_views: ViewDataset
+    """The held-out images as the encoder sees them; set once its image size is known."""
 
     def __init__(
         self,
@@ -43,24 +43,27 @@ class Classification(ImageTask):
         splits: Sequence[ImageDataset],
     ):
         super().__init__(accelerator, layout, run, data)
-        self.augment, self.randaugment = augment, augment.randaugment
-        allowed = f"0 with {data.channels} channels: it changes colours; crops and flips serve all images"
-        require(data.channels == 3 or self.randaugment == 0, "augment.randaugment", self.randaugment, allowed)
-        self.train = splits[0]
-        self.held_out = splits[1].choose(data.eval_images, data.cut_seed)
+        self.augment = augment
+        self.randaugment = augment.randaugment
+        if data.channels != 3:
+            allowed = f"0 with {data.channels} channels: it changes colours; crops and flips serve all images"
+            require(self.randaugment == 0, "augment.randaugment", self.randaugment, allowed)
+        train, held_out = splits
+        self.train = train
+        self.held_out = held_out.choose(data.eval_images, data.cut_seed)
         self.classes = count_classes(splits)
-        self.label_names = names_of_classes(splits[0], self.classes)
+        self.label_names = class_names(train, self.classes)
         self.mix = build_mix(augment, self.classes)
-        if self.mix:
-            require(
-                layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with augment.mixup or augment.cutmix"
-            )
+        if self.mix is not None:
+            allowed = "above 1 with augment.mixup or augment.cutmix"
+            require(layout.smallest > 1, "data.batch_size", layout.smallest, allowed)
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
-        images, labels = (part.to(device, non_blocking=True) for part in (batch.images, batch.labels))
+        images = batch.images.to(device, non_blocking=True)
+        labels = batch.labels.to(device, non_blocking=True)
         target = labels if labels.ndim == 1 else labels[:, 0]
-        if model.training and self.mix:
+        if model.training and self.mix is not None:
             images, target = self.mix(images.float(), target)  # (B, C) now
         outputs = model(images)
         logits = self.logits(outputs)
@@ -68,53 +71,74 @@ class Classification(ImageTask):
         if not measure:
             return loss, {}
         right = is_right(logits.argmax(-1), labels).double().sum()
-        return loss, {"right": right, "images": torch.tensor(len(labels), dtype=torch.double, device=device)}
+        count = torch.tensor(len(labels), dtype=torch.double, device=device)
+        return loss, {"right": right, "images": count}
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """What the model gives to the logits (B, C) that it is judged by."""
+        """Outputs of the model to the logits (B, C) whose largest one is the prediction."""
         return outputs
 
     def criterion(self, outputs: Tensor, images: Tensor, target: Tensor) -> Tensor:
         """The loss that is trained.
 
         Args:
-            outputs: of the model.
+            outputs: outputs of the model.
             images: (B, C, H, W) as the model saw them, uint8 or float in [0, 255].
             target: classes (B,) or shares of classes (B, C).
         """
         return F.cross_entropy(outputs, target, label_smoothing=self.augment.label_smoothing)
 
     def flops(self) -> int:
-        two = collate([self.views(self.train)[FIXED, 0]] * 2).images  # of one, a batch norm may have nothing to norm
+        image = self.views(self.train)[FIXED, 0]
+        two = collate([image, image]).images  # over a single image, a batch norm may have no statistics
         return executed_flops(self.model, two) // 2
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"accuracy": float(sums["right"] / sums["images"])}
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        found = {f"heldout/{name}": value for name, value in self.judge(model, self.judged, tracker).items()}
-        return found | {"heldout/largest_class": largest_class(np.asarray(self.judged.dataset.labels))}
+        metrics = self.judge(model, self.held_out_views, tracker)
+        scalars = {f"heldout/{name}": value for name, value in metrics.items()}
+        scalars["heldout/largest_class"] = largest_class_share(np.asarray(self.held_out_views.dataset.labels))
+        return scalars
 
 
-def largest_class(labels: np.ndarray) -> float:
-    """The accuracy of who always says the class that most images have: labels (N,), or (N, L) of which any is right."""
-    return float(np.unique(labels[labels >= 0], return_counts=True)[1].max() / len(labels))
+def largest_class_share(labels: np.ndarray) -> float:
+    """Accuracy of always predicting the most frequent class.
+
+    Args:
+        labels: (N,), or (N, L) of which any is right, padded with -1.
+    """
+    _, counts = np.unique(labels[labels >= 0], return_counts=True)
+    return float(counts.max() / len(labels))
 
 
 def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """Images (B, C, H, W) float32 and labels (B,) to mixed images and shares of classes (B, C); None: no mixing."""
-    chosen = [(v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix)]
-    transforms = [transform(alpha=alpha, num_classes=classes) for transform, alpha in chosen if alpha > 0]
-    return v2.RandomChoice(transforms) if len(transforms) > 1 else next(iter(transforms), None)
+    """Mixup, CutMix, or a random choice of both; None: no mixing.
+
+    Returns:
+        Images (B, C, H, W) float32 and labels (B,) to mixed images and shares of classes (B, C).
+    """
+    transforms: list[v2.Transform] = []
+    if augment.mixup > 0:
+        transforms.append(v2.MixUp(alpha=augment.mixup, num_classes=classes))
+    if augment.cutmix > 0:
+        transforms.append(v2.CutMix(alpha=augment.cutmix, num_classes=classes))
+    if not transforms:
+        return None
+    return transforms[0] if len(transforms) == 1 else v2.RandomChoice(transforms)
 
 
-def names_of_classes(train: ImageDataset, classes: int) -> list[str] | None:
-    """The name of each output of the head; None: nothing says them."""
-    return train.names[:classes] if train.names and len(train.names) >= classes else None
+def class_names(train: ImageDataset, classes: int) -> list[str] | None:
+    """The name of each output of the head; None: unknown."""
+    if not train.names or len(train.names) < classes:
+        return None
+    return train.names[:classes]
 
 
 def count_classes(splits: Sequence[ImageDataset]) -> int:
-    """C: the largest label of any split, and one."""
-    if len(np.unique(splits[0].labels)) < 2:
+    """C: the largest label of any split, plus one."""
+    train, _ = splits
+    if len(np.unique(train.labels)) < 2:
         raise UserError("all training images are of one class")
-    return 1 + max(int(part.labels.max()) for part in splits)
+    return 1 + max(int(split.labels.max()) for split in splits)

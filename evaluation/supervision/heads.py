@@ -1,7 +1,6 @@
-"""What is trained here: an encoder of timm's with a head on it."""
+"""An encoder with a head on it: the network that supervised, fine-tuning and contrastive training train."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import timm
 from accelerate import Accelerator
@@ -11,19 +10,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evaluation.config import HeadKind, Pooling
-from mpp.config import ModelConfig, require, sides
+from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.features.frozen import pool
 from mpp.models.encoder import Normalize, build_encoder, load_encoder
 from mpp.models.timm_models import checkpoint_activations, has_class
 
-VITS = ("vision_transformer", "vision_transformer_hybrid")
+VIT_MODULES = ("vision_transformer", "vision_transformer_hybrid")
+"""timm's modules whose models `build_encoder` builds."""
 
 
 class HeadedEncoder(nn.Module):
     """An encoder and a head on its [class] token or on the mean over its patches.
 
     Args:
-        encoder: timm's, without a head.
+        encoder: a timm model without a head.
         head: (B, D) to (B, outputs).
         pooling: auto: the [class] token where there is one.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
@@ -33,46 +33,64 @@ class HeadedEncoder(nn.Module):
         self, encoder: nn.Module, head: nn.Module, pooling: Pooling, mean: Sequence[float], std: Sequence[float]
     ):
         super().__init__()
-        self.normalize, self.encoder, self.head = Normalize(mean, std), encoder, head
-        auto = "class" if has_class(encoder) else "mean"
-        self.pooling = auto if pooling == "auto" else pooling
+        self.normalize = Normalize(mean, std)
+        self.encoder = encoder
+        self.head = head
+        if pooling == "auto":
+            pooling = "class" if has_class(encoder) else "mean"
+        self.pooling = pooling
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) from 0 to 255 to what the head says, such as logits: (B, outputs)."""
+        """(B, C, H, W) from 0 to 255 to the outputs of the head, such as logits: (B, outputs)."""
         tokens = self.encoder.forward_features(self.normalize(images))
         return self.head(pool(self.encoder, tokens, self.pooling))
 
 
-def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, tuple[int, int]]:
-    """A ViT or hybrid as in pre-training, or another model of timm's; and height and width of the images it takes."""
-    if config.name is None or not timm.is_model(config.name) or is_model_in_modules(config.name, VITS):
+def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, ImageSize]:
+    """Build the encoder that the settings describe: a ViT or hybrid as in pre-training, or another timm model.
+
+    Returns:
+        The encoder, and height and width of the images that it takes.
+    Raises:
+        UserError: see `build_encoder`; settings that another model does not have.
+    """
+    name = config.name
+    if name is None or not timm.is_model(name) or is_model_in_modules(name, VIT_MODULES):
         encoder = build_encoder(config, channels)
         return encoder, encoder.patch_embed.img_size
-    for name in ("width", "depth", "heads", "patch_size", "init_from"):
-        require(getattr(config, name) is None, f"model.{name}", getattr(config, name), f"null with {config.name}")
-    for name in ("dropout", "drop_path"):
-        require(getattr(config, name) == 0, f"model.{name}", getattr(config, name), f"0 with {config.name}")
-    for name in ("position", "position_at", "stride", "mixing", "arguments", "attention"):
-        value, usual = getattr(config, name), getattr(ModelConfig(), name)
-        require(value == usual, f"model.{name}", value, f"{'null' if usual is None else usual} with {config.name}")
+    refuse_vit_settings(config)
     encoder = load_encoder(
-        config.name, pretrained=False, setting="model.name", img_size=config.img_size, in_chans=channels, num_classes=0
+        name, pretrained=False, setting="model.name", img_size=config.img_size, in_chans=channels, num_classes=0
     )
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])
 
 
-def synchronized(encoder: nn.Module, name: str | None, accelerator: Accelerator) -> nn.Module:
-    """An encoder whose batch norms take their statistics over the images of all processes.
+def refuse_vit_settings(config: ModelConfig) -> None:
+    """Raise UserError where a setting of Vision Transformers is given beside the name of another model."""
+    default = ModelConfig()
+    for setting in ("width", "depth", "heads", "patch_size", "init_from"):
+        value = getattr(config, setting)
+        require(value is None, f"model.{setting}", value, f"null with {config.name}")
+    for setting in ("dropout", "drop_path"):
+        value = getattr(config, setting)
+        require(value == 0, f"model.{setting}", value, f"0 with {config.name}")
+    for setting in ("position", "position_at", "stride", "mixing", "arguments", "attention"):
+        value, usual = getattr(config, setting), getattr(default, setting)
+        allowed = "null" if usual is None else usual
+        require(value == usual, f"model.{setting}", value, f"{allowed} with {config.name}")
+
+
+def synchronize_batch_norms(encoder: nn.Module, name: str | None, accelerator: Accelerator) -> nn.Module:
+    """The encoder with batch norms that take their statistics over the images of all processes.
 
     Args:
-        encoder: timm's.
-        name: its name, for the message.
+        name: name of the timm model, for the message.
     Raises:
         UserError: several processes on CPUs, for which torch has no such batch norm.
     """
-    has_batch_norm = any(isinstance(part, _BatchNorm) for part in encoder.modules())
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in encoder.modules())
     if accelerator.num_processes == 1 or not has_batch_norm:
         return encoder
     allowed = "a model without batch norms on several processes of CPUs, which cannot synchronise them; or start one"
@@ -88,8 +106,8 @@ def build_head(kind: HeadKind, width: int, classes: int) -> nn.Module:
 
 
 def zero_head(width: int, classes: int) -> nn.Linear:
-    """One linear layer that starts by knowing nothing: uniform predictions (paper, section 3.2)."""
-    head: Any = nn.Linear(width, classes)
+    """A linear layer that starts at zero, with uniform predictions (paper, section 3.2)."""
+    head = nn.Linear(width, classes)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head

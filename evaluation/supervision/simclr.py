@@ -1,6 +1,6 @@
 """SimCLR (Chen et al., ICML 2020): two views of each image, and the loss by which each has to find the other.
 
-B images, E numbers that the projection head gives a view.
+Shapes: B images, E outputs of the projection head.
 """
 
 from dataclasses import dataclass, field
@@ -24,11 +24,13 @@ def distortion(config: ViewsConfig, side: int) -> v2.Transform:
     """torchvision's transforms of a crop (C, side, side)."""
     strong, weak = 0.8 * config.jitter, 0.2 * config.jitter
     window = max(3, side // 10 | 1)  # odd
+    jitter = v2.ColorJitter(brightness=strong, contrast=strong, saturation=strong, hue=weak)
+    blur = v2.GaussianBlur(window, sigma=(0.1, 2.0))
     return v2.Compose(
         [
-            v2.RandomApply([v2.ColorJitter(strong, strong, strong, weak)], config.jitter_probability),
+            v2.RandomApply([jitter], config.jitter_probability),
             v2.RandomGrayscale(config.grey),
-            v2.RandomApply([v2.GaussianBlur(window, (0.1, 2.0))], config.blur),
+            v2.RandomApply([blur], config.blur),
         ]
     )
 
@@ -37,7 +39,7 @@ def distortion(config: ViewsConfig, side: int) -> v2.Transform:
 class TwoViews(ViewDataset):
     """Samples of two views each, (2, C, H, W): a view is a function of (seed, epoch, index, view).
 
-    Held-out images (epoch FIXED) have two such views too, by `data.cut_seed`: the same whenever they are looked at.
+    Held-out images (epoch FIXED) have two such views too, by `data.cut_seed`: the same in every evaluation.
     """
 
     distorted: ViewsConfig = field(default_factory=ViewsConfig)
@@ -47,12 +49,12 @@ class TwoViews(ViewDataset):
         seed = self.data.cut_seed if epoch == FIXED else self.seed
         return torch.stack([self.one_view(pixels, seed, epoch, 2 * index + number) for number in range(2)])
 
-    def one_view(self, pixels: Tensor, seed: int, epoch: int, place: int) -> Tensor:
-        """A view (C, H, W); `place` says of which image, and whether it is the first or the second."""
-        crop = crops.random_crop(pixels, self.img_size, self.data, seed, epoch, place)
+    def one_view(self, pixels: Tensor, seed: int, epoch: int, number: int) -> Tensor:
+        """A view (C, H, W); `number` is twice the index of its image, plus 1 for the second view."""
+        crop = crops.random_crop(pixels, self.img_size, self.data, seed, epoch, number)
         if self.distorted.jitter or self.distorted.grey:
             crop = crops.to_8_bits(crop)
-        return crops.apply_random(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, place)
+        return crops.apply_random(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, number)
 
 
 def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -62,20 +64,21 @@ def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tu
         own: (B, 2, E) of unit length, two views of each image of this process.
         everyone: (B', 2, E), those of all processes.
         first: which of everyone's images own[0] is.
-        temperature: what similarities are divided by.
+        temperature: divisor of the similarities.
     Returns:
         (B, 2) losses; (B, 2) bool: whether the other view is the nearest of all.
     """
     similarity = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (2 B, 2 B')
-    place = torch.arange(2 * first, 2 * first + len(similarity), device=own.device)
-    other = place ^ 1  # the two views of an image stand side by side
-    similarity = similarity.scatter(1, place[:, None], -torch.inf)
+    itself = torch.arange(2 * first, 2 * first + len(similarity), device=own.device)
+    other = itself ^ 1  # the two views of an image stand side by side
+    similarity = similarity.scatter(1, itself[:, None], -torch.inf)
     losses = F.cross_entropy(similarity, other, reduction="none")
-    return losses.unflatten(0, (-1, 2)), (similarity.argmax(1) == other).unflatten(0, (-1, 2))
+    right = similarity.argmax(1) == other
+    return losses.unflatten(0, (-1, 2)), right.unflatten(0, (-1, 2))
 
 
-class Everyone(torch.autograd.Function):
-    """The rows of all processes, in the order of their ranks, with gradients that flow back to where a row is from.
+class GatherWithGradients(torch.autograd.Function):
+    """The rows of all processes, in the order of their ranks, with gradients that flow back to a row's process.
 
     The loss of R processes is L = (L_1 + ... + L_R) / R. Each L_r is the mean over the rows of process r and depends on
     the rows z_p of every p. DDP averages what the processes send back, which has to be R dL/dz_p = sum over r of
@@ -90,5 +93,5 @@ class Everyone(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         accelerator = ctx.accelerator
-        of_process = accelerator.reduce(gradient, "sum").chunk(accelerator.num_processes)
-        return of_process[accelerator.process_index], None
+        summed = accelerator.reduce(gradient, "sum")
+        return summed.chunk(accelerator.num_processes)[accelerator.process_index], None

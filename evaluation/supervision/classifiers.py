@@ -1,0 +1,154 @@
+"""Classifiers that exist, frozen: of a run with labels, or of timm. They teach, and they predict."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from evaluation.config import DistillConfig, SupervisedConfig
+from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
+from evaluation.frozen.provenance import find_labelled_images
+from evaluation.frozen.run_images import find_run
+from evaluation.supervision.deit import DistilledEncoder, average_heads
+from evaluation.supervision.heads import HeadedEncoder, build_head
+from mpp.config import ImageSize, OptimConfig, require
+from mpp.errors import UserError
+from mpp.models.encoder import load_encoder
+from mpp.models.teachers import resize_bilinear
+from mpp.models.timm_models import set_attention
+from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.weights import BEST, encoder_folder, fingerprint
+from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
+from mpp.training.run_folder import saved_settings
+
+TEACHER_SETTING = "distill.teacher"
+CLASSIFIERS = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"
+
+
+class Classifier(NamedTuple):
+    """A trained network that classifies images."""
+
+    network: nn.Module
+    """Images (B, C, H, W) from 0 to 255 to logits (B, classes), or (B, 2, classes) of two heads."""
+    img_size: ImageSize
+    classes: int
+
+
+class FrozenClassifier(nn.Module):
+    """A classifier in eval mode, without gradients, that takes crops of any size."""
+
+    def __init__(self, classifier: Classifier):
+        super().__init__()
+        self.network = classifier.network.eval().requires_grad_(False)
+        self.img_size = classifier.img_size
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W), uint8 or float in [0, 255], to logits (B, classes) float32."""
+        logits = self.network(resize_bilinear(images, self.img_size)).float()
+        return average_heads(logits) if logits.ndim == 3 else logits
+
+
+def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
+    """The config with the digest of its teacher's weights, if it has a teacher: a run is not resumed with others.
+
+    Raises:
+        UserError: no such folder.
+    """
+    teacher = config.distill.teacher
+    if teacher is None or config.distill.teacher_sha256 is not None:
+        return config
+    one_line = " ".join(teacher.split())
+    require(Path(teacher).is_dir(), TEACHER_SETTING, one_line, "a folder: of a finished run, or in timm's layout")
+    return replace(config, distill=replace(config.distill, teacher_sha256=fingerprint(Path(teacher))))
+
+
+def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> FrozenClassifier:
+    """The teacher that the settings name.
+
+    Args:
+        classes: classes that the student learns.
+        channels: channels of the images.
+    Raises:
+        UserError: no classifier there, one of other classes or channels, or other weights than the run began with.
+    """
+    folder = Path(config.teacher)
+    known = config.teacher_sha256
+    if known is not None:
+        sha256 = fingerprint(folder)
+        require(sha256 == known, "distill.teacher_sha256", known, f"{sha256}, that of {folder}, or null")
+    teacher = load_classifier(config.teacher, channels, TEACHER_SETTING)
+    if teacher.classes != classes:
+        raise UserError(
+            f"{TEACHER_SETTING} is {folder}, which knows {teacher.classes} classes; these images have {classes}"
+        )
+    return FrozenClassifier(teacher)
+
+
+def load_classifier(source: str, channels: int, setting: str) -> Classifier:
+    """Open the classifier of a run folder, or of a timm folder with its head.
+
+    Args:
+        channels: channels of the images.
+        setting: name of the setting that holds `source`, for messages.
+    Raises:
+        UserError: no classifier there, or one of other channels.
+    """
+    require(Path(source).name != BEST, setting, source, "the run folder: no head is kept beside encoder_best")
+    run = find_run(source)
+    if run is None:
+        return load_timm_classifier(source, channels, setting)
+    return load_run_classifier(run, channels, setting)
+
+
+def load_timm_classifier(source: str, channels: int, setting: str) -> Classifier:
+    """Open a timm folder with its head: see `load_classifier`."""
+    model = load_encoder(source, setting=setting)
+    classes = getattr(model, "num_classes", 0)
+    require(classes > 0, setting, source, CLASSIFIERS)
+    if not uses_gpu():
+        set_attention(model, fused=False)
+    frozen = FrozenEncoder(model)
+    check_channels(frozen, channels, setting)
+    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes)
+
+
+def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
+    """Open the network that a run trained: see `load_classifier`. Its head is in the newest checkpoint."""
+    require(find_labelled_images(str(run)) is not None, setting, run, CLASSIFIERS)
+    checkpoints = complete_checkpoints(run)
+    is_whole = bool(checkpoints) and not damaged_files(checkpoints[-1])
+    require(is_whole, setting, run, "a run whose newest checkpoint is there and whole: the head is in it")
+    settings = saved_settings(run)
+    frozen = load_frozen_encoder(str(run))
+    check_channels(frozen, channels, setting)
+    classes = outputs_of_head(checkpoints[-1] / MODEL)
+    network = rebuild_network(frozen, settings, classes)
+    restore_trained(run, network, OptimConfig(**settings["optim"]))
+    exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
+    is_same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
+    require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
+    return Classifier(network, frozen.img_size, classes)
+
+
+def outputs_of_head(weights: Path) -> int:
+    """Outputs of the last layer of a network's `head`, by its file of weights."""
+    with safe_open(weights, framework="pt") as file:
+        biases = [name for name in file.keys() if name.startswith("head.") and name.endswith(".bias")]  # noqa: SIM118
+        return file.get_slice(max(biases)).get_shape()[0]
+
+
+def rebuild_network(frozen: FrozenEncoder, settings: dict[str, Any], classes: int) -> HeadedEncoder:
+    """The network that a run trained, by its saved settings, to load its weights into."""
+    encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
+    head = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
+    is_distilled = (settings.get("distill") or {}).get("teacher") is not None
+    heads = [build_head(head["kind"], encoder.head_hidden_size, classes)]
+    if is_distilled:
+        heads.append(build_head(head["kind"], encoder.head_hidden_size, classes))
+    network_class = DistilledEncoder if is_distilled else HeadedEncoder
+    return network_class(encoder, *heads, head["pooling"], frozen.normalize.mean, frozen.normalize.std)
