@@ -11,8 +11,9 @@ from importlib import import_module
 
 import mpp
 from evaluation.registry import EVALUATIONS
+from mpp.config.help import show_help
 from mpp.config.imports import take_imports
-from mpp.config.parsing import read, show_help
+from mpp.config.parsing import read
 from mpp.errors import UserError
 from mpp.runtime.output import steady_output, use_utf8
 

@@ -28,8 +28,9 @@ from evaluation.pages.curves import curves_of_run, features_of_run
 from evaluation.pages.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
 from evaluation.pictures.gallery import look_at, losses_of, nearest_neighbours, plane, predicted, sheet
 from mpp.config import Config, require
+from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, require_imports, saved_imports
-from mpp.config.parsing import as_command_line, parse_saved
+from mpp.config.saved import parse_saved
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen

@@ -29,7 +29,8 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
-from mpp.config.parsing import changed_keys, parse, to_yaml
+from mpp.config.parsing import parse
+from mpp.config.saved import changed_keys, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset

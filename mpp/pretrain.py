@@ -17,7 +17,10 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
-from mpp.config.parsing import as_command_line, parse, parse_saved, plain
+from mpp.config.command_line import as_command_line
+from mpp.config.keys import plain
+from mpp.config.parsing import parse
+from mpp.config.saved import parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.identity import short_digest
 from mpp.data.loader import BatchLayout

@@ -7,7 +7,10 @@ from conftest import ROOT
 
 from evaluation.config import ExportConfig, FewshotConfig, SegmentationConfig
 from mpp.config import Config
-from mpp.config.parsing import as_words, changed_keys, flatten, parse, to_yaml
+from mpp.config.command_line import as_words
+from mpp.config.keys import flatten
+from mpp.config.parsing import parse
+from mpp.config.saved import changed_keys, to_yaml
 from mpp.errors import UserError
 
 

@@ -27,7 +27,9 @@ from evaluation.config import (
     VisualizeConfig,
 )
 from mpp.config import Config, PrepareConfig
-from mpp.config.parsing import flatten, parse, to_yaml
+from mpp.config.keys import flatten
+from mpp.config.parsing import parse
+from mpp.config.saved import to_yaml
 from mpp.errors import UserError
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]

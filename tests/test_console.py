@@ -12,7 +12,8 @@ import pytest
 from conftest import TINY, finished, start_command
 
 from evaluation.cli import commands, places
-from mpp.config.parsing import CHANGED_FIRST, known_keys
+from mpp.config.help import CHANGED_FIRST
+from mpp.config.keys import known_keys
 
 INSTALLED = str(Path(sys.executable).with_name("mpp"))
 LISTED = """

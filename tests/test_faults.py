@@ -31,7 +31,8 @@ from server import Command, at_update, context, die_at, told_to_stop, wait_at, w
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpp.config import Config, ImagesConfig
-from mpp.config.parsing import parse, to_yaml
+from mpp.config.parsing import parse
+from mpp.config.saved import to_yaml
 from mpp.data import workers
 from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage

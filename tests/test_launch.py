@@ -15,7 +15,7 @@ from conftest import ROOT, Killed, kill_at, launched, read_metrics
 import mpp.pretrain
 from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfig
 from mpp.config import Config, RunConfig
-from mpp.config.parsing import known_keys
+from mpp.config.keys import known_keys
 from mpp.errors import Diverged, UserError
 from mpp.runtime import start
 from mpp.runtime.hardware import arithmetic, uses_gpu

@@ -20,7 +20,8 @@ from evaluation.comparison.trainings import TRAININGS, teacher_folder
 from evaluation.frozen.run_images import find_run, run_image_settings
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import HOW_READ, require
-from mpp.config.parsing import as_command_line, parse
+from mpp.config.command_line import as_command_line
+from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
 

@@ -10,7 +10,7 @@ from timm import is_model
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.run_images import record_images
-from mpp.config.parsing import differing, plain, settings
+from mpp.config.keys import changed_settings, iterate_settings, plain
 from mpp.data.identity import short_digest
 from mpp.runtime.weights import fingerprint
 
@@ -61,11 +61,11 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
     If you change a default, write the earlier one into the configs of published comparisons.
     """
-    ignored = {key for key, field, _ in settings(config) if field.metadata.get("operational")}
+    ignored = {key for key, field, _ in iterate_settings(config) if field.metadata.get("operational")}
     if depends_on_images_of_a_pass(config):
         ignored.discard("data.batch_size")
     ignored |= PLACES
-    return {key: plain(value) for key, value in differing(config).items() if key not in ignored}
+    return {key: plain(value) for key, value in changed_settings(config).items() if key not in ignored}
 
 
 def depends_on_images_of_a_pass(config: Any) -> bool:

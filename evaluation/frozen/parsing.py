@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from evaluation.frozen.run_images import find_run, is_moved_copy, refuse_changed_images, run_image_settings
 from mpp.config import HOW_READ, refuse_idle
-from mpp.config.parsing import as_words, files_first, read
+from mpp.config.command_line import as_words, files_first
+from mpp.config.parsing import read
 from mpp.data.sources import image_arguments
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import tell

@@ -11,7 +11,8 @@ import torch
 import mpp
 from evaluation.frozen.encoder import Unavailable
 from evaluation.pages.page import Block, Table, Text
-from mpp.config.parsing import as_words, flatten
+from mpp.config.command_line import as_words
+from mpp.config.keys import flatten
 from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
 

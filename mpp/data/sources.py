@@ -10,7 +10,7 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from mpp.config import ImagesConfig, SourceConfig, require
-from mpp.config.parsing import as_words
+from mpp.config.command_line import as_words
 from mpp.data.columns import find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
 from mpp.data.dataset import ImageDataset

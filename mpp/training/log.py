@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from mpp.config.parsing import flatten, to_yaml
+from mpp.config.keys import flatten
+from mpp.config.saved import to_yaml
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable

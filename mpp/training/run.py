@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
-from mpp.config.parsing import differing, to_yaml
+from mpp.config.keys import changed_settings
+from mpp.config.saved import to_yaml
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
@@ -108,7 +109,7 @@ def needs_moments(config: Any) -> bool:
 
 def describe_overrides(config: Any) -> str:
     """The settings that are not the defaults, in a line."""
-    settings = " ".join(f"{key}={value}" for key, value in differing(config).items())
+    settings = " ".join(f"{key}={value}" for key, value in changed_settings(config).items())
     return f"settings: {settings or 'the defaults'} (all of them: --run.print_config true)"
 
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 
 from mpp.config import require
 from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code
-from mpp.config.parsing import changed_keys, read_saved, to_yaml
+from mpp.config.saved import changed_keys, read_saved, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
 from mpp.runtime import lock

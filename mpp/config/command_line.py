@@ -1,0 +1,101 @@
+"""Words of a command line: settings as words, files by name, negative numbers."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mpp.config.keys import plain
+from mpp.errors import UserError
+
+FILE_OPTION = "--config="
+NEGATIVE_NUMBER = re.compile(r"-[\d.]+(e[+-]?\d+)?", re.IGNORECASE)
+PACKAGE = Path(__file__).parent.parent
+
+
+def configs_folder() -> Path:
+    """Folder of the configs that mpp brings: in the installed package, or beside it in a checkout."""
+    for folder in (PACKAGE / "configs", PACKAGE.parent / "configs"):
+        if folder.is_dir():
+            return folder
+    return PACKAGE
+
+
+def as_words(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return yaml.safe_dump(value).split()[0]  # .nan, .inf
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    return json.dumps(plain(value))
+
+
+def as_command_line(options: Mapping[str, Any]) -> list[str]:
+    """Settings by name as a command line; `config` is a file, or several that compose."""
+    settings = dict(options)
+    files = settings.pop("config", [])
+    if isinstance(files, str | os.PathLike):
+        files = [files]
+    words = [f"{FILE_OPTION}{file}" for file in files]
+    words += [f"--{name}={as_words(value)}" for name, value in settings.items()]
+    return words
+
+
+def files_first(arguments: Sequence[str]) -> list[str]:
+    """The command line with the files before all else: settings win over files, wherever they stand."""
+    return sorted(join_files(arguments), key=lambda word: not word.startswith(FILE_OPTION))
+
+
+def join_files(arguments: Sequence[str]) -> list[str]:
+    """The command line with `--config NAME` as `--config=FILE`, also where NAME is a config that mpp brings.
+
+    `cifar10` and `finetune/cifar10` are such names; a file of that name comes first.
+    """
+    joined = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--config":
+            name = next(words, None)
+            if name is None:  # the parser says what is missing
+                joined.append(word)
+                break
+            word = FILE_OPTION + name
+        if word.startswith(FILE_OPTION):
+            word = FILE_OPTION + config_file(word.removeprefix(FILE_OPTION))
+        joined.append(word)
+    return joined
+
+
+def join_numbers(arguments: Sequence[str]) -> list[str]:
+    """The command line with `--name -1e3` as `--name=-1e3`: Python's parser takes such numbers for options."""
+    joined: list[str] = []
+    for word in arguments:
+        before = joined[-1] if joined else ""
+        if before.startswith("--") and "=" not in before and NEGATIVE_NUMBER.fullmatch(word):
+            joined[-1] = f"{before}={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def config_file(name: str) -> str:
+    """The file that `--config` names: itself, or one that mpp brings.
+
+    Raises:
+        UserError: there is neither.
+    """
+    is_file = Path(name).exists() and not Path(name).is_dir()  # a folder of images may have a config's name
+    if not name or is_file:
+        return name
+    configs = configs_folder()
+    included = configs / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
+    if included.is_file():
+        return str(included)
+    names = sorted(str(file.relative_to(configs).with_suffix("")) for file in configs.rglob("*.yaml"))
+    ours = [each for each in names if not each.startswith("accelerate")]  # those are the launcher's
+    raise UserError(f"--config is {name}, which is no file; configs by name are {', '.join(ours)}")

@@ -1,0 +1,58 @@
+"""Configs as YAML files: written, read back, compared."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from mpp.config.imports import require_imports
+from mpp.config.keys import flatten, iterate_settings, plain
+from mpp.config.parsing import read
+from mpp.errors import UserError
+
+ConfigT = TypeVar("ConfigT")
+
+
+def to_yaml(config: Any) -> str:
+    """The config as the YAML text that `parse` reads back."""
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Content of a saved config; empty where the file is missing or damaged."""
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
+    """The config that was saved at `path`.
+
+    Raises:
+        UserError: it is none of this kind, or of a run with code of its own that is not imported.
+    """
+    require_imports(path.parent)
+    return read(config_class, ["--config", str(path)])
+
+
+def changed_keys(config: Any, path: Path, spelled: Callable[[Any], Any] = lambda config: config) -> list[str]:
+    """Keys of settings that are not operational in which `config` differs from the one saved at `path`.
+
+    Args:
+        spelled: brings a config into the spelling in which the two are compared.
+    Raises:
+        UserError: the saved file is not a config of this kind.
+    """
+    try:
+        saved = flatten(spelled(parse_saved(type(config), path)))
+    except ValueError as error:
+        raise UserError(f"{path} is not a config of this command ({error})") from None
+    changed = []
+    for key, field, value in iterate_settings(spelled(config)):
+        if not field.metadata.get("operational") and value != saved[key]:
+            changed.append(key)
+    return changed
