@@ -1,10 +1,12 @@
 """Images that are not square: rows and columns are not swapped anywhere, and all that squares have, they have."""
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from torch import Tensor, nn
 
 import mpp
 from evaluation import fewshot, finetune, visualize
@@ -21,90 +23,133 @@ WIDE = "--model.img_size=[16,32]"
 
 @pytest.mark.parametrize("grid", [(2, 7), (7, 2), (3, 5), (1, 6)])
 def test_nearest_visible_patches_by_search(grid):
-    columns, patches = grid[1], grid[0] * grid[1]
-    hidden = draw(CorruptionConfig(), grid, 0, 0, 0).positions.tolist()
-    found = nearest_visible(torch.tensor([hidden]), grid)[0].tolist()
-    visible = [place for place in range(patches) if place not in hidden]
-    for place, two in zip(hidden, found, strict=True):
-        apart = {v: (v // columns - place // columns) ** 2 + (v % columns - place % columns) ** 2 for v in visible}
-        assert two == sorted(visible, key=lambda v: (apart[v], v))[:2]
+    columns = grid[1]
+    corrupted = draw(CorruptionConfig(), grid, 0, 0, 0).positions.tolist()
+    visible = [position for position in range(grid[0] * grid[1]) if position not in corrupted]
+    nearest = nearest_visible(torch.tensor([corrupted]), grid)[0].tolist()
+
+    def squared_distance(one: int, other: int) -> int:
+        rows_apart = one // columns - other // columns
+        columns_apart = one % columns - other % columns
+        return rows_apart**2 + columns_apart**2
+
+    for position, two_nearest in zip(corrupted, nearest, strict=True):
+        by_distance = sorted((squared_distance(position, other), other) for other in visible)
+        assert two_nearest == [other for _, other in by_distance[:2]]
 
 
 def test_turned_images_and_weights_give_turned_tokens():
     wide = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=(16, 32), patch_size=8)).eval()
     tall = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=(32, 16), patch_size=8)).eval()
+    turned = torch.arange(8).view(2, 4).T.flatten()  # positions in the wide grid, in the order of the tall one
+
+    def turn_patches(tokens: Tensor) -> Tensor:
+        return torch.cat([tokens[:, :1], tokens[:, 1:][:, turned]], 1)
+
     state = wide.state_dict()
     state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].transpose(2, 3)
-    turn = torch.arange(8).view(2, 4).T.flatten()  # places of the wide grid, in the order of the tall one
-    state["pos_embed"] = torch.cat([state["pos_embed"][:, :1], state["pos_embed"][:, 1:][:, turn]], 1)
+    state["pos_embed"] = turn_patches(state["pos_embed"])
     tall.load_state_dict(state)
     images = torch.randn(2, 3, 16, 32)
-    tokens, turned = wide.forward_features(images), tall.forward_features(images.transpose(2, 3))
-    torch.testing.assert_close(turned, torch.cat([tokens[:, :1], tokens[:, 1:][:, turn]], 1), rtol=1e-4, atol=1e-5)
+    tokens = tall.forward_features(images.transpose(2, 3))
+    torch.testing.assert_close(tokens, turn_patches(wide.forward_features(images)), rtol=1e-4, atol=1e-5)
+
+
+def export_plain(encoder: nn.Module, folder: Path, img_size: int | tuple[int, int]) -> None:
+    """Export an encoder whose normalisation and crop do not matter."""
+    half = (0.5,) * 3
+    export_encoder(encoder, folder, img_size, half, half, 0.875)
+
+
+def resampled_by_timm(table: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
+    return timm.layers.resample_abs_pos_embed(table, list(grid), list(old_grid), num_prefix_tokens=1)
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned_2d", "relative", "relative_bias", "every"])
 def test_tables_are_resampled_from_their_own_grid(tmp_path, kind):
     """To the double of each side, and to grids of as many patches, which are others; nothing else changes."""
-    numbers = dict(width=16, depth=2, heads=2, patch_size=4)
-    numbers |= dict(position_at="every") if kind == "every" else dict(position=kind)
-    source = build_encoder(ModelConfig(img_size=(16, 32), **numbers))
-    export_encoder(source, tmp_path / "encoder", (16, 32), (0.5,) * 3, (0.5,) * 3, 0.875)
-    assert all(map(torch.equal, source.parameters(), mpp.load_encoder(tmp_path, img_size=(16, 32)).parameters()))
+    settings = dict(width=16, depth=2, heads=2, patch_size=4)
+    if kind == "every":
+        settings["position_at"] = "every"
+    else:
+        settings["position"] = kind
+    source = build_encoder(ModelConfig(img_size=(16, 32), **settings))
+    export_plain(source, tmp_path / "encoder", (16, 32))
+    unchanged = mpp.load_encoder(tmp_path, img_size=(16, 32))
+    assert all(map(torch.equal, source.parameters(), unchanged.parameters()))
     for size in ((32, 64), (32, 16), (8, 64)):
-        begun = build_encoder(ModelConfig(img_size=size, init_from=str(tmp_path), **numbers))
-        for encoder in (mpp.load_encoder(tmp_path, img_size=size), begun):
-            for (name, parameter), (_, own) in zip(encoder.named_parameters(), source.named_parameters(), strict=True):
-                table = "pos_embed" in name or "bias_table" in name
-                if "prefix" not in name:
-                    assert table != (parameter.shape == own.shape and torch.equal(parameter, own)), name
+        loaded = mpp.load_encoder(tmp_path, img_size=size)
+        continued = build_encoder(ModelConfig(img_size=size, init_from=str(tmp_path), **settings))
+        for encoder in (loaded, continued):
+            assert_only_tables_differ(encoder, source)
             if kind == "learned":
-                grid = (size[0] // 4, size[1] // 4)
-                expected = timm.layers.resample_abs_pos_embed(source.pos_embed, grid, (4, 8), num_prefix_tokens=1)
+                expected = resampled_by_timm(source.pos_embed, (size[0] // 4, size[1] // 4), (4, 8))
                 torch.testing.assert_close(encoder.pos_embed, expected)
+
+
+def assert_only_tables_differ(encoder: nn.Module, source: nn.Module) -> None:
+    """All tables of positions differ from those of `source`, and no other parameter does."""
+    for (name, parameter), (_, original) in zip(encoder.named_parameters(), source.named_parameters(), strict=True):
+        if "prefix" in name:
+            continue
+        is_table = "pos_embed" in name or "bias_table" in name
+        is_equal = parameter.shape == original.shape and torch.equal(parameter, original)
+        assert is_table != is_equal, name
 
 
 @pytest.mark.parametrize("name", [None, "vit_tiny_patch16_224", "vit_tiny_r_s16_p8_224"])
 def test_a_line_of_as_many_patches_as_a_square_is_no_square(tmp_path, name):
     """timm would take the table of [112, 448] for that of 224 x 224, or the other way round."""
-    numbers = dict(width=16, depth=1, heads=2, patch_size=16) if name is None else dict(name=name)
-    long, square = ((64, 256), (128, 128)) if name and "_r_" in name else ((112, 448), (224, 224))
+    settings = dict(width=16, depth=1, heads=2, patch_size=16) if name is None else dict(name=name)
+    long, square = (112, 448), (224, 224)
+    if name and "_r_" in name:
+        long, square = (64, 256), (128, 128)
     for size, other in ((long, square), (square, long), (long, long)):
-        source = build_encoder(ModelConfig(img_size=size, **numbers))
-        export_encoder(source, tmp_path / "encoder", size, (0.5,) * 3, (0.5,) * 3, 0.9)
-        begun = build_encoder(ModelConfig(img_size=other, init_from=str(tmp_path), **numbers))
-        grids = [encoder.patch_embed.grid_size for encoder in (begun, source)]
-        expected = timm.layers.resample_abs_pos_embed(source.pos_embed, *map(list, grids), num_prefix_tokens=1)
-        torch.testing.assert_close(begun.pos_embed, expected if size != other else source.pos_embed)
-        torch.testing.assert_close(mpp.load_encoder(tmp_path, img_size=other).pos_embed, begun.pos_embed)
+        source = build_encoder(ModelConfig(img_size=size, **settings))
+        export_plain(source, tmp_path / "encoder", size)
+        continued = build_encoder(ModelConfig(img_size=other, init_from=str(tmp_path), **settings))
+        expected = source.pos_embed
+        if size != other:
+            expected = resampled_by_timm(
+                source.pos_embed, continued.patch_embed.grid_size, source.patch_embed.grid_size
+            )
+        torch.testing.assert_close(continued.pos_embed, expected)
+        torch.testing.assert_close(mpp.load_encoder(tmp_path, img_size=other).pos_embed, continued.pos_embed)
 
 
 def test_patches_that_overlap_begin_from_plain_ones(tmp_path):
-    numbers = dict(width=16, depth=1, heads=2, patch_size=8, img_size=32, position="relative")
-    source = build_encoder(ModelConfig(**numbers))
-    export_encoder(source, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 0.9)
-    begun = build_encoder(ModelConfig(stride=4, init_from=str(tmp_path), **numbers))
-    tables = [next(p for n, p in each.named_parameters() if "added" in n) for each in (source, begun)]
-    torch.testing.assert_close(tables[1], interpolate_offsets(tables[0], (7, 7), 1, (4, 4)))
+    settings = dict(width=16, depth=1, heads=2, patch_size=8, img_size=32, position="relative")
+    plain = build_encoder(ModelConfig(**settings))
+    export_plain(plain, tmp_path / "encoder", 32)
+    overlapping = build_encoder(ModelConfig(stride=4, init_from=str(tmp_path), **settings))
+
+    def added_table(encoder: nn.Module) -> Tensor:
+        return next(parameter for name, parameter in encoder.named_parameters() if "added" in name)
+
+    expected = interpolate_offsets(added_table(plain), (7, 7), 1, (4, 4))
+    torch.testing.assert_close(added_table(overlapping), expected)
 
 
-def test_weights_of_other_patches_and_hybrids(pretrain, tmp_path):
+def test_weights_of_other_patches_begin_an_oblong_encoder(pretrain):
     folder = pretrain(WIDE, "--model.patch_size=4")
     coarse = ModelConfig(width=16, depth=2, heads=2, patch_size=8, img_size=(16, 32), init_from=str(folder))
     assert build_encoder(coarse).pos_embed.shape == (1, 1 + 2 * 4, 16)
-    hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", img_size=(64, 128)))
-    export_encoder(hybrid, tmp_path / "hybrid", (64, 128), (0.5,) * 3, (0.5,) * 3, 0.9)
-    for size, grid in (((128, 64), (4, 2)), ((64, 64), (2, 2))):
-        found = mpp.load_encoder(tmp_path / "hybrid", img_size=size, num_classes=3)
-        expected = timm.layers.resample_abs_pos_embed(hybrid.pos_embed, grid, (2, 4), num_prefix_tokens=1)
-        torch.testing.assert_close(found.pos_embed, expected)
-        assert torch.equal(found.norm.weight, hybrid.norm.weight) and found(torch.rand(1, 3, *size)).shape == (1, 3)
     grey = mpp.load_encoder(folder, in_chans=1)
     assert grey(torch.rand(1, 1, 16, 32)).shape == (1, 16)
 
 
+def test_a_hybrid_takes_oblong_images(tmp_path):
+    hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", img_size=(64, 128)))
+    export_plain(hybrid, tmp_path / "hybrid", (64, 128))
+    for size, grid in (((128, 64), (4, 2)), ((64, 64), (2, 2))):
+        encoder = mpp.load_encoder(tmp_path / "hybrid", img_size=size, num_classes=3)
+        torch.testing.assert_close(encoder.pos_embed, resampled_by_timm(hybrid.pos_embed, grid, (2, 4)))
+        assert torch.equal(encoder.norm.weight, hybrid.norm.weight)
+        assert encoder(torch.rand(1, 3, *size)).shape == (1, 3)
+
+
 @pytest.mark.faults
-def test_it_is_judged_fine_tuned_and_drawn(pretrain, tmp_path):
+def test_it_is_evaluated_fine_tuned_and_drawn(pretrain, tmp_path):
     folder = pretrain(WIDE, "--model.patch_size=8")
     fast = ("--data.workers=0", "--precision=fp32", "--threads=1")
     fewshot.main([f"--encoder={folder}", "--depth=all", *fast])

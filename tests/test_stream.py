@@ -1,6 +1,7 @@
-"""Streams: every image once an epoch whoever reads, exactly resumed, from every sort of shard."""
+"""Streams: every image once an epoch, whichever process reads it; exact resumption; shards of every format."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import fsspec
@@ -31,13 +33,28 @@ from mpp.data.stream_sources import load_streamed
 from mpp.data.views import ViewDataset
 from mpp.errors import UserError
 
-SHARDS, ROWS = 6, 11
+SHARDS = 6
+ROWS = 11  # of a shard
 START = Cursor()
+
+
+class Seen(NamedTuple):
+    """A sample that a worker has read."""
+
+    epoch: int
+    index: int
+    crop: bytes
+    corrupted: list[int]  # positions
+
+
+def image_of(shard: int, row: int) -> bytes:
+    """A file of 16 x 16 pixels."""
+    return encoded(picture(100 * shard + row, (16, 16)))
 
 
 def rows_of(shard: int) -> datasets.Dataset:
     """Eleven images of a shard; their labels tell them apart."""
-    images = [encoded(picture(100 * shard + row, (16, 16))) for row in range(ROWS)]
+    images = [image_of(shard, row) for row in range(ROWS)]
     return dataset_of(images, label=[shard * ROWS + row for row in range(ROWS)])
 
 
@@ -59,9 +76,7 @@ def parquet(tmp_path_factory):
     return folder
 
 
-def stream(
-    folder, rank=0, processes=1, workers=1, block=4, batch=2, start=0, stop=1000, cursors=None
-) -> StreamedBatches:
+def stream(folder, rank=0, processes=1, workers=1, block=4) -> StreamedBatches:
     """Batches of two images."""
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
@@ -69,14 +84,23 @@ def stream(
     return StreamedBatches(views, BatchLayout(2 * processes, 1, processes, rank), 0, 1000, {})
 
 
-def read(batches: StreamedBatches, worker: int, count: int, cursor: Cursor = START) -> tuple[list[tuple], Cursor]:
-    """What a worker reads: (epoch, image, pixels, corruption) each, and the cursor after it."""
-    samples = list(islice(batches.samples(worker, cursor), count))
-    seen = [
-        (after.epoch, int(s.indices), s.images.numpy().tobytes(), s.corruption.positions.numpy().tobytes())
-        for s, after in samples
-    ]
-    return seen, samples[-1][1]
+def read(batches: StreamedBatches, worker: int, count: int, cursor: Cursor = START) -> tuple[list[Seen], Cursor]:
+    """The samples that a worker reads from `cursor` on, and the cursor after them."""
+    seen = []
+    for sample, after in islice(batches.samples(worker, cursor), count):
+        crop = sample.images.numpy().tobytes()
+        seen.append(Seen(after.epoch, int(sample.indices), crop, sample.corruption.positions.tolist()))
+    return seen, after
+
+
+def read_epoch(batches: StreamedBatches) -> list[int]:
+    """Indices of the images that worker 0 reads in the first epoch."""
+    indices = []
+    for sample, after in batches.samples(0, START):
+        if after.epoch:
+            break
+        indices.append(int(sample.indices))
+    return indices
 
 
 @pytest.mark.parametrize(("processes", "workers", "block"), [(1, 1, 4), (1, 2, 100), (2, 1, 1), (2, 3, 4)])
@@ -95,20 +119,27 @@ def test_every_image_is_read_once_an_epoch(parquet, processes, workers, block):
 
 def test_epochs_and_blocks_are_shuffled(parquet):
     seen, _ = read(stream(parquet), 0, 2 * SHARDS * ROWS)
-    first, second = ([image for epoch, image, *_ in seen if epoch == n] for n in (0, 1))
-    assert sorted(first) == sorted(second) and first != second != sorted(second)
-    orders = [list(dict.fromkeys(image >> ROW_BITS for image in epoch)) for epoch in (first, second)]
-    assert orders[0] != orders[1] and list(range(SHARDS)) not in orders
-    block = [image & 0xFFFF for image in first[:4]]
-    assert sorted(block) == [0, 1, 2, 3] and max(image & 0xFFFF for image in first[4:8]) == 7  # blocks stay in order
+    first = [sample.index for sample in seen if sample.epoch == 0]
+    second = [sample.index for sample in seen if sample.epoch == 1]
+    assert sorted(first) == sorted(second)
+    assert first != second != sorted(second)
+    first_shards = list(dict.fromkeys(index >> ROW_BITS for index in first))
+    second_shards = list(dict.fromkeys(index >> ROW_BITS for index in second))
+    in_order = list(range(SHARDS))
+    assert first_shards != second_shards
+    assert in_order not in (first_shards, second_shards)
+    rows = [index & 0xFFFF for index in first]
+    assert sorted(rows[:4]) == [0, 1, 2, 3]
+    assert max(rows[4:8]) == 7  # blocks stay in order
 
 
 def test_a_samples_looks_do_not_depend_on_who_reads_it(parquet):
     alone, _ = read(stream(parquet, block=4), 0, SHARDS * ROWS)
-    looks = {image: rest for _, image, *rest in alone}
+    expected = {sample.index: sample for sample in alone}
     for rank in range(2):
-        seen, _ = read(stream(parquet, rank, 2, 3, block=7), 1, ROWS)
-        assert all(looks[image] == rest for _, image, *rest in seen)
+        shared, _ = read(stream(parquet, rank, 2, 3, block=7), 1, ROWS)
+        for sample in shared:
+            assert sample == expected[sample.index]
 
 
 @pytest.mark.faults
@@ -124,7 +155,8 @@ def test_a_worker_goes_on_where_it_was(parquet):
 @pytest.mark.faults
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
-    views, layout = stream(parquet, workers=workers).views, BatchLayout(2, 1, 1, 0)
+    views = stream(parquet, workers=workers).views
+    layout = BatchLayout(2, 1, 1, 0)
     whole = list(streaming_loader(views, layout, 0, 12, {}))
     assert [int(batch.cursor[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
     for stop in (1, 5):
@@ -132,64 +164,82 @@ def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
         for batch in whole[:stop]:
             worker, *cursor = batch.cursor.tolist()
             cursors[worker] = cursor
-        rest = list(streaming_loader(views, layout, stop, 12, cursors))
-        assert [b.indices.tolist() for b in rest] == [b.indices.tolist() for b in whole[stop:]]
-        assert all(torch.equal(a.images, b.images) for a, b in zip(rest, whole[stop:], strict=True))
+        resumed = list(streaming_loader(views, layout, stop, 12, cursors))
+        for batch, expected in zip(resumed, whole[stop:], strict=True):
+            assert torch.equal(batch.indices, expected.indices)
+            assert torch.equal(batch.images, expected.images)
 
 
-def sources(tmp_path, kind: str) -> tuple[str, dict]:
-    """A dataset of the kind: its path, and the settings that it needs."""
-    if kind == "folder":
-        for shard in range(SHARDS):
+# --- formats of shards ---
+
+
+def write_folder(tmp_path: Path) -> str:
+    for shard in range(SHARDS):
+        for row in range(ROWS):
+            file = tmp_path / "images" / ("cat" if row % 2 else "dog") / f"{shard}_{row}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(image_of(shard, row))
+    return str(tmp_path / "images")
+
+
+def write_webdataset(tmp_path: Path) -> str:
+    for shard in range(SHARDS):
+        with tarfile.open(tmp_path / f"train-{shard:04d}.tar", "w") as tar:
             for row in range(ROWS):
-                file = tmp_path / "images" / ("cat" if row % 2 else "dog") / f"{shard}_{row}.png"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(encoded(picture(100 * shard + row, (16, 16))))
-        return str(tmp_path / "images"), {}
-    if kind == "webdataset":
-        for shard in range(SHARDS):
-            with tarfile.open(tmp_path / f"train-{shard:04d}.tar", "w") as tar:
-                for row in range(ROWS):
-                    files = {"png": encoded(picture(100 * shard + row, (16, 16))), "cls": str(row % 3).encode()}
-                    for end, data in files.items():
-                        member = tarfile.TarInfo(f"{shard}_{row}.{end}")
-                        member.size = len(data)
-                        tar.addfile(member, io.BytesIO(data))
-        return str(tmp_path), {"label_column": "cls"}
-    if kind == "arrow":
-        for shard in range(SHARDS):
-            rows_of(shard).save_to_disk(tmp_path / "parts")
-            (tmp_path / "arrow").mkdir(exist_ok=True)
-            (tmp_path / "parts" / "data-00000-of-00001.arrow").rename(tmp_path / "arrow" / f"train-{shard}.arrow")
-        return str(tmp_path / "arrow"), {}
-    if kind == "saved":
-        whole = datasets.concatenate_datasets([rows_of(shard) for shard in range(SHARDS)])
-        datasets.DatasetDict({"train": whole}).save_to_disk(tmp_path / "saved")
-        return str(tmp_path / "saved"), {}
+                for end, data in (("png", image_of(shard, row)), ("cls", str(row % 3).encode())):
+                    member = tarfile.TarInfo(f"{shard}_{row}.{end}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return str(tmp_path)
+
+
+def write_arrow(tmp_path: Path) -> str:
+    (tmp_path / "arrow").mkdir()
+    for shard in range(SHARDS):
+        rows_of(shard).save_to_disk(tmp_path / "parts")
+        (tmp_path / "parts" / "data-00000-of-00001.arrow").rename(tmp_path / "arrow" / f"train-{shard}.arrow")
+    return str(tmp_path / "arrow")
+
+
+def write_saved(tmp_path: Path) -> str:
+    whole = datasets.concatenate_datasets([rows_of(shard) for shard in range(SHARDS)])
+    datasets.DatasetDict({"train": whole}).save_to_disk(tmp_path / "saved")
+    return str(tmp_path / "saved")
+
+
+def write_to_url(tmp_path: Path) -> str:
     memory = fsspec.filesystem("memory")
     for shard in range(SHARDS):
         buffer = io.BytesIO()
         rows_of(shard).to_parquet(buffer)
         memory.pipe(f"/{tmp_path.name}/train-{shard:05d}-of-00006.parquet", buffer.getvalue())
-    pattern = "/train-*.parquet" if kind == "pattern" else ""
-    return f"memory://{tmp_path.name}{pattern}", {}
+    return f"memory://{tmp_path.name}"
 
 
-@pytest.mark.parametrize("kind", ["folder", "webdataset", "arrow", "saved", "url", "pattern"])
+SOURCES = {
+    "folder": write_folder,
+    "webdataset": write_webdataset,
+    "arrow": write_arrow,
+    "saved": write_saved,
+    "url": write_to_url,
+    "pattern": lambda tmp_path: f"{write_to_url(tmp_path)}/train-*.parquet",
+}
+"""Kind of a dataset -> writes one, and returns its path."""
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 def test_every_sort_of_source(tmp_path, kind):
-    """Without a held-out split a twentieth of the shards, at least one, is held out; nothing of it is trained on."""
-    path, settings = sources(tmp_path, kind)
+    """Without a held-out split a twentieth of the shards, at least one, is held out and not trained on."""
+    settings = {"label_column": "cls"} if kind == "webdataset" else {}
+    path = SOURCES[kind](tmp_path)
     data = DataConfig(path=path, streaming=True, workers=0, shuffle_block=4, **settings)
     shards, known, held_out = load_streamed(data, 20, 1000)
-    reader = StreamedBatches(ViewDataset(shards, data, 16), BatchLayout(1, 1, 1, 0), 0, 1000, {})
-    seen = []
-    for sample, cursor in reader.samples(0, START):
-        if cursor.epoch:
-            break
-        seen.append(int(sample.indices))
-    assert len(seen) == len(set(seen)) == SHARDS * ROWS - len(held_out)
-    assert len(known) == 20 and len(held_out) >= 7
-    assert known.labelled() is not None and held_out.decode(0, ImagesConfig()).shape == (3, 16, 16)
+    indices = read_epoch(StreamedBatches(ViewDataset(shards, data, 16), BatchLayout(1, 1, 1, 0), 0, 1000, {}))
+    assert len(indices) == len(set(indices)) == SHARDS * ROWS - len(held_out)
+    assert len(known) == 20
+    assert len(held_out) >= 7
+    assert known.labelled() is not None
+    assert held_out.decode(0, ImagesConfig()).shape == (3, 16, 16)
 
 
 @pytest.mark.faults
@@ -204,20 +254,22 @@ def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_
             kill_at(context, stop)
             pretrain(*options, dir=tmp_path / "stopped", without="--data.workers")
     stopped = pretrain(*options, dir=tmp_path / "stopped", without="--data.workers")
-    weights = [(folder / "encoder" / "model.safetensors").read_bytes() for folder in (whole, stopped)]
-    assert weights[0] == weights[1] and read_metrics(whole) == read_metrics(stopped)
+    weights = Path("encoder", "model.safetensors")
+    assert (whole / weights).read_bytes() == (stopped / weights).read_bytes()
+    assert read_metrics(whole) == read_metrics(stopped)
     cursors = json.loads((whole / "checkpoints" / "step_00000024" / "cursors.json").read_text())
     assert {worker: cursor[0] for worker, cursor in cursors[0].items()} == {"0": 2, "1": 2}
 
 
 def test_a_worker_that_is_dealt_empty_shards_waits_for_others(tmp_path):
     rows = rows_of(0)
-    for shard, some in enumerate((rows, rows.select([]))):
-        some.to_parquet(tmp_path / f"train-{shard}.parquet")
+    rows.to_parquet(tmp_path / "train-0.parquet")
+    rows.select([]).to_parquet(tmp_path / "train-1.parquet")
     rows.to_parquet(tmp_path / "test.parquet")
-    (seen, _), empty = read(stream(tmp_path, workers=2), 0, 2 * ROWS), stream(tmp_path, workers=2)
-    epochs = sorted({epoch for epoch, *_ in seen})
-    assert len(seen) == 2 * ROWS and epochs[-1] > 1  # its shard was the empty one meanwhile
+    seen, _ = read(stream(tmp_path, workers=2), 0, 2 * ROWS)
+    assert len(seen) == 2 * ROWS
+    assert max(sample.epoch for sample in seen) > 1  # its shard was the empty one meanwhile
+    empty = stream(tmp_path, workers=2)
     empty.shards = replace(empty.shards, stream=empty.shards.stream.filter(lambda _: False))
     with pytest.raises(UserError, match=r"train: shards \[[01]\] have no rows"):
         read(empty, 0, 1)
@@ -251,7 +303,7 @@ def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_alone_in_its_block_ends_nothing(pretrain, tmp_path, workers):
-    """With blocks of 4, the broken ninth image of a shard has nobody beside it."""
+    """With blocks of 4, the broken ninth image of a shard is alone in its block."""
     write_broken(tmp_path / "data", 9, 8)
     options = (f"--data.path={tmp_path / 'data'}", "--data.streaming=true", "--data.shuffle_block=4", "--run.steps=8")
     folder = pretrain(*options, f"--data.workers={workers}", dir=tmp_path / "run")
@@ -277,8 +329,9 @@ def test_images_that_are_all_unreadable_end_a_stream(pretrain, tmp_path):
 @pytest.mark.faults
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, parquet, tmp_path, monkeypatch, workers):
-    data, options = tmp_path / "data", ["--data.streaming=true", f"--data.workers={workers}", "--run.steps=20"]
-    options += [f"--data.path={shutil.copytree(parquet, data)}", "--run.checkpoint_every=20", "--run.eval_every=20"]
+    data = shutil.copytree(parquet, tmp_path / "data")
+    options = ["--data.streaming=true", f"--data.workers={workers}", f"--data.path={data}"]
+    options += ["--run.steps=20", "--run.checkpoint_every=20", "--run.eval_every=20"]
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, 1)
         pretrain(*options)  # what is evaluated on is read now
@@ -298,7 +351,7 @@ def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, par
 
 
 def begin_on(machines: int, cache: Path) -> None:
-    """Two processes on one machine, or each on its own, with its own disk; what is read for evaluation is said."""
+    """Two processes on one machine, or each on its own, with its own disk; they print what they read to evaluate."""
     start, blocks = mpp.training.run.start, Shards.blocks
 
     def start_there(run):
@@ -307,10 +360,10 @@ def begin_on(machines: int, cache: Path) -> None:
         os.environ["LOCAL_RANK"] = "0" if machines == 2 else rank
         return start(run)
 
-    def blocks_said(self, *args):
+    def blocks_said(self, *args, **options):
         if "label" in self.stream.features:  # training needs no labels
             print(f"process {os.environ['RANK']} reads {self.split}")
-        return blocks(self, *args)
+        return blocks(self, *args, **options)
 
     mpp.training.run.start, Shards.blocks = start_there, blocks_said
 
@@ -381,8 +434,9 @@ def test_a_folder_sorted_by_class_is_mixed(tmp_path):
     data = DataConfig(path=str(tmp_path), streaming=True, eval_fraction=0.2)
     shards, known, held_out = load_streamed(data, 40, 40)
     assert len(set(held_out.labels)) == 4 and len(set(known.labels)) == 4
-    paths = [{row["image"]["path"].split("/")[-2] for rows in shards.blocks(n, 8) for row in rows} for n in range(3)]
-    assert all(len(classes) > 1 for classes in paths)
+    for shard in range(3):
+        rows = itertools.chain.from_iterable(shards.blocks(shard, 8))
+        assert len({Path(row["image"]["path"]).parent.name for row in rows}) > 1
     other, _, _ = load_streamed(replace(data, cut_seed=1), 40, 40)
     assert other.numbers != shards.numbers
 
