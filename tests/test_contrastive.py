@@ -266,7 +266,7 @@ def test_images_without_labels_have_a_rank_and_no_neighbours(tmp_path):
         ("--data.batch_size=1", r"data\.batch_size is 1; it must be above 1"),
         ("--data.eval_images=1", r"held-out images is 1; it must be at least 2"),
         ("--contrast.temperature=0", r"contrast\.temperature is 0\.?0?; it must be above 0"),
-        ("--views.blur=2", r"views\.blur is 2\.?0?; it must be in \[0, 1\]"),
+        ("--views.blur=2", r"views\.blur is 2\.?0?; it must be from 0 to 1"),
         ("--views.jitter=3", r"views\.jitter is 3\.?0?; it must be from 0 to 2\.5"),
         ("--head.outputs=0", r"head\.outputs is 0; it must be at least 1"),
         ("--corruption.rate=0.5", "unknown setting corruption"),
