@@ -12,7 +12,8 @@ from skimage.feature import hog
 from mpp import objectives
 from mpp.config import ObjectiveConfig
 from mpp.features.metrics import measure
-from mpp.objectives import OBJECTIVES, Palette, build_objective, patches_at, patchify
+from mpp.objectives import OBJECTIVES, build_objective, patches_at, patchify
+from mpp.palette import Palette
 
 SETTINGS = {
     **{name: dict(name=name) for name in OBJECTIVES},

@@ -19,7 +19,7 @@ from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.timm_models import set_attention
-from mpp.objectives import palette_for, sum_of
+from mpp.palette import palette_for, sum_pixels
 from mpp.runtime.hardware import uses_gpu
 
 CELLS_PER_SIDE = 8  # of the colour baselines
@@ -90,7 +90,7 @@ class ColorBaseline(nn.Module):
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
         """As in FrozenEncoder; there is one depth and one representation."""
         cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=CELLS_PER_SIDE, w=CELLS_PER_SIDE)
-        sums = sum_of(cells)  # (B, 64, C)
+        sums = sum_pixels(cells)  # (B, 64, C)
         largest_sum = 255 * cells[0, 0, 0].numel()
         if self.kind == "pixels":
             return [sums.flatten(1).float() / largest_sum]

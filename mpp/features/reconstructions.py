@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpp.corruption import Corruption, corrupt
 from mpp.data.crops import to_8_bits
-from mpp.objectives import GREY, Objective, at, patchify
+from mpp.objectives import GREY, Objective, patchify, select_patches
 
 PANEL_SIDE = 128  # of an image in a panel, at least half of it
 
@@ -48,7 +48,7 @@ def prediction_columns(
         (4, B, C, H, W) from 0 to 255, s times as large where the objective paints s times as large.
     """
     patches = patchify(images, objective.patch_size)
-    painted = objective.pictures(predictions, targets, at(patches, corruption.positions))
+    painted = objective.pictures(predictions, targets, select_patches(patches, corruption.positions))
     patches = enlarge(patches, painted[0].shape[-1] // objective.patch_size)
     columns = [
         patches,
