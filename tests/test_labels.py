@@ -8,48 +8,100 @@ import pyarrow as pa
 import pytest
 from datasets import LargeList, List, Value
 
-from mpp.data.labels import number_labels, read_labels
+from mpp.data.labels import NumberedLabels, number_labels, read_labels
+
+SEVERAL_SPLITS_ERROR = r"column label has numbers, such as \w+, .* names; both must"
+NO_CLASSES_ERROR = r"data\.label_column is label, which holds no classes but"
 
 
 def rows(kind, values: list, column: str = "label") -> datasets.Dataset:
-    return datasets.Dataset.from_dict({column: values}, features=datasets.Features({column: kind}))
+    features = datasets.Features({column: kind})
+    return datasets.Dataset.from_dict({column: values}, features=features)
 
 
-def reference(parts: list[list], kinds: list) -> tuple[list[np.ndarray], list[str]]:
-    """By the words of the contract, a label at a time. LookupError: numbers without names beside names."""
-    lists = [[[] if v is None else v if isinstance(v, list) else [v] for v in part] for part in parts]
-    spellings = [getattr(kind, "names", None) for kind in kinds]
-    declared = {tuple(names) for names in spellings if names}
-    has_text = [any(isinstance(v, str) for labels in part for v in labels) for part in lists]
-    has_numbers = [any(not isinstance(v, str) for labels in part for v in labels) for part in lists]
-    if any(has_text) and any(n and s is None for n, s in zip(has_numbers, spellings, strict=True)):
+def read(kind, values: list, column: str = "label"):
+    """The labels of a column, which no setting names."""
+    return read_labels(rows(kind, values, column), None, "here")
+
+
+def number(kind, values: list) -> NumberedLabels:
+    """The labels of one split."""
+    return number_labels([read(kind, values)])
+
+
+class Reference:
+    """Labels of splits as numbers, by the words of the contract, a label at a time in plain Python.
+
+    Raises:
+        LookupError: numbers without names stand beside names.
+    """
+
+    def __init__(self, splits: list[list], kinds: list):
+        splits = [[as_list(value) for value in split] for split in splits]
+        names = share_names([getattr(kind, "names", None) for kind in kinds], splits)
+        classes = []
+        for split, names_of_split in zip(splits, names, strict=True):
+            classes.append([[class_of(value, names_of_split) for value in labels] for labels in split])
+        if any(isinstance(value, str) for split in classes for labels in split for value in labels):
+            classes = [[[as_text(value) for value in labels] for labels in split] for split in classes]
+
+        self.classes = list(names[0] or [])
+        for split in classes:
+            others = {value for labels in split for value in labels} - {None, *self.classes}
+            are_numbers = all(str(value).isdecimal() for value in others)
+            self.classes += sorted(others, key=numeric_order if are_numbers else str)
+        self.names = [str(value) for value in self.classes]
+        self.parts = [self.pad(split) for split in classes]
+
+    def pad(self, split: list[list]) -> np.ndarray:
+        """(n,), or (n, L) where an image has several labels."""
+        longest = max([1, *map(len, split)])
+        padded = np.full((len(split), longest), -1)
+        for image, labels in enumerate(split):
+            for position, value in enumerate(labels):
+                if value is not None:
+                    padded[image, position] = self.classes.index(value)
+        return padded if longest > 1 else padded[:, 0]
+
+
+def as_list(value) -> list:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def as_text(value) -> str | None:
+    return None if value is None else str(value)
+
+
+def numeric_order(value) -> tuple[int, str]:
+    return int(value), str(value)
+
+
+def share_names(names: list[list[str] | None], splits: list[list[list]]) -> list[list[str] | None]:
+    """The names of the classes of each split; None: its labels are their own."""
+    flat = [[value for labels in split for value in labels] for split in splits]
+    has_texts = [any(isinstance(value, str) for value in values) for values in flat]
+    has_numbers = [any(not isinstance(value, str) for value in values) for values in flat]
+    nameless = [has and of_split is None for has, of_split in zip(has_numbers, names, strict=True)]
+    if any(has_texts) and any(nameless):
         raise LookupError
-    if len(declared) == 1:
-        spellings = [None if text else [*next(iter(declared))] for text in has_text]
+    declared = {tuple(of_split) for of_split in names if of_split}
+    if len(declared) != 1:
+        return names
+    (shared,) = declared
+    return [None if has else [*shared] for has in has_texts]
 
-    def spelled(value, names):
-        if isinstance(value, str):
-            return value if value.strip() else None
-        if value < 0:
-            return None
-        return int(value) if names is None else names[value] if value < len(names) else str(int(value))
 
-    own = [
-        [[spelled(v, names) for v in labels] for labels in part] for part, names in zip(lists, spellings, strict=True)
-    ]
-    if any(isinstance(v, str) for part in own for labels in part for v in labels):
-        own = [[[v if v is None else str(v) for v in labels] for labels in part] for part in own]
-    values = [*spellings[0]] if spellings[0] else []
-    for part in own:
-        new = {v for labels in part for v in labels if v is not None} - {*values}
-        values += sorted(new, key=lambda v: (int(v), str(v)) if all(str(n).isdecimal() for n in new) else str(v))
-    numbered = []
-    for part in own:
-        length = max([1, *map(len, part)])
-        numbers = [[-1 if v is None else values.index(v) for v in labels] for labels in part]
-        padded = np.array([labels + [-1] * (length - len(labels)) for labels in numbers])
-        numbered.append(padded if length > 1 else padded[:, 0])
-    return numbered, [str(value) for value in values]
+def class_of(value, names: list[str] | None):
+    """The class of a label; None: it is no label."""
+    if isinstance(value, str):
+        return value if value.strip() else None
+    if value < 0:
+        return None
+    if names is None:
+        return int(value)
+    return names[value] if value < len(names) else str(int(value))
 
 
 SORTS = {
@@ -78,21 +130,21 @@ def test_labels_of_every_sort_are_numbered_as_plain_python_would(sort):
             count = int(rng.integers(1, 30))
             kinds.append(kind)
             values.append([None if rng.random() < 0.2 else draw(rng) for _ in range(count)])
-        parts = [rows(kind, part) for kind, part in zip(kinds, values, strict=True)]
-        parts[0] = datasets.concatenate_datasets([parts[0], parts[0]])  # of several chunks
-        shuffled = rng.permutation(len(parts[1]))
-        parts[1] = parts[1].select(shuffled)
-        known = [read_labels(part, None, "here") for part in parts]
+        first, second = (rows(kind, of_split) for kind, of_split in zip(kinds, values, strict=True))
+        chunked = datasets.concatenate_datasets([first, first])
+        order = rng.permutation(len(second))
+        columns = [read_labels(split, None, "here") for split in (chunked, second.select(order))]
         try:
-            expected, names = reference([values[0] * 2, [values[1][i] for i in shuffled]], kinds)
+            expected = Reference([values[0] * 2, [values[1][i] for i in order]], kinds)
         except LookupError:
-            with pytest.raises(ValueError, match=r"column label has numbers, such as \w+, .* names; both must"):
-                number_labels(known)
+            with pytest.raises(ValueError, match=SEVERAL_SPLITS_ERROR):
+                number_labels(columns)
             continue
-        found = number_labels(known)
-        assert found.names == names, (sort, other)
-        for ours, theirs in zip(found.parts, expected, strict=True):
-            assert ours.dtype == np.int64 and ours.shape == theirs.shape and (ours == theirs).all(), (sort, other)
+        numbered = number_labels(columns)
+        assert numbered.names == expected.names, (sort, other)
+        for part, expected_part in zip(numbered.parts, expected.parts, strict=True):
+            assert part.dtype == np.int64, (sort, other)
+            assert part.tolist() == expected_part.tolist(), (sort, other)
 
 
 @pytest.mark.parametrize(
@@ -107,39 +159,42 @@ def test_labels_of_every_sort_are_numbered_as_plain_python_would(sort):
     ],
 )
 def test_what_are_no_classes_are_no_labels_unless_asked_for(kind, value):
-    found = rows(kind, [value] * 3)
-    assert read_labels(found, None, "here") is None
-    with pytest.raises(ValueError, match=r"data\.label_column is label, which holds no classes but"):
-        read_labels(found, "label", "here")
+    values = [value] * 3
+    assert read(kind, values) is None
+    with pytest.raises(ValueError, match=NO_CLASSES_ERROR):
+        read_labels(rows(kind, values), "label", "here")
 
 
 def test_numbers_with_blanks_are_labels():
     """As pandas writes a column of which some images have none."""
-    labels = read_labels(rows(Value("float64"), [1.0, None, float("nan"), 3.0]), None, "here")
-    assert number_labels([labels]).parts[0].tolist() == [0, -1, -1, 1]
-    assert read_labels(rows(Value("float64"), [1.0, 2.5]), None, "here") is None
+    numbered = number(Value("float64"), [1.0, None, float("nan"), 3.0])
+    assert numbered.parts[0].tolist() == [0, -1, -1, 1]
+    assert read(Value("float64"), [1.0, 2.5]) is None
 
 
-def test_numbers_far_apart_are_numbered_from_zero():
+@pytest.mark.parametrize("column", [[45123, 998877, 45123, None, 812345], [7, 2**63 + 1, 7, None, 2**63]])
+def test_numbers_far_apart_are_numbered_from_zero(column):
     """As ids of species are, and the largest number that arrow holds."""
-    for column in ([45123, 998877, 45123, None, 812345], [7, 2**63 + 1, 7, None, 2**63]):
-        labels = read_labels(datasets.Dataset(pa.table({"label": pa.array(column, pa.uint64())})), None, "here")
-        found = number_labels([labels])
-        assert found.parts[0].tolist() == [0, 2, 0, -1, 1] and found.classes == 3
-        assert found.names == [str(number) for number in sorted({*column} - {None})]
+    table = pa.table({"label": pa.array(column, pa.uint64())})
+    numbered = number_labels([read_labels(datasets.Dataset(table), None, "here")])
+    assert numbered.parts[0].tolist() == [0, 2, 0, -1, 1]
+    assert numbered.classes == 3
+    assert numbered.names == [str(value) for value in sorted({*column} - {None})]
 
 
 def test_classes_are_those_of_training_and_then_others():
-    train = read_labels(rows(Value("string"), ["owl", "10", "9", ""]), None, "here")
-    test = read_labels(rows(Value("string"), ["cat", "owl", None, "ant"]), None, "here")
-    found = number_labels([train, test])
-    assert found.names == ["10", "9", "owl", "ant", "cat"] and found.classes == 3
-    assert [part.tolist() for part in found.parts] == [[2, 0, 1, -1], [4, 2, -1, 3]]
+    train = read(Value("string"), ["owl", "10", "9", ""])
+    test = read(Value("string"), ["cat", "owl", None, "ant"])
+    numbered = number_labels([train, test])
+    assert numbered.names == ["10", "9", "owl", "ant", "cat"]
+    assert numbered.classes == 3
+    assert [part.tolist() for part in numbered.parts] == [[2, 0, 1, -1], [4, 2, -1, 3]]
 
 
 def test_numbers_that_are_texts_are_sorted_as_numbers():
-    found = number_labels([read_labels(rows(Value("string"), ["10", "9", "-1", "011"]), None, "here")])
-    assert found.names == ["-1", "9", "10", "011"] and found.parts[0].tolist() == [2, 1, 0, 3]
+    numbered = number(Value("string"), ["10", "9", "-1", "011"])
+    assert numbered.names == ["-1", "9", "10", "011"]
+    assert numbered.parts[0].tolist() == [2, 1, 0, 3]
 
 
 @pytest.mark.parametrize("values", [["0.5", "1"], ["1e-3", " 2 "], [".5", "", None]])
@@ -147,32 +202,34 @@ def test_texts_that_are_numbers_with_fractions_are_no_classes(values, capsys):
     column = rows(Value("string"), values)
     assert read_labels(column, None, f"here {values}") is None
     assert "holds no classes but numbers with fractions; it is not used" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"data\.label_column is label, which holds no classes but numbers with frac"):
+    with pytest.raises(ValueError, match=f"{NO_CLASSES_ERROR} numbers with fractions"):
         read_labels(column, "label", "here")
 
 
 @pytest.mark.parametrize("values", [["1.0", "2.0"], ["0.5", "x"], ["v1.5", "v2"], ["1.5.2", "3"]])
 def test_texts_that_are_no_measures_are_classes(values):
-    assert number_labels([read_labels(rows(Value("string"), values), None, "here")]).classes == 2
+    assert number(Value("string"), values).classes == 2
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_labels_take_little_more_memory_than_their_numbers(several):
-    count, each = 50_000, 2 if several else 1
-    numbers = np.arange(each * count) % 1000
-    column = pa.FixedSizeListArray.from_arrays(numbers, each).cast(pa.list_(pa.int64())) if several else numbers
+@pytest.mark.parametrize("labels_per_image", [1, 2])
+def test_labels_take_little_more_memory_than_their_numbers(labels_per_image):
+    numbers = np.arange(50_000 * labels_per_image) % 1000
+    column = numbers
+    if labels_per_image > 1:
+        column = pa.FixedSizeListArray.from_arrays(numbers, labels_per_image).cast(pa.list_(pa.int64()))
     table = datasets.Dataset(pa.table({"label": column}))
     tracemalloc.start()
     try:
-        (found,) = number_labels([read_labels(table, None, "here")]).parts
+        (labels,) = number_labels([read_labels(table, None, "here")]).parts
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (found.reshape(-1) == numbers).all()
-    assert peak < 4 * found.nbytes  # as lists of Python: 13 and 14 times
+    assert (labels.reshape(-1) == numbers).all()
+    assert peak < 4 * labels.nbytes  # as lists of Python: 13 and 14 times
 
 
 def test_negative_numbers_of_classes_that_nothing_declares_are_said(capsys):
     column = rows(Value("int64"), [-1, 1, 1, -1, 1], "sign")
-    assert number_labels([read_labels(column, "sign", "here")]).parts[0].tolist() == [-1, 0, 0, -1, 0]
+    numbered = number_labels([read_labels(column, "sign", "here")])
+    assert numbered.parts[0].tolist() == [-1, 0, 0, -1, 0]
     assert "2 labels in the column sign are negative numbers: no labels" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """Tar shards: samples, their images and labels, indexed and streamed."""
 
-import io
 import json
 import os
 import random
@@ -32,26 +31,33 @@ Members = list[tuple[str, bytes]]
 
 def samples(numbers, end: str = "png", form: str = "PNG", key: str = "{:06d}") -> Members:
     """Images of three colours with their classes as `cls`."""
-    files = {end: lambda number: colour(number % 3, form), "cls": lambda number: str(number % 3).encode()}
-    return [(f"{key.format(number)}.{end}", make(number)) for number in numbers for end, make in files.items()]
+    members = []
+    for number in numbers:
+        name = key.format(number)
+        kind = number % 3
+        members.append((f"{name}.{end}", colour(kind, form)))
+        members.append((f"{name}.cls", str(kind).encode()))
+    return members
 
 
 def streamed(path: Path | str, **config) -> dict[str, Seen]:
-    """Of a stream: name of each image -> what it shows, and its label."""
+    """The images of a stream: name -> what it shows, and its label."""
     config = DataConfig(path=str(path), streaming=True, **config)
-    label = config.label_column or "label"
     rows = [row for stream in load_splits(config, streaming=True).values() for row in stream]
-    pixels = [decode(row["image"]["bytes"], ImagesConfig())[:, 4, 4].numpy() for row in rows]
-    kinds = [int(abs(COLOURS - pixel).sum(1).argmin()) for pixel in pixels]
-    return {row["image"]["path"]: Seen(kind, row[label]) for row, kind in zip(rows, kinds, strict=True)}
+    images = {}
+    for row in rows:
+        pixel = decode(row["image"]["bytes"], ImagesConfig())[:, 4, 4].numpy()
+        kind = int(abs(COLOURS - pixel).sum(1).argmin())
+        images[row["image"]["path"]] = Seen(kind, row[config.label_column or "label"])
+    return images
 
 
 def indexed(path: Path | str, **config) -> dict[str, Seen]:
     """The same of shards that are indexed; a name is without its shard's."""
-    found = in_train(path, **config)
-    known = {name.partition(".tar: ")[2]: image for name, image in found.items()}
-    assert len(known) == len(found)
-    return known
+    images = in_train(path, **config)
+    by_member = {name.partition(".tar: ")[2]: image for name, image in images.items()}
+    assert len(by_member) == len(images)
+    return by_member
 
 
 BOTH = pytest.mark.parametrize("look", [indexed, streamed])
@@ -73,7 +79,9 @@ def test_well_formed_shards_are_those_of_webdataset(keys, end):
     with tempfile.TemporaryDirectory() as folder:
         members = []
         for number, key in enumerate(keys):
-            members += [(f"{key}.{end}", colour(number, form)), (f"{key}.cls", b"%d" % number), (f"{key}.json", b"{}")]
+            members.append((f"{key}.{end}", colour(number, form)))
+            members.append((f"{key}.cls", str(number).encode()))
+            members.append((f"{key}.json", b"{}"))
         write_tar(f"{folder}/train-0.tar", members)
         expected = list(webdataset.WebDataset(f"{folder}/train-0.tar", shardshuffle=False))
         for look in (indexed, streamed):
@@ -131,15 +139,13 @@ def test_several_pictures_are_chosen_among_by_a_setting_or_refused(tmp_path, loo
         UserError, match=r"sample 000000 has several pictures \(jpg, png\): a name is cut .*image_column"
     ):
         look(tmp_path)
-    images = in_train(tmp_path, image_column="jpg")
-    assert len(images) == 6 and all(image.label == str(image.kind) for image in images.values())
+    assert is_right(in_train(tmp_path, image_column="jpg"), 6)
 
 
 def test_of_two_members_of_one_name_the_last_one_counts(tmp_path):
     """As tar has it: `tar -r` writes a file that has changed once more."""
     write_tar(tmp_path / "train.tar", [("a.png", colour(1)), *samples([2]), ("a.png", colour(0)), ("a.cls", b"0")])
-    images = in_train(tmp_path)
-    assert len(images) == 2 and all(image.label == str(image.kind) for image in images.values())
+    assert is_right(in_train(tmp_path), 2)
 
 
 def test_links_in_a_shard_are_the_files_that_they_lead_to(tmp_path):
@@ -156,10 +162,11 @@ def test_links_in_a_shard_are_the_files_that_they_lead_to(tmp_path):
 
 
 def test_folders_in_a_shard_are_splits_and_classes(tmp_path):
-    kinds = {(split, name): kind for split in ("train", "val") for kind, name in enumerate("ab")}
-    write_tar(
-        tmp_path / "x.tar", [(f"{s}/{c}/{i}.png", colour(kind)) for (s, c), kind in kinds.items() for i in range(3)]
-    )
+    members = []
+    for split in ("train", "val"):
+        for kind, name in enumerate("ab"):
+            members += [(f"{split}/{name}/{number}.png", colour(kind)) for number in range(3)]
+    write_tar(tmp_path / "x.tar", members)
     for path in (tmp_path / "x.tar", tmp_path):
         train, held_out = load_image_datasets(DataConfig(path=str(path)))
         assert (len(train), len(held_out), held_out.split, train.names) == (6, 6, "validation", ["a", "b"])
@@ -209,24 +216,39 @@ def test_text_of_a_member_is_the_label(tmp_path, look, end):
     texts = {"NA": "NA", "None": "None", " é \n": "é", "7\n": "7", "": None, " \n": None}
     members = []
     for number, text in enumerate(texts):
-        members += [(f"{number}.png", colour(number)), (f"{number}.{end}", text.encode())]
+        members.append((f"{number}.png", colour(number)))
+        members.append((f"{number}.{end}", text.encode()))
     write_tar(tmp_path / "train.tar", members)
-    assert [*look(tmp_path).values()] == [(number, text) for number, text in enumerate(texts.values())]
+    assert list(look(tmp_path).values()) == list(enumerate(texts.values()))
 
 
 @BOTH
-@pytest.mark.parametrize("value", [["NA", "b", "c"], [45123, 998877, -1], [[0, 1], [], [2]], [True, None, 2.0]])
-def test_a_key_of_json_is_the_label(tmp_path, look, value):
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        (["NA", "b", "c"], ["NA", "b", "c"]),
+        ([45123, 998877, -1], ["45123", "998877", "-1"]),
+        ([True, None, 2.0], ["True", None, "2"]),
+    ],
+)
+def test_a_key_of_json_is_the_label(tmp_path, look, values, labels):
+    write_with_json(tmp_path / "train.tar", values)
+    assert [image.label for image in look(tmp_path, label_column="kind").values()] == labels
+
+
+def test_a_key_of_json_may_hold_several_labels(tmp_path):
+    write_with_json(tmp_path / "train.tar", [[0, 1], [], [2]])
+    train, _ = load_image_datasets(DataConfig(path=str(tmp_path), label_column="kind", eval_split=None))
+    assert {*train.names} == {"0", "1", "2"}
+
+
+def write_with_json(file: Path, values: list) -> None:
+    """Images of several colours with JSON in which the key `kind` has these values."""
     members = []
-    for number, each in enumerate(value):
-        members += [(f"{number}.png", colour(number)), (f"{number}.json", json.dumps({"kind": each}).encode())]
-    write_tar(tmp_path / "train.tar", members)
-    if isinstance(value[0], list):
-        train, _ = load_image_datasets(DataConfig(path=str(tmp_path), label_column="kind", eval_split=None))
-        assert {name for name in train.names} == {"0", "1", "2"}
-        return
-    expected = [None if each is None else str(int(each) if isinstance(each, float) else each) for each in value]
-    assert [image.label for image in look(tmp_path, label_column="kind").values()] == expected
+    for number, value in enumerate(values):
+        members.append((f"{number}.png", colour(number)))
+        members.append((f"{number}.json", json.dumps({"kind": value}).encode()))
+    write_tar(file, members)
 
 
 def test_json_that_is_none_is_named(tmp_path):
@@ -237,7 +259,9 @@ def test_json_that_is_none_is_named(tmp_path):
 
 def test_shards_of_folders_have_their_classes(tmp_path):
     """And nothing else: as `tar cf train.tar cat dog` writes them."""
-    members = [(f"./{name}/{n}.png", colour(kind)) for kind, name in enumerate(CATS_AND_DOGS) for n in range(3)]
+    members = []
+    for kind, name in enumerate(CATS_AND_DOGS):
+        members += [(f"./{name}/{number}.png", colour(kind)) for number in range(3)]
     write_tar(tmp_path / "train.tar", members)
     assert Counter(in_train(tmp_path).values()) == {(0, "cat"): 3, (1, "dog"): 3}
 
@@ -249,8 +273,8 @@ def test_words_in_names_of_shards_are_splits(tmp_path):
     for number, name in enumerate(["birds-train-000", "train_001", "val-000", "a/test/000", "my.validation"]):
         write_tar(tmp_path / f"{name}.tar", samples(range(10 * number, 10 * number + 3)))
     write_tar(tmp_path / "latest.tar", samples(range(90, 93)))  # none of these words: to train on
-    found = {split: len(images) for split, images in (seen(tmp_path) | seen(tmp_path, eval_split="test")).items()}
-    assert found == {"train": 9, "validation": 6, "test": 3}
+    splits = seen(tmp_path) | seen(tmp_path, eval_split="test")
+    assert {split: len(images) for split, images in splits.items()} == {"train": 9, "validation": 6, "test": 3}
 
 
 @pytest.mark.parametrize("place", ["name", "key"])
@@ -266,7 +290,8 @@ def test_any_name_that_the_system_takes(tmp_path, look, place):
         names = [name for name in names if "a.." not in name]
         members = []
         for number, name in enumerate(names):
-            members += [(f"{name}.png", colour(number % 3)), (f"{name}.cls", str(number % 3).encode())]
+            members.append((f"{name}.png", colour(number % 3)))
+            members.append((f"{name}.cls", str(number % 3).encode()))
         write_tar(tmp_path / "train.tar", members)
         assert is_right(look(tmp_path), len(names))
 
@@ -294,19 +319,24 @@ def test_many_samples_cost_one_read_of_a_shard(tmp_path, monkeypatch):
     """It is opened once to see how names are cut, and once to index it; no image is read."""
     for shard in range(3):
         write_tar(tmp_path / f"train-{shard}.tar", samples(range(100 * shard, 100 * shard + 100)))
-    opened, real = [], io.open
-    calls: Counter[str] = Counter()
-
-    def counted(file, *args, **options):
-        opened.append(str(file))
-        return real(file, *args, **options)
-
+    opened: list[str] = []
+    stat_calls = []
     stat = os.stat
-    monkeypatch.setattr("mpp.data.listing.tar_members.open", counted, raising=False)
-    monkeypatch.setattr(os, "stat", lambda *args, **options: (calls.update(["stat"]), stat(*args, **options))[1])
+
+    def noted_open(file, *args, **options):
+        opened.append(str(file))
+        return open(file, *args, **options)
+
+    def noted_stat(*args, **options):
+        stat_calls.append(args)
+        return stat(*args, **options)
+
+    monkeypatch.setattr("mpp.data.listing.tar_members.open", noted_open, raising=False)
+    monkeypatch.setattr(os, "stat", noted_stat)
     rows = load_splits(DataConfig(path=str(tmp_path)))["train"]
-    assert len(rows) == 300 and len([file for file in opened if file.endswith(".tar")]) == 4
-    assert calls["stat"] <= 300
+    assert len(rows) == 300
+    assert len([file for file in opened if file.endswith(".tar")]) == 4
+    assert len(stat_calls) <= 300
 
 
 def test_images_of_a_stream_that_are_kept_may_have_any_name(tmp_path, monkeypatch):
@@ -323,7 +353,8 @@ def test_far_shards_are_those_of_this_machine(tmp_path):
     """Their members stand next to each other; else one line says that they must."""
     members = [*samples(range(6), "jpg", "JPEG"), ("x.v1.png", colour(0)), ("x.v1.cls", b"0")]
     write_tar(tmp_path / "train.tar", members)
-    near, far = (streamed(path) for path in (tmp_path, f"file://{tmp_path}/train.tar"))
+    near = streamed(tmp_path)
+    far = streamed(f"file://{tmp_path}/train.tar")
     assert near == far and len(near) == 7
     random.Random(0).shuffle(members)
     write_tar(tmp_path / "train.tar", members)
@@ -337,10 +368,10 @@ def test_several_pictures_of_one_label_are_refused_or_chosen(tmp_path):
     """Cut at the last dot each picture would be a sample, and their label would be lost."""
     members = []
     for number in range(6):
-        members += [(f"{number}.left.png", colour(number % 2)), (f"{number}.right.png", colour(2))]
+        members.append((f"{number}.left.png", colour(number % 2)))
+        members.append((f"{number}.right.png", colour(2)))
         members.append((f"{number}.cls", str(number % 2).encode()))
     write_tar(tmp_path / "x.tar", members)
     with pytest.raises(UserError, match=r"sample 0 has several pictures \(left\.png, right\.png\): a name is cut at"):
         load_image_datasets(DataConfig(path=str(tmp_path)))
-    images = in_train(tmp_path, image_column="left.png")
-    assert len(images) == 6 and all(image.label == str(image.kind) for image in images.values())
+    assert is_right(in_train(tmp_path, image_column="left.png"), 6)
