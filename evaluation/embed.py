@@ -3,8 +3,8 @@
     python evaluation/embed.py --encoder runs/birds --data.path FOLDER --out features.parquet
 
 A row for each image: `file`, `split`, `features` (as many float32 as the encoder is wide) and `error`. An image that
-cannot be decoded has no features, and its error says why. The same command goes on where it was broken off. With
-`--representation logits` the features are what a trained classifier says of each class.
+cannot be decoded has no features, and its error says why. After an interruption the same command continues. With
+`--representation logits` the features are the logits of a trained classifier.
 """
 
 import dataclasses
@@ -13,13 +13,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -45,13 +46,106 @@ from mpp.runtime.progress import progress_bar
 from mpp.runtime.start import command, start_alone
 from mpp.runtime.weights import fingerprint
 
-KEY = b"mpp"  # of the table's metadata: what it is of
-ROWS = 4096  # of a part: what bounds the memory, and what is lost where the command is broken off
+IDENTITY_KEY = b"mpp"  # of the table's metadata
+ROWS_PER_PART = 4096  # which bounds the memory, and what is lost after an interruption
+DEFAULT_BATCH_SIZE = 64  # where data.batch_size is not set
+
+
+def embed(config: EmbedConfig) -> Path:
+    """Write the table, or the missing parts of it; its file.
+
+    Raises:
+        UserError: no such encoder, images or depth, or the file is another table.
+    """
+    run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
+    accelerator = start_alone(run_settings, "a table is written")
+    encoder = open_frozen_encoder(config).to(accelerator.device)
+    eval_crop = config.data.eval_crop or encoder.crop_pct
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=eval_crop))
+    embedder = build_embedder(encoder, config, accelerator)
+    splits = load_all_images(config.data)
+    identity = identify_table(config, splits) | {"precision": accelerator.mixed_precision}
+    identity = json.dumps(identity, sort_keys=True)
+    out = Path(config.out)
+    parts = out.parent / f".{out.name}.parts"
+    is_complete(out, identity)  # a refused table leaves no folder
+    with hold(parts, "out"), deaths_explained():
+        if not is_complete(out, identity):
+            join_parts(write_parts(parts, embedder, splits, identity), out)
+    shutil.rmtree(parts, ignore_errors=True)
+    errors = pq.read_table(out, columns=["error"])["error"]
+    unreadable = len(errors) - errors.null_count
+    print(f"wrote {out}: {len(errors)} images, {unreadable} of them could not be decoded")
+    return out
+
+
+def load_all_images(data: ProbeDataConfig) -> list[ImageDataset]:
+    """Load the images of every split, without labels."""
+    splits = load_splits(data)
+    counts = ", ".join(f"{len(rows)} {name}" for name, rows in splits.items())
+    images = []
+    for name, rows in splits.items():
+        column = find_image_column(data, rows.features)
+        if len(rows):
+            images.append(ImageDataset.from_column(rows, column, None, name))
+    tell(f"{describe_source(data)}: {counts}")
+    return images
+
+
+class EmbeddedBatch(NamedTuple):
+    """Features of some images of a split."""
+
+    indices: list[int]
+    features: NDArray[np.float32]  # (B, D)
+    errors: list[str]
+    """Why an image cannot be decoded; empty: it can."""
 
 
 @dataclass(frozen=True)
-class OrBroken(Dataset):
-    """Images as an encoder takes them, by index, and why one cannot be decoded, or nothing."""
+class Embedder:
+    """Computes features, or logits, of the images of a split."""
+
+    compute: Callable[[Tensor], Tensor]
+    """Images (B, C, H, W), from 0 to 255, to (B, D)."""
+    img_size: ImageSize
+    data: ProbeDataConfig
+    accelerator: Accelerator
+
+    def embed(self, images: ImageDataset, indices: range) -> Iterator[EmbeddedBatch]:
+        """Features of the images at these indices, batch by batch."""
+        crops = CropsOrErrors(images, self.data, self.img_size)
+        batch_size = self.data.batch_size or DEFAULT_BATCH_SIZE
+        batches = [list(indices[first : first + batch_size]) for first in range(0, len(indices), batch_size)]
+        loader = build_loader(crops, batches, collate_with_errors)
+        for batch, (pixels, errors) in zip(batches, loader, strict=True):
+            with torch.no_grad(), self.accelerator.autocast():
+                features = self.compute(pixels.to(self.accelerator.device))
+            yield EmbeddedBatch(batch, features.float().cpu().numpy(), errors)
+
+
+def build_embedder(encoder: FrozenEncoder | ColorBaseline, config: EmbedConfig, accelerator: Accelerator) -> Embedder:
+    """Build what computes the features of `config.representation` and `config.depth`, or the logits of the run.
+
+    Raises:
+        UserError: no such depth, or no run of a classifier.
+    """
+    if config.representation == "logits":
+        classifier = FrozenClassifier(load_classifier(config.encoder, config.data.channels, "encoder"))
+        return Embedder(classifier.to(accelerator.device), classifier.img_size, config.data, accelerator)
+    deepest = len(encoder.stages)
+    depth = deepest if config.depth == "last" else config.depth
+    require(1 <= depth <= deepest, "depth", depth, f"from 1 to {deepest}")
+
+    def compute(images: Tensor) -> Tensor:
+        (features,) = encoder(images, config.representation, [depth])
+        return features
+
+    return Embedder(compute, encoder.img_size, config.data, accelerator)
+
+
+@dataclass(frozen=True)
+class CropsOrErrors(Dataset):
+    """Images as an encoder takes them, by index, and the reason why one cannot be decoded (empty: it can)."""
 
     dataset: ImageDataset
     data: ProbeDataConfig
@@ -59,175 +153,107 @@ class OrBroken(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, str]:
         note_reading(index)
+        error = ""
         try:
-            found = centre_crop(self.dataset.decode(index, self.data), self.img_size, self.data.eval_crop), ""
-        except UnreadableImage as error:
-            found = torch.zeros(self.data.channels, *self.img_size, dtype=torch.uint8), str(error)
+            crop = centre_crop(self.dataset.decode(index, self.data), self.img_size, self.data.eval_crop)
+        except UnreadableImage as reason:
+            error = str(reason)
+            crop = torch.zeros(self.data.channels, *self.img_size, dtype=torch.uint8)
         note_reading(None)
-        return found
+        return crop, error
 
 
-def together(samples: list[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
+def collate_with_errors(samples: list[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
     """Samples to a batch; a broken image may be of another type."""
-    pixels, errors = zip(*samples, strict=True)
-    kind = torch.uint8 if all(part.dtype == torch.uint8 for part in pixels) else torch.float32
-    return torch.stack([part.to(kind) for part in pixels]), list(errors)
+    crops, errors = zip(*samples, strict=True)
+    all_bytes = all(crop.dtype == torch.uint8 for crop in crops)
+    dtype = torch.uint8 if all_bytes else torch.float32
+    return torch.stack([crop.to(dtype) for crop in crops]), list(errors)
 
 
-def all_images(data: ProbeDataConfig) -> list[ImageDataset]:
-    """Every split, without labels."""
-    splits = load_splits(data)
-    columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
-    tell(f"{describe_source(data)}: {', '.join(f'{len(rows)} {name}' for name, rows in splits.items())}")
-    return [ImageDataset.from_column(rows, columns[name], None, name) for name, rows in splits.items() if len(rows)]
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What is computed of images (B, C, H, W): numbers (B, D)."""
-
-    of: Callable[[Tensor], Tensor]
-    img_size: ImageSize
-
-
-def computed(encoder: FrozenEncoder | ColorBaseline, config: EmbedConfig, accelerator: Accelerator) -> Computed:
-    """The features that are asked for, or the logits of the run.
-
-    Raises:
-        UserError: no such depth, or no run of a classifier.
-    """
-    if config.representation == "logits":
-        teacher = FrozenClassifier(load_classifier(config.encoder, config.data.channels, "encoder"))
-        return Computed(teacher.to(accelerator.device), teacher.img_size)
-    deepest = len(encoder.stages)
-    require(config.depth == "last" or 1 <= config.depth <= deepest, "depth", config.depth, f"from 1 to {deepest}")
-    depths = [deepest if config.depth == "last" else config.depth]
-    return Computed(lambda images: encoder(images, config.representation, depths)[0], encoder.img_size)
-
-
-def features_of(
-    numbers: Computed, dataset: ImageDataset, chosen: range, config: EmbedConfig, accelerator: Accelerator
-) -> Iterator[tuple[list[int], np.ndarray, list[str]]]:
-    """Indices, features (B, D) and errors of some images, by batches."""
-    views = OrBroken(dataset, config.data, numbers.img_size)
-    size = config.data.batch_size or 64
-    batches = [list(chosen[first : first + size]) for first in range(0, len(chosen), size)]
-    for indices, (images, errors) in zip(batches, build_loader(views, batches, together), strict=True):
-        with torch.no_grad(), accelerator.autocast():
-            found = numbers.of(images.to(accelerator.device))
-        yield indices, found.float().cpu().numpy(), errors
-
-
-def table_of(parts: Iterator[tuple[list[int], np.ndarray, list[str]]], dataset: ImageDataset, about: str) -> pa.Table:
-    """Rows of the table."""
-    indices, features, errors = (list(part) for part in zip(*parts, strict=True))
-    errors = [error or None for of_batch in errors for error in of_batch]
-    values = np.concatenate(features)
-    broken = np.array([error is not None for error in errors])
-    kind = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing
-    rows = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1], mask=pa.array(broken))
-    names = [printable(dataset.name(index)) for of_batch in indices for index in of_batch]
-    columns = {"file": names, "split": [dataset.split] * len(names), "features": rows.cast(kind)}
-    columns["error"] = pa.array(errors, pa.string())
-    return pa.table(columns).replace_schema_metadata({KEY: about.encode()})
-
-
-def is_of(file: Path, about: str) -> bool:
-    """Whether a table is there, and of this."""
-    try:
-        return (pq.read_schema(file).metadata or {}).get(KEY) == about.encode()
-    except (OSError, pa.ArrowException):  # nothing, a folder, another kind of file
-        return False
-
-
-def is_done(out: Path, about: str) -> bool:
-    """Whether the whole table is there. Raises UserError where something else is."""
-    done = is_of(out, about)
-    require(done or not out.exists(), "out", out, "a new file: what is there is of other images, weights or settings")
-    return done
-
-
-def embed(config: EmbedConfig) -> Path:
-    """Write the table, or what is missing of it; its file.
-
-    Raises:
-        UserError: no such encoder, images or depth, or a file that is of something else.
-    """
-    run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
-    accelerator = start_alone(run, "a table is written")
-    encoder = open_frozen_encoder(config).to(accelerator.device)
-    numbers = computed(encoder, config, accelerator)
-    crop = config.data.eval_crop or encoder.crop_pct
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=crop))
-    splits = all_images(config.data)
-    about = json.dumps(identity(config, splits) | {"precision": accelerator.mixed_precision}, sort_keys=True)
-    out = Path(config.out)
-    parts = out.parent / f".{out.name}.parts"
-    is_done(out, about)  # what is refused leaves no folder
-    with hold(parts, "out"), deaths_explained():
-        if not is_done(out, about):
-            join(write_parts(parts, numbers, splits, config, accelerator, about), out)
-    shutil.rmtree(parts, ignore_errors=True)
-    errors = pq.read_table(out, columns=["error"])["error"]
-    broken = len(errors) - errors.null_count
-    print(f"wrote {out}: {len(errors)} images, {broken} of them could not be decoded")
-    return out
-
-
-def identity(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
-    """What a table is of: settings, weights and images."""
-    kept = ("random", "img_size", "representation", "depth")
+def identify_table(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
+    """The settings, the weights and the images that the numbers of a table depend on."""
+    names = ["random", "img_size", "representation", "depth"]
     weights = fingerprint(Path(config.checkpoint or config.encoder))
     if config.random or not weights:
-        kept += ("encoder", "seed")
+        names += ["encoder", "seed"]
     elif config.checkpoint:
-        kept += ("encoder",)  # a name of timm's, which says how the weights are used
-    read = {name: getattr(config.data, name) for name in (*HOW_READ, "max_pixels", "eval_crop")}
-    images = [identify_images(each, labels=False, retries=config.data.read_retries) for each in splits]
-    return {name: getattr(config, name) for name in kept} | read | {"weights": weights, "images": images}
+        names.append("encoder")  # the name of a timm model, which says how the weights are used
+    identity = {name: getattr(config, name) for name in names}
+    for name in (*HOW_READ, "max_pixels", "eval_crop"):
+        identity[name] = getattr(config.data, name)
+    identity["weights"] = weights
+    retries = config.data.read_retries
+    identity["images"] = [identify_images(images, labels=False, retries=retries) for images in splits]
+    return identity
 
 
-def write_parts(
-    folder: Path,
-    numbers: Computed,
-    splits: Sequence[ImageDataset],
-    config: EmbedConfig,
-    accelerator: Accelerator,
-    about: str,
-) -> list[Path]:
-    """Write what is missing of the parts, each complete or absent; all parts. One of something else is written over."""
+def is_complete(out: Path, identity: str) -> bool:
+    """Whether the whole table is there. Raises UserError if another file is."""
+    complete_table = has_identity(out, identity)
+    allowed = "a new file: what is there is of other images, weights or settings"
+    require(complete_table or not out.exists(), "out", out, allowed)
+    return complete_table
+
+
+def has_identity(file: Path, identity: str) -> bool:
+    """Whether a file is a table, or a part of one, with this identity."""
+    try:
+        metadata = pq.read_schema(file).metadata or {}
+    except (OSError, pa.ArrowException):  # nothing, a folder, another kind of file
+        return False
+    return metadata.get(IDENTITY_KEY) == identity.encode()
+
+
+def write_parts(folder: Path, embedder: Embedder, splits: Sequence[ImageDataset], identity: str) -> list[Path]:
+    """Write the parts that are missing, or are of another table; the files of all parts."""
     files = []
     with progress_bar(desc="features", unit="image", total=sum(map(len, splits))) as bar:
-        for number, dataset in enumerate(splits):
-            for first in range(0, len(dataset), ROWS):
-                chosen = range(first, min(first + ROWS, len(dataset)))
+        for number, images in enumerate(splits):
+            for first in range(0, len(images), ROWS_PER_PART):
+                indices = range(first, min(first + ROWS_PER_PART, len(images)))
                 file = folder / f"{number:03d}-{first:012d}.parquet"
                 files.append(file)
-                if not is_of(file, about):
-                    found = features_of(numbers, dataset, chosen, config, accelerator)
-                    with complete(file) as partial:
-                        pq.write_table(table_of(counted(found, bar), dataset, about), partial)
-                else:
-                    bar.update(len(chosen))
+                if has_identity(file, identity):
+                    bar.update(len(indices))
+                    continue
+                batches = []
+                for batch in embedder.embed(images, indices):
+                    batches.append(batch)
+                    bar.update(len(batch.indices))
+                with complete(file) as partial:
+                    pq.write_table(build_table(batches, images, identity), partial)
     return files
 
 
-def counted(batches: Iterator[tuple], bar: Any) -> Iterator[tuple]:
-    """The same, which a progress bar follows."""
-    for batch in batches:
-        yield batch
-        bar.update(len(batch[0]))
+def build_table(batches: Sequence[EmbeddedBatch], images: ImageDataset, identity: str) -> pa.Table:
+    """The rows of some images of a split."""
+    features = np.concatenate([batch.features for batch in batches])
+    errors = [error or None for batch in batches for error in batch.errors]
+    names = [printable(images.name(index)) for batch in batches for index in batch.indices]
+    is_broken = pa.array([error is not None for error in errors])
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1], mask=is_broken)
+    list_type = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing
+    table = pa.table(
+        {
+            "file": names,
+            "split": [images.split] * len(names),
+            "features": rows.cast(list_type),
+            "error": pa.array(errors, pa.string()),
+        }
+    )
+    return table.replace_schema_metadata({IDENTITY_KEY: identity.encode()})
 
 
-def join(files: Sequence[Path], out: Path) -> None:
-    """One file of all parts, one part in memory at a time."""
+def join_parts(files: Sequence[Path], out: Path) -> None:
+    """Join the parts to one file, with one part in memory at a time."""
     with complete(out) as partial, pq.ParquetWriter(partial, pq.read_schema(files[0])) as writer:
         for file in files:
             writer.write_table(pq.read_table(file))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Embed as the command line, or `arguments`, say."""
+    """Embed with the settings of the command line, or of `arguments`."""
     embed(parse_with_images(EmbedConfig, arguments, prog="python evaluation/embed.py"))
 
 

@@ -45,23 +45,29 @@ def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp
 
 
 def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(embed, "ROWS", 5)
+    monkeypatch.setattr(embed, "ROWS_PER_PART", 5)
     words = [f"--encoder={finished_run}", f"--data.path={images}", *FAST]
     embed.main([*words, f"--out={tmp_path / 'whole.parquet'}"])
-    features_of, done = embed.features_of, []
+    embed_images = embed.Embedder.embed
+    done = []
 
-    def dies(encoder, dataset, chosen, *others):
+    def interrupted_after_two_parts(embedder, dataset, indices):
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(chosen)
-        return features_of(encoder, dataset, chosen, *others)
+        done.append(indices)
+        return embed_images(embedder, dataset, indices)
 
-    monkeypatch.setattr(embed, "features_of", dies)
+    monkeypatch.setattr(embed.Embedder, "embed", interrupted_after_two_parts)
     file = tmp_path / "features.parquet"
     with pytest.raises(KeyboardInterrupt):
         embed.main([*words, f"--out={file}"])
     assert not file.exists() and done == [range(0, 5), range(5, 10)]
-    monkeypatch.setattr(embed, "features_of", lambda *given: done.append(given[2]) or features_of(*given))
+
+    def recorded(embedder, dataset, indices):
+        done.append(indices)
+        return embed_images(embedder, dataset, indices)
+
+    monkeypatch.setattr(embed.Embedder, "embed", recorded)
     embed.main([*words, f"--out={file}"])
     assert done[2:] == [range(10, 13)] and rows_of(file) == rows_of(tmp_path / "whole.parquet")
     embed.main([*words, f"--out={file}"])
@@ -92,10 +98,10 @@ def test_what_is_no_table_is_not_written_over(kind, images, finished_run, tmp_pa
 
 def test_parts_of_something_else_are_written_over(images, finished_run, tmp_path, monkeypatch):
     """Of a folder that has changed since, too: it has fewer images, and fewer parts."""
-    monkeypatch.setattr(embed, "ROWS", 4)
+    monkeypatch.setattr(embed, "ROWS_PER_PART", 4)
     words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
     with monkeypatch.context() as broken_off:
-        broken_off.setattr(embed, "join", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken_off.setattr(embed, "join_parts", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             embed.main(words)
     for file in sorted(images.rglob("0*.png"))[:6]:
@@ -143,5 +149,6 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
 
 
 def test_images_of_one_type_and_broken_ones_make_a_batch():
-    pixels, errors = embed.together([(torch.zeros(3, 2, 2), ""), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")])
+    samples = [(torch.zeros(3, 2, 2), ""), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")]
+    pixels, errors = embed.collate_with_errors(samples)
     assert pixels.dtype == torch.float32 and errors == ["", "broken"]
