@@ -1,9 +1,9 @@
-"""A look before a long run, in about a minute: images, crops, memory, time, disk, and whether the settings are usual.
+"""Images, crops, memory, time, disk and settings before a long run: `mpp check`, about a minute.
 
     mpp check --data.path FOLDER --run.dir runs/mine --run.steps 20000
 
-The settings are those of `mpp pretrain`. Nothing is trained that is kept: a few updates are done to be timed. The page
-is `check.html` in the run folder.
+The settings are those of `mpp pretrain`. A few steps are timed, and nothing of them is kept. Crops, each next to
+the model's input, are drawn to `check_crops.png` in the run folder.
 """
 
 import math
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import psutil
 import torch
+from PIL import Image
 
+from evaluation.frozen.results import table
 from evaluation.memory import peak_memory
-from evaluation.pages.about import Missing, machine_blocks, settings_rows
-from evaluation.pages.page import Link, Page, Section, Table, Text, picture, write_page
+from evaluation.pages.about import changed
 from evaluation.pictures.gallery import sheet
 from mpp.config import Config
-from mpp.config.parsing import parse
+from mpp.config.parsing import as_words, parse
 from mpp.data.data_path import describe_source
 from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments
@@ -36,14 +37,17 @@ from mpp.training.feed import Feed
 from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
 from mpp.training.history import RECENT_LINES
 from mpp.training.run import fill_in_moments, resolve_config
-from mpp.training.run_folder import CHECK_PAGE, refuse_other_run
+from mpp.training.run_folder import CHECK_CROPS, refuse_other_run
 from mpp.training.step import Update
 from mpp.training.verdict import duration
 
-LOOK = 20.0  # seconds for the images
-TIMED, LONG = 8, 15.0  # updates that are timed, and seconds after which fewer have to do
-CROPS = 32
-SEARCHED = {  # what was ever searched here: configs/search.md, configs/compare/rates_cifar10.yaml
+SURVEY_SECONDS = 20.0
+MAX_TIMED_STEPS = 8
+MAX_TIMED_SECONDS = 15.0
+CROPS_SHOWN = 32
+CROPS_IN_A_ROW = 4
+ROWS_SHOWN = 20  # of classes, sizes, copies and broken images
+SEARCHED = {  # ranges that were searched: configs/search.md, configs/compare/rates_cifar10.yaml
     "optim.global_batch_size": (32, 256),
     "run.steps": (400, 8000),
     "optim.lr of muon": (2.5e-3, 3e-2),
@@ -53,221 +57,220 @@ SEARCHED = {  # what was ever searched here: configs/search.md, configs/compare/
 
 @dataclass(frozen=True)
 class Timing:
-    """What an update takes here, in seconds: all of it, and waiting for its images; memory in GB; parameters' bytes."""
+    """Cost of a step on this machine."""
 
-    update: float
+    step: float
+    """Seconds."""
     waiting: float
+    """Seconds of these in which the step waits for its images."""
     memory: float
+    """GB."""
     checkpoint: float
+    """Bytes of a checkpoint."""
 
 
 def check(config: Config) -> Path:
-    """Look, and write the page; where it is.
+    """Check a run before it begins: print what it would be, and draw some of its crops; return the run folder.
 
     Raises:
         UserError: a setting or images with which the run would not begin either.
     """
     accelerator = start_alone(config.run, "a check is made")
-    precision, folder = config.run.precision, Path(config.run.dir)
+    precision = config.run.precision
+    folder = Path(config.run.dir)
     config = resolve_config(config, accelerator)
     refuse_other_run(config, folder)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
-    missing: Missing = {}
     with deaths_explained():
         if "auto" in (config.model.mean, config.model.std):
             config = fill_in_moments(config, *channel_moments(config.data))
         task = Pretraining(config, accelerator, layout)
-        found = None if isinstance(task.train, Shards) else survey(task.train, task.held_out, config.data, LOOK)
-        if found is None:
-            missing["Copies, sizes and classes"] = "a stream is not looked through"
+        surveyed = None
+        if not isinstance(task.train, Shards):
+            surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
         feed = Feed(task.batches(0, {}), layout.accumulation_steps)
-        timing, seen = timed(task, config, feed)
-        sections = [
-            Section("images", "The images", images_blocks(task, found)),
-            Section("crops", "What a crop looks like", crops_blocks(task, seen)),
-            Section("cost", "Memory, time, disk", cost_blocks(config, precision, layout, timing, missing)),
-            Section("usual", "What was ever searched", usual_blocks(config)),
-            Section("settings", "Settings", settings_rows(config)),
-            Section("machine", "Versions and machine", machine_blocks()),
-        ]
-    about = f"{task.describe_model()}; {describe_source(config.data)}: {task.describe_images()}"
-    said = verdict_points(task, config, found, timing), warnings(task, config, found, timing)
-    shown = [section for section in sections if section.blocks]
-    page = Page(f"{folder}: before the run", about, *said, shown, missing)
-    path = folder / CHECK_PAGE
-    write_page(path, page)
-    for text, _ in page.verdict:
-        print(text)
-    for text in page.warnings:
-        print(f"look at: {text}")
-    print(f"wrote {path}")
+        timing, batches = time_steps(task, config, feed)
+    print(f"model: {task.describe_model()}")
+    print(f"images: {describe_source(config.data)}: {task.describe_images()}")
+    print_images(task, surveyed)
+    print_cost(config, precision, layout, timing)
+    print_settings(config)
+    for warning in warnings(task, config, surveyed, timing):
+        print(f"warning: {warning}")
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_crops(task, batches).save(folder / CHECK_CROPS)
+    print(f"wrote {folder / CHECK_CROPS}: training crops, each beside the model's input (masked patches are grey)")
     return folder
 
 
-# --- what is measured ---
-
-
-def timed(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[Batch]]:
-    """Some updates, the first of which does not count where there are several; and the batches that they saw."""
+def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[Batch]]:
+    """Take some steps, and return their cost and some of their batches. The first step counts only if it is alone."""
     update = Update(task, config.optim)
-    begin, done, seen = time.perf_counter(), 0, []
-    for step in range(min(1 + TIMED, config.run.steps)):
-        micro = feed.take()
-        update(step, micro, measure=False)
-        synchronize(task.accelerator.device)
-        seen += micro if sum(len(batch.images) for batch in seen) < CROPS else []
-        done += 1
+    device = task.accelerator.device
+    batches: list[Batch] = []
+    begin, steps = time.perf_counter(), 0
+    for step in range(min(1 + MAX_TIMED_STEPS, config.run.steps)):
+        passes = feed.take()
+        update(step, passes, measure=False)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if sum(len(batch.images) for batch in batches) < CROPS_SHOWN:
+            batches += passes
+        steps += 1
         if step == 0 and config.run.steps > 1:
-            begin, done = time.perf_counter(), 0
             feed.reset_wait()
-        if time.perf_counter() - begin > LONG:
+            begin, steps = time.perf_counter(), 0
+        if time.perf_counter() - begin > MAX_TIMED_SECONDS:
             break
     seconds = time.perf_counter() - begin
-    cuda = task.accelerator.device.type == "cuda"
-    memory = torch.cuda.max_memory_allocated() if cuda else psutil.Process().memory_info().rss
-    kept = [each for state in update.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
-    size = sum(tensor.nbytes for tensor in [*update.model.state_dict().values(), *kept])
-    return Timing(seconds / max(done, 1), feed.reset_wait() / max(done, 1), memory / 1e9, size), seen
+    waiting = feed.reset_wait()
+    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
+    steps = max(steps, 1)
+    return Timing(seconds / steps, waiting / steps, memory / 1e9, checkpoint_bytes(update)), batches
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def checkpoint_bytes(update: Update) -> int:
+    """Bytes of the model's and the optimiser's tensors."""
+    tensors = list(update.model.state_dict().values())
+    for state in update.optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def disk(config: Config, timing: Timing) -> float:
-    """Bytes: the checkpoints that stay, the one that is being written, and the encoder, at most as large as one."""
+def run_folder_bytes(config: Config, timing: Timing) -> float:
+    """Bytes of the checkpoints that are kept, of the one being written, and of the encoder (at most as much again)."""
     return timing.checkpoint * (config.run.keep_checkpoints + 2)
 
 
-# --- what is said ---
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk of a folder that may not exist yet."""
+    folder = folder.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
-def verdict_points(
-    task: Pretraining, config: Config, found: Survey | None, timing: Timing
-) -> list[tuple[str, Link | None]]:
-    """What the run would be, in sentences."""
-    points = [(f"{task.describe_images()}", Link("why", "#images"))]
-    if found:
-        sizes = found.sizes.most_common(1)
-        size = f", mostly {sizes[0][0][0]} x {sizes[0][0][1]} pixels" if sizes else ""
-        broken = f"{len(found.broken)} of them cannot be decoded" if found.broken else "all of them can be decoded"
-        points.append((f"{found.looked_at:,} images were looked at{size}: {broken}", Link("why", "#images")))
-    waits = f", of which it waits {timing.waiting / timing.update:.0%} for images" if timing.waiting else ""
-    cost = Link("why", "#cost")
-    points.append((f"An update takes {timing.update:.3g} s here{waits}, and {timing.memory:.2g} GB of memory", cost))
-    whole = duration(config.run.steps * timing.update)  # evaluations left out
-    points.append((f"{config.run.steps:,} updates take one process {whole} here", cost))
-    free = shutil.disk_usage(existing(Path(config.run.dir))).free
-    points.append((f"The run folder takes {disk(config, timing) / 1e9:.2g} GB; {free / 1e9:.3g} GB are free", cost))
-    return points
-
-
-def warnings(task: Pretraining, config: Config, found: Survey | None, timing: Timing) -> list[str]:
-    """What is off before anything is trained: the same checks, by the same names, as while it trains."""
+def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing: Timing) -> list[str]:
+    """Warnings before anything is trained: by the same rules and names as while a run trains, and some of settings."""
     optim, run = config.optim, config.run
     facts = Facts(run.steps, optim.global_batch_size, optim.lr, optim.warmup(run.steps), optim.clip, **task.facts())
-    if found:
-        facts = replace(facts, duplicates=found.duplicates, constant=found.constant)
-    waiting = [{"step": step, "speed/data_wait": timing.waiting / timing.update} for step in range(RECENT_LINES)]
-    said = [f"{name}: {message}" for name, message in find_warnings(waiting, facts)]
-    if found and len(found.broken) > MAX_UNREADABLE_SHARE * found.looked_at:
-        said.append(f"unreadable images: {len(found.broken)} of those looked at, such as {found.broken[0]}")
-    if shutil.disk_usage(existing(Path(run.dir))).free < disk(config, timing):
-        said.append(
-            "the disk is too small for the run's checkpoints; choose another run.dir, or lower run.keep_checkpoints"
+    if surveyed:
+        facts = replace(facts, duplicates=surveyed.duplicates, constant=surveyed.constant)
+    waiting = timing.waiting / timing.step
+    history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
+    messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
+    if surveyed and len(surveyed.broken) > MAX_UNREADABLE_SHARE * surveyed.looked_at:
+        count = len(surveyed.broken)
+        messages.append(
+            f"unreadable images: {count} of {surveyed.looked_at} in the sample, such as {surveyed.broken[0]}"
         )
-    advice = "try half and double of optim.lr for a tenth of the steps first"
-    for name, value, low, high in usual(config):
-        if value < low or value > high:  # what was never searched: NaN
-            said.append(f"{name} is {value:g}, outside of what was ever searched here ({low:g} to {high:g}); {advice}")
-    return said
+    if free_bytes(Path(run.dir)) < run_folder_bytes(config, timing):
+        messages.append("disk too small for the checkpoints; choose another run.dir, or lower run.keep_checkpoints")
+    for name, value, low, high in searched_settings(config):
+        if value < low or value > high:
+            messages.append(
+                f"{name} is {value:g}, outside the range that was searched ({low:g} to {high:g}); "
+                "try half and double of optim.lr for a tenth of the steps first"
+            )
+    return messages
 
 
-def usual(config: Config) -> list[tuple[str, float, float, float]]:
-    """(setting, value, least, most) of what was searched."""
-    optim, values = config.optim, {"optim.global_batch_size": config.optim.global_batch_size}
-    values |= {"run.steps": config.run.steps, f"optim.lr of {optim.name}": optim.lr}
+def searched_settings(config: Config) -> list[tuple[str, float, float, float]]:
+    """(setting, value, least, most) of the settings that were searched on small ViTs; NaN bounds: never searched."""
+    values = {
+        "optim.global_batch_size": config.optim.global_batch_size,
+        "run.steps": config.run.steps,
+        f"optim.lr of {config.optim.name}": config.optim.lr,
+    }
     return [(name, value, *SEARCHED.get(name, (math.nan, math.nan))) for name, value in values.items()]
 
 
-def existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    path = path.resolve()
-    return next(each for each in (path, *path.parents) if each.exists())
-
-
-# --- sections ---
-
-
-def images_blocks(task: Pretraining, found: Survey | None) -> list:
-    """Counts, sizes, channels, broken and double images, classes."""
+def print_images(task: Pretraining, surveyed: Survey | None) -> None:
+    """Print counts, sizes, channels, broken and double images, and classes."""
     rows = [["training images", task.train.describe()], ["held out", f"{len(task.held_out)} images"]]
-    rows += [["channels", str(task.config.data.channels)]]
-    if found is None:
-        return [Table(["", ""], rows)]
-    rows += [["decoded", f"{found.training} training, {found.held_out} held out"]]
-    rows += [["cannot be decoded", str(len(found.broken))], ["of one colour", f"{found.constant:.1%}"]]
-    unsure = f" (a share below {found.visible:.1%} would not be seen)" if found.duplicates < found.visible else ""
-    rows += [["held out, nearly the same as a training image", f"{found.duplicates:.1%}{unsure}"]]
-    rows += [["training, nearly the same as another", f"{found.doubles:.1%}"]]
-    sizes = [[f"{height} x {width}", str(count)] for (height, width), count in found.sizes.most_common(8)]
-    blocks: list = [Table(["", ""], rows), Table(["height x width", "images"], sizes, "Sizes", folded=len(sizes) > 3)]
-    if found.classes:
-        shares = [[name, f"{share:.1%}"] for name, share in list(found.classes.items())[:20]]
-        blocks.append(Table(["class", "share of the labelled images"], shares, "Classes", folded=True))
-    if found.pairs:
-        blocks.append(Table(["held out", "training"], found.pairs, "Nearly the same image in both, some of them"))
-    if found.broken:
-        blocks.append(Text("\n".join(found.broken[:20]), code=True))
-    return blocks
-
-
-def crops_blocks(task: Pretraining, seen: Sequence[Batch]) -> list:
-    """Training crops, each beside what the model sees of it."""
-    pairs: list = []
-    for batch in seen:
-        pair = torch.stack([batch.images, as_seen(batch.images, batch.corruption, task.patch_size)])
-        columns = as_rgb(pair).movedim(2, -1).numpy()
-        pairs += [columns[:, i] for i in range(len(batch.images))]
-    pairs = pairs[:CROPS]
-    rows = [[part for pair in pairs[i : i + 4] for part in pair] for i in range(0, len(pairs), 4)]
-    alt = f"{len(pairs)} training crops, each beside what the model sees of it"
-    return [picture(sheet(rows, side=64), alt, f"{alt}: grey patches are masked, others are copied from elsewhere.")]
-
-
-def cost_blocks(config: Config, precision: str, layout: BatchLayout, timing: Timing, missing: Missing) -> list:
-    """What an update takes here, what a GPU would need at the precision that is asked for, and the whole run."""
-    rows = [
-        ["an update", f"{timing.update:.4g} s"],
-        ["of which it waits for images", f"{timing.waiting:.4g} s"],
-        ["images/s", f"{layout.images / timing.update:.4g}"],
-        ["memory of this process", f"{timing.memory:.3g} GB"],
-        [
-            f"{config.run.steps} updates of one process, evaluations left out",
-            duration(config.run.steps * timing.update),
-        ],
-        ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
-        ["the run folder", f"{disk(config, timing) / 1e9:.3g} GB"],
+    rows.append(["channels", str(task.config.data.channels)])
+    if surveyed is None:
+        print_table("Images", rows)
+        print("Copies, sizes and classes of a stream are not surveyed.")
+        return
+    unsure = ""
+    if surveyed.duplicates < surveyed.visible:
+        unsure = f" (the sample does not show a share below {surveyed.visible:.1%})"
+    rows += [
+        ["in the sample", f"{surveyed.training} training, {surveyed.held_out} held out"],
+        ["of these, cannot be decoded", str(len(surveyed.broken))],
+        ["of one colour", f"{surveyed.constant:.1%}"],
+        ["held-out copies of training images", f"{surveyed.duplicates:.1%}{unsure}"],
+        ["training copies of training images", f"{surveyed.doubles:.1%}"],
     ]
+    for (height, width), count in surveyed.sizes.most_common(8):
+        rows.append([f"{height} x {width} pixels", f"{count} images"])
+    for name, share in list(surveyed.classes.items())[:ROWS_SHOWN]:
+        rows.append([f"class {name}", f"{share:.1%} of the labelled images"])
+    print_table("Images", rows)
+    for held_out, training in surveyed.pairs:
+        print(f"nearly the same image: held-out {held_out}, training {training}")
+    for broken in surveyed.broken[:ROWS_SHOWN]:
+        print(f"cannot be decoded: {broken}")
+
+
+def print_cost(config: Config, precision: str, layout: BatchLayout, timing: Timing) -> None:
+    """Print time, memory and disk of a step and of the run, and a GPU's memory at the precision that was asked for."""
+    free = free_bytes(Path(config.run.dir))
+    rows = [
+        ["a step", f"{timing.step:.4g} s"],
+        ["of these it waits for images", f"{timing.waiting:.4g} s"],
+        ["images/s", f"{layout.images / timing.step:.4g}"],
+        [f"{config.run.steps} steps of one process, without evaluations", duration(config.run.steps * timing.step)],
+        ["memory of this process", f"{timing.memory:.3g} GB"],
+        ["memory on a GPU, counted (mpp memory)", memory_on_a_gpu(config, precision, layout)],
+        ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
+        ["the run folder", f"{run_folder_bytes(config, timing) / 1e9:.2g} GB; {free / 1e9:.3g} GB are free"],
+    ]
+    print_table("Cost on this machine", rows)
+
+
+def memory_on_a_gpu(config: Config, precision: str, layout: BatchLayout) -> str:
+    """The peak of a step in GB, or why it is not known."""
+    on_gpu = replace(config, run=replace(config.run, precision=precision))
     try:
-        on_gpu = replace(config, run=replace(config.run, precision=precision))
         peak = peak_memory(on_gpu, layout.batch_size, layout.accumulation_steps)
-        rows.append(["on a GPU, counted: the peak of an update", f"{peak['total'] / 1e9:.3g} GB (mpp memory)"])
     except Exception as error:  # torch's tracker does not know every model
-        missing["Memory on a GPU"] = f"it cannot be counted ({type(error).__name__})"
-    return [Table(["", ""], rows)]
+        return f"cannot be counted ({type(error).__name__})"
+    return f"{peak['total'] / 1e9:.3g} GB"
 
 
-def usual_blocks(config: Config) -> list:
-    """Whether batch, length and learning rate are in the range that was ever searched here."""
+def print_settings(config: Config) -> None:
+    """Print the settings that differ from the defaults, and the ranges that were searched."""
+    settings = changed(config)
+    if settings:
+        print_table(
+            "Settings that differ from the defaults", [[key, as_words(value)] for key, value in settings.items()]
+        )
     rows = []
-    for name, value, low, high in usual(config):
-        searched = "not searched" if math.isnan(low) else f"{low:g} to {high:g}"
-        rows.append([name, f"{value:g}", searched, "yes" if low <= value <= high else "no"])
-    caption = "Small ViTs on the birds and on CIFAR-10: configs/search.md"
-    return [Table(["setting", "value", "searched", "inside"], rows, caption)]
+    for name, value, low, high in searched_settings(config):
+        searched = "not searched" if math.isnan(low) else f"searched from {low:g} to {high:g}"
+        rows.append([f"{name} is {value:g}", searched])
+    print_table("Small ViTs on the birds and on CIFAR-10 (configs/search.md)", rows)
+
+
+def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of two cells under a title."""
+    print(f"\n{table([title, ''], rows)}")
+
+
+def draw_crops(task: Pretraining, batches: Sequence[Batch]) -> Image.Image:
+    """Training crops, each beside the model's input."""
+    pairs = []
+    for batch in batches:
+        corrupted = as_seen(batch.images, batch.corruption, task.patch_size)
+        pixels = as_rgb(torch.stack([batch.images, corrupted])).movedim(2, -1).numpy()
+        pairs += [pixels[:, index] for index in range(len(batch.images))]
+    pairs = pairs[:CROPS_SHOWN]
+    rows = []
+    for first in range(0, len(pairs), CROPS_IN_A_ROW):
+        rows.append([picture for pair in pairs[first : first + CROPS_IN_A_ROW] for picture in pair])
+    return sheet(rows, side=64)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,7 +7,7 @@ metrics.jsonl, events.out.*        scalars; pictures
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/                           timm's layout, when the run is finished
 preempted                          the marker of a run that a signal stopped (mpp/runtime/signals.py)
-check.html                         the page of `mpp check`, before the run (evaluation/check.py)
+check_crops.png                    training crops, drawn by `mpp check` before the run (evaluation/check.py)
 report.html                        the page on the run (evaluation/report.py)
 verdict.json                       verdict and warnings of the last evaluation (mpp/training/watch.py)
 .lock                              held while a process writes here (mpp/runtime/lock.py)
@@ -34,7 +34,7 @@ from mpp.training.user_code import imports_used
 
 CONFIG_FILE = "config.yaml"
 REPORT_PAGE = "report.html"
-CHECK_PAGE = "check.html"
+CHECK_CROPS = "check_crops.png"
 PATH_SETTINGS = {
     "": ("encoder", "checkpoint"),
     "data": ("path", "labels"),
@@ -100,7 +100,7 @@ def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only what a check or a run leaves that ended before it began."""
     if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
         return True
-    before_config = {*lock.FILES, MARKER, CHECK_PAGE, IMPORTS_FILE}
+    before_config = {*lock.FILES, MARKER, CHECK_CROPS, IMPORTS_FILE}
     before_config |= {partial_path(folder / name).name for name in (IMPORTS_FILE, CONFIG_FILE)}
     return {path.name for path in folder.iterdir()} <= before_config
 
