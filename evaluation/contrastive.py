@@ -66,7 +66,7 @@ class Contrastive(ImageTask):
         require(fits, "images of a forward pass", self.images_of_a_pass, allowed)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is told from others")
-        self.held_out_views = self.evaluation.add(self.views(evaluated))
+        self.held_out_views = self.held_out_loader.add(self.views(evaluated))
         self.probe = self.build_probe(self.train, config.probe, config.head.pooling)
 
     def check_settings(self) -> None:
@@ -133,7 +133,7 @@ class Contrastive(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        batches = warn_of_unreadable(self.evaluation.batches(self.held_out_views), tracker)
+        batches = warn_of_unreadable(self.held_out_loader.batches(self.held_out_views), tracker)
         count = len(self.held_out_views.dataset)
         projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}

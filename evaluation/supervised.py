@@ -45,7 +45,7 @@ class Supervised(Classification):
         self.model = HeadedEncoder(encoder, head, config.head.pooling, mean, std)
         start = config.model.init_from or "random weights"
         self.method = f"Trained with labels, from {start}; the classification head is left out"
-        self.held_out_views = self.evaluation.add(self.views(self.held_out))
+        self.held_out_views = self.held_out_loader.add(self.views(self.held_out))
 
 
 class Distilled(Classification):
@@ -65,7 +65,7 @@ class Distilled(Classification):
         mean, std = config.model.normalization(config.data.channels)
         self.model = DistilledEncoder(encoder, head, distill_head, config.head.pooling, mean, std)
         self.teacher = load_teacher(config.distill, self.classes, config.data.channels).to(accelerator.device)
-        self.held_out_views = self.evaluation.add(self.views(self.held_out))
+        self.held_out_views = self.held_out_loader.add(self.views(self.held_out))
 
     @property
     def method(self) -> str:

@@ -22,13 +22,15 @@ from mpp.config.keys import plain
 from mpp.config.parsing import parse
 from mpp.config.saved import parse_saved
 from mpp.corruption import Corruption, draw
+from mpp.data.dataset import ImageDataset
 from mpp.data.identity import short_digest
 from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.data.stream_sources import load_streamed
 from mpp.data.views import Batch, collate
 from mpp.errors import UserError
-from mpp.features.metrics import Sums, measure, measure_features, summarize
+from mpp.features.metrics import Sums, measure_features, summarize
+from mpp.features.metrics import measure as measure_predictions
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
@@ -43,7 +45,7 @@ from mpp.training.health import Facts, targets_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import train
-from mpp.training.run_folder import REPORT_PAGE, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.watch import read_verdict
 
@@ -51,7 +53,7 @@ PANEL_IMAGES = 8
 
 
 class Pretraining(ImageTask):
-    """The task: predict what the corrupted patches looked like."""
+    """The task: predict the target of each corrupted patch."""
 
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
@@ -62,61 +64,72 @@ class Pretraining(ImageTask):
         encoder = self.model.encoder
         self.img_size = encoder.patch_embed.img_size
         self.grid, self.patch_size = cell_grid(encoder)
-        self.patches = math.prod(self.grid)
-        self.corrupted = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
-        self.taught = config.objective.name == "features"
-        self.moving = self.taught and config.objective.frozen_teacher is None
-        if self.taught and not self.moving:
+        self.patch_count = math.prod(self.grid)
+        self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
+        self.predicts_features = config.objective.name == "features"
+        self.moves_teacher = self.predicts_features and config.objective.frozen_teacher is None
+        if self.predicts_features and not self.moves_teacher:
             note_other_reading(config)
-        others = filter(None, (config.model.init_from, config.objective.frozen_teacher))
-        self.builds_on_labels = any(map(learned_labels, others))
-        if config.data.streaming:
-            probed = config.probe.images if config.probe.every else 0
-            with accelerator.local_main_process_first():  # machines may have no disk in common
-                parts = load_streamed(config.data, probed, config.data.eval_images)
-            self.train, known, self.held_out = parts
-        else:
-            with accelerator.main_process_first():
-                train, self.held_out = load_image_datasets(config.data)
-            self.train = known = train.choose(config.data.train_images, config.data.eval_seed)
-        judged = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
-        self.judged = self.evaluation.add(self.views(judged))
+        for encoder_name in (config.model.init_from, config.objective.frozen_teacher):
+            if encoder_name and learned_labels(encoder_name):
+                self.builds_on_labels = True
+        known = self.load_images(config)
+        evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
+        self.held_out_views = self.held_out_loader.add(self.views(evaluated))
         self.probe = self.build_probe(known, config.probe)
+
+    def load_images(self, config: Config) -> ImageDataset:
+        """Load the training and the held-out images.
+
+        Returns:
+            The training images that the probe compares with.
+        """
+        if config.data.streaming:
+            probe_images = config.probe.images if config.probe.every else 0
+            with self.accelerator.local_main_process_first():  # machines may have no disk in common
+                self.train, known, self.held_out = load_streamed(config.data, probe_images, config.data.eval_images)
+            return known
+        with self.accelerator.main_process_first():
+            train, self.held_out = load_image_datasets(config.data)
+        self.train = train.choose(config.data.train_images, config.data.eval_seed)
+        return self.train
 
     @property
     def method(self) -> str:
-        begun = self.config.model.init_from
-        how = f"Pre-trained without labels{f', from {begun},' if begun else ''} by {self.model.method}"
+        """How the encoder was trained, for the model card."""
+        init_from = self.config.model.init_from
+        start = f", from {init_from}," if init_from else ""
+        method = f"Pre-trained without labels{start} by {self.model.method}"
         if not self.model.encoder.has_class_token:
-            return how
+            return method
         return (
-            f"{how}. Its [class] token got no gradient of its own: the mean of the patch tokens is mostly the better "
-            "feature"
+            f"{method}. Its [class] token got no gradient of its own: the mean of the patch tokens is mostly the "
+            "better feature"
         )
 
-    def loss(self, model: nn.Module, batch: Batch, measure_too: bool) -> tuple[Tensor, Sums]:
-        device = self.accelerator.device
-        images = batch.images.to(device, non_blocking=True)
-        corruption = batch.corruption.to(device)
+    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        images = batch.images.to(self.accelerator.device, non_blocking=True)
+        corruption = batch.corruption.to(self.accelerator.device)
         predictions, targets, shown = self.outputs(model, images, corruption)
         loss = self.objective.loss(predictions, targets)
-        if not measure_too:
+        if not measure:
             return loss, {}
-        if self.taught:
-            return loss, measure_features(predictions.detach(), shown, corruption.positions, self.patches)
-        return loss, measure(self.objective, predictions.detach(), images, corruption)
+        predictions = predictions.detach()
+        if self.predicts_features:
+            return loss, measure_features(predictions, shown, corruption.positions, self.patch_count)
+        return loss, measure_predictions(self.objective, predictions, images, corruption)
 
     def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor, Tensor]:
-        """Predictions (B, K, outputs) float32, their targets (B, K, ...), and what shows a collapse of these."""
-        found = model(images, corruption)
-        if self.taught:
-            return found
+        """Predictions (B, K, outputs) float32, their targets (B, K, ...), and the tensor that shows their collapse."""
+        if self.predicts_features:
+            return model(images, corruption)
+        predictions = model(images, corruption)
         targets = self.objective.targets(images, corruption.positions)
-        return found, targets, targets
+        return predictions, targets, targets
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Move the teacher, where it is the moving average."""
-        if not self.moving:
+        """Move the teacher, if it is a moving average."""
+        if not self.moves_teacher:
             return {}
         decay = moving_average_decay(self.config.objective.half_life, step, self.config.run.steps)
         update_moving_average(model.teacher.encoder, model.encoder, decay)
@@ -124,16 +137,18 @@ class Pretraining(ImageTask):
 
     def refuse_to_continue(self, scalars: dict[str, float]) -> None:
         """Stop, if `objective.stop_on_collapse`, when the targets have become the same for all patches."""
-        if self.config.objective.stop_on_collapse:
-            found = targets_collapse([scalars | {"step": 0}], Facts(0, 0, self.config.optim.lr, moving=self.moving))
-            if found:
-                raise UserError(f"targets collapse: {found}")
+        if not self.config.objective.stop_on_collapse:
+            return
+        facts = Facts(steps=0, images=0, lr=self.config.optim.lr, moving=self.moves_teacher)
+        message = targets_collapse([scalars | {"step": 0}], facts)
+        if message:
+            raise UserError(f"targets collapse: {message}")
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"moving": self.moving}
+        return super().facts() | {"moving": self.moves_teacher}
 
     def exported(self, model: nn.Module) -> nn.Module:
-        """What has the encoder that is probed and exported, and the normalisation of its input."""
+        """The module with the encoder that is probed and exported, and the normalisation of its input."""
         return model.teacher if self.config.objective.export == "teacher" else model
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
@@ -144,7 +159,7 @@ class Pretraining(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        scalars = {f"heldout/{name}": value for name, value in self.judge(model, self.judged, tracker).items()}
+        scalars = self.evaluate_held_out(model, tracker)
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
@@ -153,56 +168,71 @@ class Pretraining(ImageTask):
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""
-        found = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
-        columns = prediction_columns(self.objective, *found)
+        prediction = self.predict(model, range(min(PANEL_IMAGES, len(self.held_out))))
+        columns = prediction_columns(self.objective, *prediction)
         tracker.log_images(step, " | ".join(COLUMNS), prediction_panel(columns)[None])
 
     @torch.no_grad()
     def predict(self, model: nn.Module, indices: Iterable[int]) -> tuple[Tensor, Tensor, Tensor, Corruption]:
-        """Predictions (B, K, outputs), targets (B, K, ...), held-out images (B, C, H, W) at `indices`, their fixed
-        corruption."""
+        """Predict held-out images under their fixed corruption.
+
+        Returns:
+            predictions: (B, K, outputs).
+            targets: (B, K, ...).
+            images: (B, C, H, W).
+            corruption: of them.
+        """
         views = self.views(self.held_out)
         batch = collate([views[FIXED, index] for index in indices])
-        images, corruption = batch.images.to(self.accelerator.device), batch.corruption.to(self.accelerator.device)
+        images = batch.images.to(self.accelerator.device)
+        corruption = batch.corruption.to(self.accelerator.device)
         predictions, targets, _ = self.outputs(model, images, corruption)
         return predictions.float(), targets, images, corruption
 
     def record(self) -> dict[str, Any]:
-        """Which images these are, and which weights teach that timm has published: others have files of their own."""
-        objective, known = self.config.objective, super().record()
+        """The record of the images, and of a published teacher's weights: other weights have files of their own."""
+        record = super().record()
+        objective = self.config.objective
         if objective.frozen_teacher is None or objective.teacher_checkpoint or Path(objective.teacher).exists():
-            return known
-        tensors = (tensor.cpu().numpy().tobytes() for tensor in self.model.teacher.encoder.state_dict().values())
-        return known | {"objective.teacher": {"weights": short_digest(tensors)}}
+            return record
+        state = self.model.teacher.encoder.state_dict()
+        record["objective.teacher"] = {
+            "weights": short_digest(tensor.cpu().numpy().tobytes() for tensor in state.values())
+        }
+        return record
 
     def flops(self) -> int:
         sample = collate([self.views(self.held_out)[FIXED, 0]])
         return executed_flops(self.model, sample.images, sample.corruption)
 
     def describe_model(self) -> str:
-        encoder, model = self.model.encoder, self.config.model
+        encoder, config = self.model.encoder, self.config.model
+        name = config.name or "ViT"
+        for setting in ("position", "position_at", "mixing"):
+            value = getattr(config, setting)
+            if value != getattr(ModelConfig(), setting):
+                name += f", {setting} {value}"
         tokens = encoder.patch_embed.num_patches
-        overlap = f" ({tokens} that overlap)" if tokens != self.patches else ""
-        choices = {"position": model.position, "position_at": model.position_at, "mixing": model.mixing}
-        kind = "".join(f", {key} {value}" for key, value in choices.items() if value != getattr(ModelConfig(), key))
+        overlap = f" ({tokens} that overlap)" if tokens != self.patch_count else ""
         return (
-            f"{model.name or 'ViT'}{kind}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
-            f"{self.patches} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted} corrupted, "
-            f"{self.model.on_top}, {super().describe_model()}"
+            f"{name}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
+            f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted_count} "
+            f"corrupted, {self.model.on_top}, {super().describe_model()}"
         )
 
 
 def note_other_reading(config: Config) -> None:
-    """Say that the teacher learned from pixels that were read in another way."""
-    theirs, own = how_read(config.objective.frozen_teacher), plain(config.data.how_read())
-    if theirs and theirs != own:
-        note(f"objective.teacher learned from images of data {theirs}; here they are {own or 'as usual'}")
+    """Note that the teacher learned from images that were read in another way."""
+    teachers = how_read(config.objective.frozen_teacher)
+    ours = plain(config.data.how_read())
+    if teachers and teachers != ours:
+        note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
 
 def reopen(
     folder: Path, source: SourceConfig, eval_crop: float | None, held_out_images: int, accelerator: Accelerator
 ) -> Pretraining:
-    """A run's task with the weights of its newest checkpoint, and perhaps other images: to see what it predicts.
+    """The task of a run, with the weights of its newest checkpoint, and perhaps other images: to see its predictions.
 
     Args:
         folder: of a pre-training run.
@@ -210,17 +240,15 @@ def reopen(
         eval_crop: of the held-out view; None: the run's.
         held_out_images: at most so many of them, a seeded choice.
     Raises:
-        ValueError: no pre-training run, or no checkpoint there.
+        UserError: no pre-training run, or no checkpoint there.
     """
-    saved = folder / "config.yaml"
     require(is_pretraining(folder), "encoder", folder, "the folder of a pre-training run, which has the colour head")
-    config = parse_saved(Config, saved)
+    config = parse_saved(Config, folder / CONFIG_FILE)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
-    task = Pretraining(
-        dataclasses.replace(config, data=data, model=model), accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0)
-    )
+    config = dataclasses.replace(config, data=data, model=model)
+    task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))
     step = restore_trained(folder, task.model, config.optim)
     require(step > 0, "encoder", folder, "a run with a checkpoint that is whole")
     task.model.to(accelerator.device).eval()
@@ -242,7 +270,7 @@ def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
     Returns:
         The run folder, finished: `mpp.load_encoder` takes it.
     Raises:
-        UserError: a setting that has no effect, or anything that the command would say in one line.
+        UserError: a setting that has no effect, or any error that the command reports in one line.
     """
     if not isinstance(config, Config):
         config = parse(Config, as_command_line(config or {}))
@@ -251,20 +279,21 @@ def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Pre-train as the command line, or `arguments`, say."""
+    """Pre-train with the settings of the command line, or of `arguments`."""
     config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
     folder = train(config, Pretraining)
     if PartialState().is_main_process:
-        say_what_came_out(folder)
+        print_next_steps(folder)
 
 
-def say_what_came_out(folder: Path) -> None:
-    """The run's verdict, and what to do next."""
+def print_next_steps(folder: Path) -> None:
+    """Print the run's verdict, and commands to continue with."""
     line = read_verdict(folder).get("line")
     if line:
         print(f"verdict: {line}")
     page = folder / REPORT_PAGE
-    print(f"next: {f'open {page}, or ' if page.is_file() else ''}tensorboard --logdir {quote(str(folder.parent))}")
+    open_page = f"open {page}, or " if page.is_file() else ""
+    print(f"next: {open_page}tensorboard --logdir {quote(str(folder.parent))}")
     print(f"next: mpp fewshot --encoder {quote(str(folder))}")
 
 

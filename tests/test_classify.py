@@ -159,9 +159,9 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
 
 
 def test_training_images_that_are_left_out_judge_too(tmp_path, encoder, monkeypatch):
-    judged, judge = [], Classification.judge
+    judged, judge = [], Classification.measure_views
     monkeypatch.setattr(
-        Classification, "judge", lambda task, *a: judged.append((task, a[1].dataset)) or judge(task, *a)
+        Classification, "measure_views", lambda task, *a: judged.append((task, a[1].dataset)) or judge(task, *a)
     )
     options = ["--lrs=0.1", "--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
     finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", *options])

@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
-from mpp.data.views import Batch, ViewDataset, collate
+from mpp.data.views import Batch, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED
@@ -30,8 +30,6 @@ class Classification(ImageTask):
 
     learns_labels = True
     kind = "encoder trained with labels"
-    held_out_views: ViewDataset
-    """The held-out images as the encoder sees them; set once its image size is known."""
 
     def __init__(
         self,
@@ -97,8 +95,7 @@ class Classification(ImageTask):
         return {"accuracy": float(sums["right"] / sums["images"])}
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        metrics = self.judge(model, self.held_out_views, tracker)
-        scalars = {f"heldout/{name}": value for name, value in metrics.items()}
+        scalars = self.evaluate_held_out(model, tracker)
         scalars["heldout/largest_class"] = largest_class_share(np.asarray(self.held_out_views.dataset.labels))
         return scalars
 

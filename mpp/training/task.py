@@ -1,4 +1,4 @@
-"""What all that learns from images has in common: which images, how they are dealt out, what is exported."""
+"""`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -27,51 +27,54 @@ from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
 from mpp.training.log import Tracker
 
-FEW_THREADS = 2  # a crop of a decoded image is a tenth of its update then, and loader processes would take more
+MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
 
 class ImageTask:
-    """What is trained: a loss on batches of images, and what is to be seen of it. All tasks have this in common.
+    """A training task: a model, images, a loss on batches of them, and scalars that tell how it does.
 
-    Subclasses set `model`, which has an `encoder` and a `normalize`, and the images, and say what is learned and what
-    it costs.
+    Subclasses set `model` (with an `encoder` and a `normalize`), `method`, `img_size`, `train` and `held_out`, and
+    implement `loss`, `describe`, `evaluate` and `flops`.
     """
 
     model: nn.Module
     method: str
-    """How it is trained, for the model card."""
+    """How the encoder was trained, for the model card."""
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
     randaugment = 0
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
     learns_labels = False
-    """Whether the training images' labels are learned from."""
+    """Whether it learns from the training images' labels."""
     label_names: list[str] | None = None
     """Names of the training images' classes, by number; None: there are no names."""
     builds_on_labels = False
     """Whether it began from, or predicts the features of, an encoder that learned labels."""
+    train: ImageDataset | Shards
+    held_out: ImageDataset
+    img_size: tuple[int, int]
+    held_out_views: ViewDataset
+    """Views of the held-out images of an evaluation."""
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
-        self.evaluation = HeldOutLoader(layout.batch_size, data.workers, layout.world_size, layout.rank)
-        self.train: ImageDataset | Shards
-        self.held_out: ImageDataset
-        self.img_size: tuple[int, int]
+        self.held_out_loader = HeldOutLoader(layout.batch_size, data.workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
 
     @property
     def kind(self) -> str:
-        """What the encoder is by its training, in a few words, for the model card."""
-        other = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
-        return f"encoder pre-trained without labels{other}"
+        """The kind of encoder by its training, in a few words, for the model card."""
+        if self.builds_on_labels:
+            return "encoder pre-trained without labels, which builds on an encoder that learned labels"
+        return "encoder pre-trained without labels"
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
         raise NotImplementedError
 
     def describe(self, sums: Sums) -> dict[str, float]:
-        """Sums over all batches and processes to scalars."""
+        """Scalars of the sums over all batches and processes."""
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
@@ -90,7 +93,7 @@ class ImageTask:
             return None
         return Probe(
             self.accelerator,
-            self.evaluation,
+            self.held_out_loader,
             known,
             self.held_out,
             data=self.data,
@@ -106,52 +109,67 @@ class ImageTask:
         )
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
-        """This process's batches from update `start` on; a stream goes on from its cursors."""
-        self.evaluation.start()
+        """This process's batches from step `start` on; a stream continues from its cursors."""
+        self.held_out_loader.start()
         if self.data.streaming:
             return streaming_loader(self.views(self.train), self.layout, start, self.run.steps, cursors)
         return training_loader(self.training_views(start), self.layout, start, self.run.steps)
 
     def training_views(self, start: int) -> ViewDataset:
-        """Crops of the training images from update `start` on; of decoded images, where they fit and recur."""
-        images = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
-        inherited = self.data.workers == 0 or WORKERS_ARE_FORKS
-        if images < 2 * len(self.train) or not inherited:
+        """Crops of the training images from step `start` on; of decoded images, where they fit and recur."""
+        images_left = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
+        workers_inherit_memory = self.data.workers == 0 or WORKERS_ARE_FORKS
+        if images_left < 2 * len(self.train) or not workers_inherit_memory:
             return self.views(self.train)
         views = self.views(cache_decoded(self.train, self.data))
-        few_cores = self.accelerator.device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
-        if views.dataset.decoded and few_cores and not views.costly:
-            return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
-        return views
+        on_cpu = self.accelerator.device.type == "cpu"
+        few_threads = on_cpu and torch.get_num_threads() <= MAX_THREADS_WITHOUT_WORKERS
+        if not views.dataset.decoded or not few_threads or views.costly:
+            return views
+        return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
 
     @torch.no_grad()
-    def judge(self, model: nn.Module, images: ViewDataset, tracker: Tracker) -> dict[str, float]:
-        """Loss and what `describe` says, over images that `evaluation` reads. `model` is in eval mode."""
+    def measure_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> dict[str, float]:
+        """Mean loss and the scalars of `describe`, over views that `held_out_loader` reads; `model` is in eval mode."""
         sums: Sums = {}
-        for batch in self.evaluation.batches(images):
+        for batch in self.held_out_loader.batches(views):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
             sums = add(sums, measured | {"loss": loss.double() * count, "images": count})
         sums = total(sums)
-        return {"loss": float(sums["loss"] / sums["images"])} | self.describe(sums)
+        mean_loss = float(sums["loss"] / sums["images"])
+        return {"loss": mean_loss} | self.describe(sums)
+
+    def evaluate_held_out(self, model: nn.Module, tracker: Tracker) -> dict[str, float]:
+        """Loss and scalars of the held-out images, named `heldout/NAME`; `model` is in eval mode."""
+        scalars = self.measure_views(model, self.held_out_views, tracker)
+        return {f"heldout/{name}": value for name, value in scalars.items()}
 
     def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
         """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
         return self.probe(model, baseline=True) if self.probe else {}
 
     def facts(self) -> dict[str, Any]:
-        """What the verdict on a run is to know of its images (see `mpp.training.health.Facts`)."""
-        known = {"known": 0 if isinstance(self.train, Shards) else len(self.train)}
-        known |= {"held_out": min(len(self.held_out), self.data.eval_images)}
-        known |= {"judged": self.probe.image_count if self.probe else len(self.held_out)}
-        if isinstance(self.train, Shards):
-            return known
-        shares = self.train.class_shares()
-        return known | {"largest_class": max(shares.values(), default=0.0), "classes": len(shares)}
+        """Fields of `mpp.training.health.Facts` that are of the images."""
+        facts: dict[str, Any] = {
+            "known": self.training_image_count,
+            "held_out": min(len(self.held_out), self.data.eval_images),
+            "judged": self.probe.image_count if self.probe else len(self.held_out),
+        }
+        if not isinstance(self.train, Shards):
+            shares = self.train.class_shares()
+            facts["largest_class"] = max(shares.values(), default=0.0)
+            facts["classes"] = len(shares)
+        return facts
+
+    @property
+    def training_image_count(self) -> int:
+        """Training images; 0: a stream has an unknown number."""
+        return 0 if isinstance(self.train, Shards) else len(self.train)
 
     def name(self, index: int) -> str:
-        """What a person finds a training image by."""
+        """The name by which a user finds a training image."""
         return self.train.name(index)
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
@@ -162,29 +180,32 @@ class ImageTask:
         """Raise UserError, on all processes, if a line of metrics says that training on is of no use."""
 
     def record(self) -> dict[str, Any]:
-        """Which images these are: see mpp/data/identity.py."""
-        retries, commit = self.data.read_retries, None
+        """The record of the images: see mpp/data/identity.py."""
+        commit = None
         if is_hub_dataset(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
-        streamed = isinstance(self.train, Shards)
-        known = self.train.identify(retries, commit) if streamed else self.record_of(self.train, commit)
-        known[CLASS_NAMES_FIELD] = self.held_out.names and self.held_out.names[: self.held_out.classes]
-        return {"train": known, "held_out": self.record_of(self.held_out, commit)}
+        if isinstance(self.train, Shards):
+            train = self.train.identify(self.data.read_retries, commit)
+        else:
+            train = self.identify_split(self.train, commit)
+        train[CLASS_NAMES_FIELD] = self.held_out.names and self.held_out.names[: self.held_out.classes]
+        return {"train": train, "held_out": self.identify_split(self.held_out, commit)}
 
-    def record_of(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
+    def identify_split(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
         """The record of a split."""
         return identify_images(dataset, self.learns_labels, self.data.read_retries, commit)
 
     def describe_images(self) -> str:
-        """The images in a line: what they are, how many, how often each is seen."""
+        """The images in a line: kind and number, how often each is seen, how many are held out."""
         seen = f", each seen {self.times_seen:.3g} times" if self.times_seen else ""
         return f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
 
     @property
     def times_seen(self) -> float:
-        """How often a run sees each training image; 0: nobody knows how many a stream has."""
-        known = 0 if isinstance(self.train, Shards) else len(self.train)
-        return self.run.steps * self.layout.images / known if known else 0.0
+        """How often a run sees each training image; 0: a stream has an unknown number of images."""
+        if not self.training_image_count:
+            return 0.0
+        return self.run.steps * self.layout.images / self.training_image_count
 
     def describe_model(self) -> str:
         """The model in a line."""
@@ -196,9 +217,25 @@ class ImageTask:
 
         To be called on the main process. `model` is without wrappers.
         """
-        normalize, images = model.normalize, f"{describe_source(self.data)}, {self.train.describe()}"
         learned_labels = self.learns_labels or self.builds_on_labels
-        card = model_card(folder, model.encoder, self.kind, learned_labels, self.describe_model(), self.method, images)
-        input_config = (self.img_size, normalize.mean, normalize.std, self.data.eval_crop)
-        learned = dict(label_names=self.label_names, learned_labels=learned_labels)
-        export_encoder(model.encoder, folder / name, *input_config, card, self.data.how_read(), **learned)
+        card = model_card(
+            folder,
+            model.encoder,
+            kind=self.kind,
+            learned_labels=learned_labels,
+            model=self.describe_model(),
+            method=self.method,
+            images=f"{describe_source(self.data)}, {self.train.describe()}",
+        )
+        export_encoder(
+            model.encoder,
+            folder / name,
+            self.img_size,
+            model.normalize.mean,
+            model.normalize.std,
+            self.data.eval_crop,
+            card,
+            self.data.how_read(),
+            label_names=self.label_names,
+            learned_labels=learned_labels,
+        )
