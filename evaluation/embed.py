@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
+from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.supervision.classifiers import FrozenClassifier, load_classifier
 from mpp.config import HOW_READ, ImageSize, RunConfig, require
@@ -48,7 +49,6 @@ from mpp.runtime.weights import fingerprint
 
 IDENTITY_KEY = b"mpp"  # of the table's metadata
 ROWS_PER_PART = 4096  # which bounds the memory, and what is lost after an interruption
-DEFAULT_BATCH_SIZE = 64  # where data.batch_size is not set
 
 
 def embed(config: EmbedConfig) -> Path:
@@ -68,9 +68,9 @@ def embed(config: EmbedConfig) -> Path:
     identity = json.dumps(identity, sort_keys=True)
     out = Path(config.out)
     parts = out.parent / f".{out.name}.parts"
-    is_complete(out, identity)  # a refused table leaves no folder
+    is_table_complete(out, identity)  # a refused table leaves no folder
     with hold(parts, "out"), deaths_explained():
-        if not is_complete(out, identity):
+        if not is_table_complete(out, identity):
             join_parts(write_parts(parts, embedder, splits, identity), out)
     shutil.rmtree(parts, ignore_errors=True)
     errors = pq.read_table(out, columns=["error"])["error"]
@@ -188,7 +188,7 @@ def identify_table(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[
     return identity
 
 
-def is_complete(out: Path, identity: str) -> bool:
+def is_table_complete(out: Path, identity: str) -> bool:
     """Whether the whole table is there. Raises UserError if another file is."""
     complete_table = has_identity(out, identity)
     allowed = "a new file: what is there is of other images, weights or settings"

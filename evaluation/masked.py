@@ -17,7 +17,7 @@ from mpp.errors import UserError
 from mpp.runtime.start import command
 from mpp.training.log import last_evaluation
 
-METRICS = {
+METRIC_OF_LINE = {
     "model": "heldout/accuracy",
     "two nearest": "heldout/two_nearest",
     "nearest": "heldout/nearest",
@@ -33,7 +33,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
         lacks = "it has no heldout/nearest, which runs that predict colours have"
         raise UserError(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
     results = []
-    for line, metric in METRICS.items():
+    for line, metric in METRIC_OF_LINE.items():
         if metric in last:
             results.append({"case": line, "accuracy": last[metric]})
     report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}

@@ -21,7 +21,7 @@ from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, Sup
 from evaluation.figures import plot_map
 from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.results import percent, report_suffix
+from evaluation.frozen.results import format_percent, report_suffix
 from evaluation.frozen.run_images import check_images_of_run, find_run
 from evaluation.pages.about import Missing, available, changed, machine_blocks, settings_rows
 from evaluation.pages.curves import curves_of_run, features_of_run
@@ -190,7 +190,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
             found = json.loads(file.read_text(encoding="utf-8"))
             summary = found.get("summary") or {}
             rows += [
-                [Link(file.stem, quote(os.path.relpath(file, beside))), name, percent(each)]
+                [Link(file.stem, quote(os.path.relpath(file, beside))), name, format_percent(each)]
                 for name, each in summary.items()
             ]
         except (OSError, ValueError, AttributeError, KeyError, TypeError):

@@ -7,7 +7,7 @@ import numpy as np
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import Row
-from evaluation.frozen.results import percent, table
+from evaluation.frozen.results import format_percent, table
 
 Cell = dict[str, float]
 """Mean, standard deviation (std) and count; PFLOP, where asked; `diverged`, the number of seeds that did, where any."""
@@ -207,7 +207,7 @@ def accuracy_text(cell: Cell | None) -> str:
         return "-"
     if "mean" not in cell:
         return "diverged"
-    return f"{percent(cell)} ({cell['diverged']} diverged)" if "diverged" in cell else percent(cell)
+    return f"{format_percent(cell)} ({cell['diverged']} diverged)" if "diverged" in cell else format_percent(cell)
 
 
 def rank_text(cell: Cell | None) -> str:

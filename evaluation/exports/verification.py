@@ -12,7 +12,7 @@ from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
 from evaluation.exports.formats import Compute
 from evaluation.frozen.encoder import FrozenEncoder
-from evaluation.frozen.extraction import extract_split, views_for, warn_left_out
+from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE, extract_split, views_for, warn_left_out
 from evaluation.frozen.labelled_features import LabelledFeatures
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
@@ -20,7 +20,6 @@ from mpp.data.views import Batch
 
 MAX_ROUNDING_DIFFERENCE = 1e-4
 SHOTS = 5
-DEFAULT_BATCH_SIZE = 64
 
 
 class Verification(NamedTuple):

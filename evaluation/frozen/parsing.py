@@ -3,19 +3,18 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from evaluation.frozen.run_images import find_run, is_moved_copy, refuse_changed_images, run_image_settings
 from mpp.config import HOW_READ, refuse_idle
 from mpp.config.command_line import as_words, files_first
-from mpp.config.parsing import read
+from mpp.config.parsing import ConfigT, read
 from mpp.data.sources import image_arguments
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import tell
 from mpp.training.record import path_after_move
 from mpp.training.run_folder import saved_settings
 
-ConfigT = TypeVar("ConfigT")
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
 
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
 from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
-from evaluation.frozen.results import report_path, report_suffix, summarize, write_probe_report
+from evaluation.frozen.results import report_path, report_suffix, summarize_accuracies, write_probe_report
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
 from mpp.features.probe import MOST_RANKED
@@ -101,7 +101,7 @@ def evaluate_by_depth(
     if config.depth == "dev" and not is_saved:
         dev_accuracies = {}
         for depth, features in by_depth.items():
-            dev_accuracies[depth] = mean_accuracy(summarize(evaluate(features.dev_split()), group_by))
+            dev_accuracies[depth] = mean_accuracy(summarize_accuracies(evaluate(features.dev_split()), group_by))
         chosen = max(dev_accuracies, key=dev_accuracies.get)
         protocol["dev_accuracy_by_depth"] = dev_accuracies
         by_depth = {chosen: by_depth[chosen]}
@@ -112,7 +112,7 @@ def evaluate_by_depth(
     summaries = {}
     for depth, features in by_depth.items():
         of_depth = evaluate(features)
-        summaries[depth] = summarize(of_depth, group_by)
+        summaries[depth] = summarize_accuracies(of_depth, group_by)
         depth_entry = {"depth": depth} if depth else {}
         results += [result | depth_entry for result in of_depth]
     report = {"results": results, "summary": summaries[chosen], "protocol": protocol}

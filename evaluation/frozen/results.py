@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -79,16 +80,18 @@ def report_suffix(config: EncoderConfig) -> str:
     return "".join(f"_{part}" for part in parts)
 
 
-def summarize(results: list[dict], group_by: str) -> dict[str, dict[str, float]]:
-    """Mean and (population) standard deviation of the accuracies that share a value of `group_by`, or of `case`."""
+def summarize_accuracies(results: list[dict], group_by: str) -> dict[str, dict[str, float]]:
+    """Summaries of the accuracies that share a value of `group_by`, or of `case`: see `summarize_values`."""
     groups: dict[str, list[float]] = {}
     for result in results:
         name = str(result.get("case", result[group_by]))
         groups.setdefault(name, []).append(result["accuracy"])
-    return {
-        name: {"mean": float(np.mean(accuracies)), "std": float(np.std(accuracies)), "count": len(accuracies)}
-        for name, accuracies in groups.items()
-    }
+    return {name: summarize_values(accuracies) for name, accuracies in groups.items()}
+
+
+def summarize_values(values: Sequence[float]) -> dict[str, float]:
+    """Mean, (population) standard deviation and number of some values."""
+    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "count": len(values)}
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
@@ -104,7 +107,7 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def percent(summary: dict[str, float]) -> str:
+def format_percent(summary: dict[str, float]) -> str:
     """A mean in percent, with its spread where there are several measurements."""
     mean = f"{100 * summary['mean']:.1f}"
     if summary.get("count", 2) == 1:
@@ -148,6 +151,6 @@ def table_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], names: list
     """A table of summaries with a line for each depth and a column for each name."""
     rows = []
     for depth, summaries in by_depth.items():
-        accuracies = [percent(summaries[name]) for name in names]
+        accuracies = [format_percent(summaries[name]) for name in names]
         rows.append([str(depth) if depth else "-", *accuracies])
     return table(["depth", *(f"{group_by} {name}" for name in names)], rows)

@@ -20,9 +20,9 @@ from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.runtime.hardware import device
 
 WARMUP_SHARE = 0.04  # of the steps; DINOv2 has 1500 of 40,000
-IMAGES_PER_BLOCK = 16  # that are predicted together
+IMAGES_PER_PREDICTION = 16  # that are predicted together
 UNTAUGHT_LOGIT = -1e4  # its probability is 0; infinity times a weight of 0 would be no number when upsampled
-LOGITS_PER_BLOCK = 2**24  # upsampled at a time, which bounds the memory
+PIXEL_LOGITS_PER_BLOCK = 2**24  # upsampled at a time, which bounds the memory
 Predict = Callable[[Tensor], Tensor]
 """Features of patches (B, h, w, D), on the device, to scores (B, C, h, w)."""
 
@@ -141,10 +141,10 @@ def predict_pixels(predict: Predict, features: NDArray, size: Sequence[int], cla
         size: H, W.
         classes: C.
     """
-    images_per_upsampling = max(1, LOGITS_PER_BLOCK // (classes * math.prod(size)))
+    images_per_upsampling = max(1, PIXEL_LOGITS_PER_BLOCK // (classes * math.prod(size)))
     predicted = []
-    for first in range(0, len(features), IMAGES_PER_BLOCK):
-        block = torch.from_numpy(features[first : first + IMAGES_PER_BLOCK]).to(device())
+    for first in range(0, len(features), IMAGES_PER_PREDICTION):
+        block = torch.from_numpy(features[first : first + IMAGES_PER_PREDICTION]).to(device())
         for scores in predict(block).split(images_per_upsampling):
             predicted.append(upsample(scores, size).argmax(1).to(torch.int16).cpu())
     return torch.cat(predicted)

@@ -11,7 +11,7 @@ from torch import Tensor
 from evaluation.config import SegmentationConfig
 from evaluation.figures import plot_segmentation
 from evaluation.frozen.encoder import FrozenEncoder
-from evaluation.frozen.results import table
+from evaluation.frozen.results import format_percent, summarize_values, table
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchBaseline
 from evaluation.patches.masks import MaskedImages
@@ -34,7 +34,7 @@ def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str
         for reading in readings:
             of_reading = [result for result in results if result["case"] in (reading, "all")]
             for score in ("accuracy", "pixel_accuracy"):
-                cells.append(mean_percent([result[score] for result in of_reading]))
+                cells.append(format_percent(summarize_values([result[score] for result in of_reading])))
         rows.append(cells)
     return table(headings, rows)
 
@@ -49,16 +49,10 @@ def class_table(results: list[dict[str, Any]]) -> str:
         cells = []
         for seeds in by_case.values():
             ious = [of_seed[number] for of_seed in seeds if of_seed[number] is not None]
-            cells.append(mean_percent(ious) if ious else "-")
+            cells.append(format_percent(summarize_values(ious)) if ious else "-")
         if any(cell != "-" for cell in cells):
             rows.append([f"class {number}", *cells])
     return table(["IoU (%)", *by_case], rows)
-
-
-def mean_percent(values: Sequence[float]) -> str:
-    """A mean in percent, with its spread where there are several."""
-    mean = f"{100 * np.mean(values):.1f}"
-    return f"{mean} ± {100 * np.std(values):.1f}" if len(values) > 1 else mean
 
 
 def draw_predictions(
