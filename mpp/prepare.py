@@ -275,7 +275,7 @@ def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
     changed = differences(before, records)
     changed += [f"{split}: the split is gone" for split in before if split not in records]
     if changed:
-        raise UserError(f"out is {config.out}, prepared of other images ({'; '.join(changed)})")
+        raise UserError(f"out is {config.out}, prepared from other images ({'; '.join(changed)})")
     saved.parent.mkdir(parents=True, exist_ok=True)
     write_complete(saved, to_yaml(config))
     write_complete(saved.with_name(IMAGES_FILE), json.dumps(records))
@@ -297,7 +297,7 @@ def write_all(shards: Sequence[Shard], workers: int) -> Iterable[Shard]:
                 job.result()
                 yield jobs[job]
         except BrokenProcessPool:
-            raise UserError("a process died (out of memory?); the same command goes on, with fewer workers") from None
+            raise UserError("a process died (out of memory?); the same command continues, with fewer workers") from None
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -1,10 +1,12 @@
-"""What is looked at again and again of a stream: read once, by one process of a machine, and never used torn."""
+"""Samples of a stream that are kept on disk: read once, by one process of a machine, and never used torn."""
 
 import errno
 import io
+import itertools
 import os
 import shutil
 import tarfile
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import datasets
@@ -15,6 +17,7 @@ from conftest import Killed, encoded
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data import kept_samples
+from mpp.data.dataset import ImageDataset
 from mpp.data.kept_samples import CACHE_FOLDER, NOTES_FILE, ROWS_FILE
 from mpp.data.shards import Shards
 from mpp.data.stream_sources import load_streamed
@@ -26,25 +29,30 @@ SIZES = (3, 9, 1, 7, 5)  # rows of the shards
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache of its own."""
+    """An empty cache of the `datasets` library."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def shards(tmp_path):
-    """A folder of shards of several sizes to train on and one that is held out; a label tells what an image is."""
-    folder, rng = tmp_path / "data", np.random.default_rng(0)
+    """A folder of shards of several sizes to train on and one that is held out; an image's label is its number."""
+    folder = tmp_path / "data"
     folder.mkdir()
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.Value("int64"), "mask": datasets.Image()}
-    )
-    for number, size in enumerate((*SIZES, 6)):
-        images = [{"bytes": encoded(rng.integers(0, 256, (64, 64, 3), np.uint8)), "path": None} for _ in range(size)]
-        rows = {"image": images, "label": [100 * number + row for row in range(size)], "mask": images}
-        name = f"train-{number:05d}-of-00005" if number < len(SIZES) else "test-00000-of-00001"
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{name}.parquet")
+    rng = np.random.default_rng(0)
+    for number, size in enumerate(SIZES):
+        random_rows(rng, 100 * number, size).to_parquet(folder / f"train-{number:05d}-of-00005.parquet")
+    random_rows(rng, 100 * len(SIZES), 6).to_parquet(folder / "test-00000-of-00001.parquet")
     return folder
+
+
+def random_rows(rng: np.random.Generator, first: int, count: int) -> datasets.Dataset:
+    """Images of noise, their numbers as labels, and masks."""
+    kinds = {"image": datasets.Image(), "label": datasets.Value("int64"), "mask": datasets.Image()}
+    pixels = [rng.integers(0, 256, (64, 64, 3), np.uint8) for _ in range(count)]
+    images = [{"bytes": encoded(each), "path": None} for each in pixels]
+    rows = {"image": images, "label": list(range(first, first + count)), "mask": images}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
 
 
 def load(folder, probed=8, evaluated=4, **settings):
@@ -53,7 +61,7 @@ def load(folder, probed=8, evaluated=4, **settings):
 
 
 def kept(cache) -> list:
-    """Folders of the samples that lie in the cache."""
+    """Folders of the samples in the cache."""
     return sorted((cache / CACHE_FOLDER).glob("*"))
 
 
@@ -61,16 +69,33 @@ def unreadable(*_, **__):
     raise AssertionError("images are read")
 
 
+def assert_same_labels(some: list[ImageDataset], others: list[ImageDataset]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert one.labels.tolist() == other.labels.tolist()
+
+
+def assert_same_rows(some: list[ImageDataset], others: list[ImageDataset]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert list(one.rows) == list(other.rows)
+
+
 @pytest.mark.parametrize("limit", [1, 4, 7, 12, 17, 24, 25, 100])
 def test_a_sample_is_the_beginnings_of_shards_in_turn(shards, cache, monkeypatch, limit):
     monkeypatch.setattr("mpp.data.shards.SHARDS_PER_TURN", 2)
     monkeypatch.setattr("mpp.data.shards.ROWS_PER_READ", 2)
-    order, expected = permutation(Stream.CUT, 0, 1, len(SIZES)), []
+    order = permutation(Stream.CUT, 0, 1, len(SIZES))
+    expected: list[int] = []
     for first in range(0, len(SIZES), 2):
+        if len(expected) >= limit:
+            break
         pair = order[first : first + 2]
-        firsts = [[100 * n + row for row in range(SIZES[n])][: -(-limit // len(pair))] for n in pair]
-        if len(expected) < limit:
-            expected += [row for turn in zip_longest(*firsts) for row in turn if row is not None]
+        rows_per_shard = -(-limit // len(pair))
+        beginnings = []
+        for shard in pair:
+            rows = min(rows_per_shard, SIZES[shard])
+            beginnings.append(range(100 * shard, 100 * shard + rows))
+        for turn in zip_longest(*beginnings):
+            expected += [row for row in turn if row is not None]
     _, known, _ = load(shards, probed=limit)
     assert [int(known.names[number]) for number in known.labels] == expected[:limit]
 
@@ -80,14 +105,14 @@ def test_a_second_start_reads_no_image_and_has_the_same(shards, cache, monkeypat
     with monkeypatch.context() as context:
         context.setattr(Shards, "blocks", unreadable)
         _, *second = load(shards)
-        for one, other in zip(first, second, strict=True):
-            assert one.labels.tolist() == other.labels.tolist()
-            assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]
-        assert len(kept(cache)) == 2 and all("mask" not in part.rows.features for part in first)
+        assert_same_labels(first, second)
+        assert_same_rows(first, second)
+        assert len(kept(cache)) == 2
+        assert all("mask" not in part.rows.features for part in first)
         copied = shutil.copytree(shards, shards.parent / "elsewhere")  # with its dates
         assert load(copied)[1].labels.tolist() == first[0].labels.tolist()
     assert load(shards, eval_seed=1)[1].labels.tolist() != first[0].labels.tolist()
-    assert len(kept(cache)) == 3  # what is held out is the same
+    assert len(kept(cache)) == 3  # the held-out images are the same
 
 
 def test_a_sample_is_mapped_not_held(shards, cache):
@@ -121,25 +146,34 @@ def test_other_data_are_other_samples(shards, cache, monkeypatch):
 
 
 def names_of(rows) -> set[str]:
-    """What image files are called."""
+    """Names of the image files."""
     return {row["image"]["path"] for row in rows}
+
+
+def all_rows(shards: Shards) -> Iterator[dict]:
+    for shard in range(shards.count):
+        yield from itertools.chain.from_iterable(shards.blocks(shard, 9))
 
 
 @pytest.mark.parametrize("settings", [{}, {"cut_seed": 1}])
 def test_a_folders_replicates_hold_out_the_same_and_never_train_on_it(tmp_path, cache, settings):
-    folder, rng = tmp_path / "images", np.random.default_rng(1)
+    folder = tmp_path / "images"
     folder.mkdir()
+    rng = np.random.default_rng(1)
     for number in range(64):
         (folder / f"{number:02d}.png").write_bytes(encoded(rng.integers(0, 256, (8, 8, 3), np.uint8)))
     held_out = []
     for seed in (0, 1):
         shards, _, others = load(folder, eval_split=None, eval_seed=seed, evaluated=64, **settings)
-        blocks = (block for shard in range(shards.count) for block in shards.blocks(shard, 9))
-        trained, judged = names_of(row for block in blocks for row in block), names_of(others.rows)
-        assert len(trained) + len(judged) == 64 and not trained & judged
-        held_out.append(judged)
-    assert held_out[0] == held_out[1] and len(held_out[0]) == 8
-    assert names_of(load(folder, eval_split=None, evaluated=64, cut_seed=2)[2].rows) != held_out[0]
+        trained = names_of(all_rows(shards))
+        evaluated = names_of(others.rows)
+        assert len(trained) + len(evaluated) == 64
+        assert not trained & evaluated
+        held_out.append(evaluated)
+    assert held_out[0] == held_out[1]
+    assert len(held_out[0]) == 8
+    _, _, others = load(folder, eval_split=None, evaluated=64, cut_seed=2)
+    assert names_of(others.rows) != held_out[0]
 
 
 def test_a_damaged_shard_is_an_error_in_a_line(shards, cache):
@@ -149,7 +183,7 @@ def test_a_damaged_shard_is_an_error_in_a_line(shards, cache):
         load(shards)
 
 
-TEARS = {  # what a crash, or a disk, may leave
+TEARS = {  # left by a crash, or by a disk
     "truncated": lambda rows, notes: rows.write_bytes(rows.read_bytes()[:-100]),
     "without its notes": lambda rows, notes: notes.unlink(),
     "with torn notes": lambda rows, notes: notes.write_bytes(notes.read_bytes()[:10]),
@@ -164,50 +198,51 @@ def test_a_torn_sample_is_read_anew(shards, cache, how):
     for folder in kept(cache):
         TEARS[how](folder / ROWS_FILE, folder / NOTES_FILE)
     _, *second = load(shards)
-    for one, other in zip(first, second, strict=True):
-        assert one.labels.tolist() == other.labels.tolist() and other.decode(0, ImagesConfig()).shape == (3, 64, 64)
+    assert_same_labels(first, second)
+    assert all(sample.decode(0, ImagesConfig()).shape == (3, 64, 64) for sample in second)
 
 
 def test_reads_of_a_sample_that_fail_are_tried_again(shards, cache, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    read, failures = Shards.read_blocks, iter([OSError("away"), ConnectionError("reset"), OSError("away")])
+    read_blocks = Shards.read_blocks
+    failures = iter([OSError("away"), ConnectionError("reset"), OSError("away")])
 
     def fails_at_first(self, *shard):
         for error in failures:
             raise error
-        return (yield from read(self, *shard))
+        yield from read_blocks(self, *shard)
 
-    _, *known = load(shards)
+    _, *expected = load(shards)
     shutil.rmtree(cache)
     monkeypatch.setattr(Shards, "read_blocks", fails_at_first)
-    for one, other in zip(load(shards, read_retries=3)[1:], known, strict=True):
-        assert one.labels.tolist() == other.labels.tolist()
+    _, *retried = load(shards, read_retries=3)
+    assert_same_labels(retried, expected)
     failures = iter([tarfile.ReadError("unexpected end of data")])
     shutil.rmtree(cache)
     with pytest.raises(UserError, match=r"shard \d is damaged after row 0: unexpected end of data; replace it"):
         load(shards, read_retries=3)
 
 
-def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch):
+@pytest.mark.parametrize(("error", "words"), [(Killed("killed"), "killed"), (ReadFailed("gone"), "^gone$")])
+def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch, error, words):
     monkeypatch.setattr("mpp.data.kept_samples.ROWS_PER_WRITE", 2)
     blocks = Shards.blocks
-    for error, words in ((Killed("killed"), "killed"), (ReadFailed("gone"), "^gone$")):
 
-        def breaks_off(self, shard, size, error=error, **options):
-            for number, block in enumerate(blocks(self, shard, 3, **options)):
-                if number:
-                    raise error
-                yield block
+    def breaks_off(self, shard, size, **options):
+        yield next(blocks(self, shard, 3, **options))
+        raise error
 
-        with monkeypatch.context() as context, pytest.raises(BaseException, match=words):
-            context.setattr(Shards, "blocks", breaks_off)
-            load(shards, probed=100)
-        assert not list(cache.rglob("*.partial")) and not list(cache.rglob(ROWS_FILE))
-    assert len(load(shards, probed=100)[1]) == 25
+    with monkeypatch.context() as context, pytest.raises(BaseException, match=words):
+        context.setattr(Shards, "blocks", breaks_off)
+        load(shards, probed=100)
+    assert not list(cache.rglob("*.partial"))
+    assert not list(cache.rglob(ROWS_FILE))
+    _, known, _ = load(shards, probed=100)
+    assert len(known) == 25
 
 
 class FullDisk(io.BytesIO):
-    """Where the first rows have room."""
+    """A fake of a disk that has room for the first rows."""
 
     def write(self, data) -> int:
         if self.tell() > 20_000:
@@ -237,7 +272,7 @@ def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch
 
     monkeypatch.setattr("mpp.data.kept_samples.list_files", unreachable)
     _, *second = load(shards)
-    for one, other in zip(first, second, strict=True):
-        assert [one.rows[i] for i in range(len(one))] == [other.rows[i] for i in range(len(other))]
+    assert_same_rows(first, second)
     assert len(load(shards, probed=0)[1]) == 0
-    assert "cannot be listed (the hub is out of reach)" in capsys.readouterr().err and kept(cache) == kept_before
+    assert "cannot be listed (the hub is out of reach)" in capsys.readouterr().err
+    assert kept(cache) == kept_before

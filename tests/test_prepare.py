@@ -1,4 +1,4 @@
-"""Datasets made ready for training: what becomes of each image, in parallel, resumed, reported."""
+"""Datasets made ready for training: images shrunk or kept, in parallel, resumed, reported."""
 
 import io
 import json
@@ -8,6 +8,7 @@ import shutil
 import tarfile
 import warnings
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import datasets
@@ -26,22 +27,33 @@ from mpp.data.decoding.decode import decode
 from mpp.data.sources import load_image_datasets
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UnreadableImage, UserError
-from mpp.prepare import NOTES_FOLDER, main, prepare_image
+from mpp.prepare import IMAGES_FILE, NOTES_FOLDER, Shard, main, prepare_image
 from mpp.runtime.lock import hold
+
+ORIENTATION = 274  # TIFF's tag
+UPSIDE_DOWN = 3
+
+
+def pixels_of(number: int) -> np.ndarray:
+    """An image (H, W, 3): those of even numbers are large."""
+    return picture(number, (40, 48) if number % 2 else (90, 120))
+
+
+def class_of(number: int) -> str:
+    return "cat" if number % 3 else "dog"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Thirty images in two classes: large ones, small ones, an upright one, and two that are broken."""
+    """Thirty images in two classes: large ones, small ones, and two that are broken; and one that is held out."""
+    train, test = tmp_path / "images" / "train", tmp_path / "images" / "test"
+    for class_folder in (train / "cat", train / "dog", test / "dog"):
+        class_folder.mkdir(parents=True)
     for number in range(28):
-        size = (40, 48) if number % 2 else (90, 120)
-        file = tmp_path / "images" / "train" / ("cat" if number % 3 else "dog") / f"{number:02d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(number, size)))
-    (tmp_path / "images" / "train" / "cat" / "empty.png").write_bytes(b"")
-    (tmp_path / "images" / "train" / "dog" / "text.jpg").write_bytes(b"no image")
-    (tmp_path / "images" / "test" / "dog").mkdir(parents=True)
-    (tmp_path / "images" / "test" / "dog" / "a.png").write_bytes(encoded(picture(99)))
+        (train / class_of(number) / f"{number:02d}.png").write_bytes(encoded(pixels_of(number)))
+    (train / "cat" / "empty.png").write_bytes(b"")
+    (train / "dog" / "text.jpg").write_bytes(b"no image")
+    (test / "dog" / "a.png").write_bytes(encoded(picture(99)))
     return tmp_path / "images"
 
 
@@ -49,33 +61,41 @@ def options(folder: Path, out: Path, *more: str) -> list[str]:
     return [f"--data.path={folder}", f"--out={out}", "--short_side=60", "--rows=8", "--workers=2", *more]
 
 
+def prepared_rows(out: Path) -> datasets.Dataset:
+    """The training images, as files."""
+    return datasets.load_dataset(str(out))["train"].cast_column("image", datasets.Image(decode=False))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_path, capsys):
-    main(options(folder, tmp_path / "out"))
-    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == [".lock", NOTES_FOLDER, "data"]
-    assert sorted(path.name for path in (tmp_path / "out" / "data").glob("*")) == [
-        "test-00000-of-00001.parquet",
-        *(f"train-{n:05d}-of-00004.parquet" for n in range(4)),
-    ]
-    loaded = datasets.load_dataset(str(tmp_path / "out"))
-    assert loaded["train"].num_rows == 28
-    rows = loaded["train"].cast_column("image", datasets.Image(decode=False))
-    seen = {Path(row["image"]["path"]).name: row for row in rows}
-    assert list(seen) != sorted(seen)  # shuffled
+    out = tmp_path / "out"
+    main(options(folder, out))
+    assert names_in(out) == [".lock", NOTES_FOLDER, "data"]
+    train_shards = [f"train-{number:05d}-of-00004.parquet" for number in range(4)]
+    assert names_in(out / "data") == ["test-00000-of-00001.parquet", *train_shards]
+    by_name = {Path(row["image"]["path"]).name: row for row in prepared_rows(out)}
+    assert len(by_name) == 28
+    assert list(by_name) != sorted(by_name)  # shuffled
     for number in range(28):
-        row, size = seen[f"{number:02d}.png"], (40, 48) if number % 2 else (90, 120)
-        assert row["label"] == ("cat" if number % 3 else "dog")
-        assert row["image"]["path"] == f"train/{'cat' if number % 3 else 'dog'}/{number:02d}.png"  # nothing above it
-        data, original = row["image"]["bytes"], encoded(picture(number, size))
+        row = by_name[f"{number:02d}.png"]
+        assert row["label"] == class_of(number)
+        assert row["image"]["path"] == f"train/{class_of(number)}/{number:02d}.png"  # nothing above it
+        data, original = row["image"]["bytes"], pixels_of(number)
         if number % 2:
-            assert data == original
-        else:
-            assert data[:2] == b"\xff\xd8" and decode(data, ImagesConfig()).shape == (3, 60, 80)
-            expected = Image.fromarray(picture(number, size)).resize((80, 60), Image.Resampling.BILINEAR)
-            assert abs(np.array(expected, int) - decode(data, ImagesConfig()).permute(1, 2, 0).numpy()).mean() < 4
-    said = capsys.readouterr().out
-    assert "29 images" in said and "dropped 2 that cannot be decoded" in said
-    dropped = (tmp_path / "out" / NOTES_FOLDER / "dropped.txt").read_text().splitlines()
-    assert dropped == [
+            assert data == encoded(original)
+            continue
+        assert data.startswith(b"\xff\xd8")  # JPEG
+        shrunk = decode(data, ImagesConfig()).permute(1, 2, 0).numpy()
+        assert shrunk.shape == (60, 80, 3)
+        expected = Image.fromarray(original).resize((80, 60), Image.Resampling.BILINEAR)
+        assert abs(np.array(expected, int) - shrunk).mean() < 4
+    printed = capsys.readouterr().out
+    assert "29 images" in printed
+    assert "dropped 2 that cannot be decoded" in printed
+    assert (out / NOTES_FOLDER / "dropped.txt").read_text().splitlines() == [
         "train/cat/empty.png: an empty file instead of an image",
         "train/dog/text.jpg: no image file of a known sort",
     ]
@@ -86,64 +106,73 @@ def test_a_line_of_pixels_stays_one(tmp_path):
         file = io.BytesIO()
         Image.new("RGB", size, (200, 30, 30)).save(file, "PNG")
         config = PrepareConfig(data=ImagesConfig(bands=(1, 2, 3)), out="out", short_side=8)
-        with Image.open(io.BytesIO(prepare_image(file.getvalue(), config))) as found:
-            assert found.mode == "RGB" and found.size == size
+        with Image.open(io.BytesIO(prepare_image(file.getvalue(), config))) as prepared:
+            assert prepared.mode == "RGB"
+            assert prepared.size == size
 
 
 def test_a_turned_tiff_of_many_bands_is_shrunk():
-    tifffile.imwrite(file := io.BytesIO(), picture(0, (80, 90)), extratags=[(274, "H", 1, 3, True)])
+    pixels = picture(0, (80, 90))
+    file = io.BytesIO()
+    tifffile.imwrite(file, pixels, extratags=[(ORIENTATION, "H", 1, UPSIDE_DOWN, True)])
     config = PrepareConfig(data=SourceConfig(bands=(3, 2, 1, 1), channels=4), out="out", format="npy", short_side=40)
-    expected = functional.resize(
-        torch.from_numpy(picture(0, (80, 90))[::-1, ::-1, [2, 1, 0, 0]].copy()).permute(2, 0, 1), [40]
-    )
-    assert torch.equal(decode(prepare_image(file.getvalue(), config), ImagesConfig(channels=4)), expected)
+    upright = pixels[::-1, ::-1, [2, 1, 0, 0]].copy()
+    expected = functional.resize(torch.from_numpy(upright).permute(2, 0, 1), [40])
+    prepared = prepare_image(file.getvalue(), config)
+    assert torch.equal(decode(prepared, ImagesConfig(channels=4)), expected)
 
 
 def test_plain_pixels_lose_nothing(folder, tmp_path):
     main(options(folder, tmp_path / "out", "--format=ppm"))
-    rows = datasets.load_dataset(str(tmp_path / "out"))["train"].cast_column("image", datasets.Image(decode=False))
+    rows = prepared_rows(tmp_path / "out")
     assert len(rows) == 28
     for row in rows:
         number = int(Path(row["image"]["path"]).stem)
-        original = torch.from_numpy(picture(number, (40, 48) if number % 2 else (90, 120))).permute(2, 0, 1)
-        expected = original if number % 2 else functional.resize(original, [60], antialias=True)
+        expected = torch.from_numpy(pixels_of(number)).permute(2, 0, 1)
+        if number % 2 == 0:
+            expected = functional.resize(expected, [60], antialias=True)
         data = row["image"]["bytes"]
-        assert data.startswith(b"P6\n") and torch.equal(decode(data, ImagesConfig()), expected)
+        assert data.startswith(b"P6\n")
+        assert torch.equal(decode(data, ImagesConfig()), expected)
         assert np.array_equal(np.array(Image.open(io.BytesIO(data))), expected.permute(1, 2, 0).numpy())
 
 
-def test_what_is_prepared_is_trained_on_either_way(folder, tmp_path, pretrain):
-    main(options(folder, tmp_path / "out"))
-    train, test = load_image_datasets(DataConfig(path=str(tmp_path / "out")))
-    assert (len(train), len(test)) == (28, 1) and sorted(set(train.labels)) == [0, 1]
-    shards, known, _ = load_streamed(DataConfig(path=str(tmp_path / "out"), streaming=True), 9, 9)
-    assert shards.count == 4 and len(known) == 9
-    pretrain(f"--data.path={tmp_path / 'out'}", "--data.streaming=true")
+def test_prepared_images_are_trained_on_indexed_or_streamed(folder, tmp_path, pretrain):
+    out = tmp_path / "out"
+    main(options(folder, out))
+    train, test = load_image_datasets(DataConfig(path=str(out)))
+    assert (len(train), len(test)) == (28, 1)
+    assert sorted(set(train.labels)) == [0, 1]
+    shards, known, _ = load_streamed(DataConfig(path=str(out), streaming=True), 9, 9)
+    assert shards.count == 4
+    assert len(known) == 9
+    pretrain(f"--data.path={out}", "--data.streaming=true")
 
 
-def test_a_broken_off_command_goes_on(folder, tmp_path, monkeypatch, capsys):
-    main(options(folder, tmp_path / "whole"))
-    monkeypatch.setattr(prepare, "write_all", lambda shards, workers: stop_after(2, shards))
-    with pytest.raises(KeyboardInterrupt):
-        main(options(folder, tmp_path / "out"))
-    (tmp_path / "out" / "data" / ".train-00003-of-00004.parquet.partial").write_bytes(b"half")
-    monkeypatch.undo()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("data/*.parquet")}
-    assert len(before) == 2
+def test_a_broken_off_command_continues(folder, tmp_path, monkeypatch, capsys):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    main(options(folder, whole))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "write_all", lambda shards, workers: write_two(shards))
+        main(options(folder, out))
+    (out / "data" / ".train-00003-of-00004.parquet.partial").write_bytes(b"half")
+    written_at = {path: path.stat().st_mtime_ns for path in (out / "data").glob("*.parquet")}
+    assert len(written_at) == 2
     capsys.readouterr()
-    main(options(folder, tmp_path / "out"))
+    main(options(folder, out))
     assert "5 shards, 2 of them there already" in capsys.readouterr().out
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    files = sorted(path.name for path in (tmp_path / "whole" / "data").glob("*"))
-    assert all((tmp_path / "whole/data" / f).read_bytes() == (tmp_path / "out/data" / f).read_bytes() for f in files)
+    for path, time in written_at.items():
+        assert path.stat().st_mtime_ns == time
+    for file in (whole / "data").iterdir():
+        assert file.read_bytes() == (out / "data" / file.name).read_bytes()
 
 
-def stop_after(count, shards):
-    for number, shard in enumerate(shards):
-        if number == count:
-            raise KeyboardInterrupt
+def write_two(shards: Sequence[Shard]) -> Iterator[Shard]:
+    """Write two shards; then the user breaks off."""
+    for shard in shards[:2]:
         prepare.write_shard(shard)
         yield shard
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])
@@ -158,9 +187,12 @@ def test_an_archive_is_a_folder(folder, tmp_path, kind):
             archive.add(folder / "train", "train")
     main(options(file, tmp_path / "out"))
     train, _ = load_image_datasets(SourceConfig(path=str(tmp_path / "out"), eval_split=None))
-    assert len(train) >= 26 and set(train.labels) == {0, 1}
-    paths = [row["image"]["path"] for row in train.rows]
-    assert not any(os.path.isabs(path) or ".." in path for path in paths)
+    assert len(train) >= 26
+    assert set(train.labels) == {0, 1}
+    for row in train.rows:
+        path = row["image"]["path"]
+        assert not os.path.isabs(path)
+        assert ".." not in path
 
 
 def test_an_archive_is_unpacked_whole_and_again_where_it_changed(tmp_path, monkeypatch):
@@ -226,12 +258,13 @@ def test_bad_settings_are_named(folder, tmp_path, settings, words):
 def test_other_settings_are_named_before_images_are_looked_for(folder, tmp_path):
     """The folder may have noted a commit, which these images would not have."""
     main(options(folder, tmp_path / "out"))
-    noted = tmp_path / "out" / ".prepare" / "images.json"
-    noted.write_text(
-        json.dumps({name: of | {"revision": "0" * 40} for name, of in json.loads(noted.read_text()).items()})
-    )
+    file = tmp_path / "out" / NOTES_FOLDER / IMAGES_FILE
+    records = json.loads(file.read_text())
+    for record in records.values():
+        record["revision"] = "0" * 40
+    file.write_text(json.dumps(records))
     with pytest.raises(UserError, match=r"prepared with another data\.path; choose another out"):
-        main([*options(folder, tmp_path / "out"), "--data.path=somebody/else"])
+        main([*options(folder, tmp_path / "out"), "--data.path=owner/name"])
 
 
 def test_splits_keep_their_names(tmp_path):
@@ -253,22 +286,26 @@ def test_one_command_a_folder(folder, tmp_path):
 
 
 def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
-    main(options(folder, tmp_path / "out"))
+    out = tmp_path / "out"
+    main(options(folder, out))
+    monkeypatch.setattr(prepare, "write_all", lambda *_: pytest.fail("it was prepared"))
     with pytest.raises(ValueError, match="prepared with another quality; choose another out"):
-        main(options(folder, tmp_path / "out", "--quality=50"))
-    with monkeypatch.context() as context:
-        context.setattr(prepare, "write_all", lambda *_: pytest.fail("it was prepared"))
-        (folder / "train" / "cat" / "more.png").write_bytes(encoded(picture(0)))
-        with pytest.raises(ValueError, match=r"prepared of other images .*30.*31"):
-            main(options(folder, tmp_path / "out"))
-        (folder / "train" / "cat" / "more.png").replace(folder / "train" / "cat" / "empty.png")  # as many as before
-        with pytest.raises(ValueError, match="prepared with another rows"):
-            main(options(folder, tmp_path / "out", "--rows=9"))
-        with pytest.raises(ValueError, match=r"prepared of other images \(train: the files .* changed\)"):
-            main(options(folder, tmp_path / "out"))
-        shutil.rmtree(folder / "test")
-        with pytest.raises(ValueError, match="test: the split is gone"):
-            main(options(folder, tmp_path / "out"))
+        main(options(folder, out, "--quality=50"))
+    new = folder / "train" / "cat" / "more.png"
+    new.write_bytes(encoded(picture(0)))
+    with pytest.raises(ValueError, match=r"prepared from other images .*30.*31"):
+        main(options(folder, out))
+    new.replace(folder / "train" / "cat" / "empty.png")  # as many as before
+    with pytest.raises(ValueError, match="prepared with another rows"):
+        main(options(folder, out, "--rows=9"))
+    with pytest.raises(ValueError, match=r"prepared from other images \(train: the files .* changed\)"):
+        main(options(folder, out))
+    shutil.rmtree(folder / "test")
+    with pytest.raises(ValueError, match="test: the split is gone"):
+        main(options(folder, out))
+
+
+def test_shards_are_not_written_among_the_images_or_other_files(folder, tmp_path):
     with pytest.raises(ValueError, match=r"out is .*shards; it must be outside of .*images: its"):
         main(options(folder, folder / "shards"))
     (tmp_path / "other").mkdir()
@@ -278,16 +315,20 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
 
 
 def test_other_labels_are_not_mixed(tmp_path):
-    files = tmp_path / "data.parquet"
-    cells = [{"bytes": encoded(picture(number)), "path": None} for number in range(4)]
+    file = tmp_path / "data.parquet"
+    arguments = [f"--data.path={file}", f"--out={tmp_path / 'out'}", "--workers=1"]
+    write_labelled(file, [0, 1, 0, 1])
+    main(arguments)
+    write_labelled(file, [0, 1, 1, 1])
+    with pytest.raises(UserError, match=r"prepared from other images \(train: labels changed\)"):
+        main(arguments)
+
+
+def write_labelled(file: Path, labels: list[int]) -> None:
+    """Write the same images with these labels."""
+    cells = [{"bytes": encoded(picture(number)), "path": None} for number in range(len(labels))]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    words = [f"--data.path={files}", f"--out={tmp_path / 'out'}", "--workers=1"]
-    for labels in ([0, 1, 0, 1], [0, 1, 1, 1]):
-        datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features).to_parquet(files)
-        if labels[2] == 0:
-            main(words)
-    with pytest.raises(UserError, match=r"prepared of other images \(train: labels changed\)"):
-        main(words)
+    datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features).to_parquet(file)
 
 
 def test_the_command(folder, tmp_path, monkeypatch, capsys):

@@ -1,7 +1,9 @@
-"""Images that cannot be read now, or not be decoded: tried again, told, never made up."""
+"""Images that cannot be read now, or not be decoded: tried again, reported, never made up."""
 
 import itertools
 import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -42,8 +44,10 @@ def test_a_read_is_tried_again_with_growing_pauses(pauses, capsys):
 
     assert read_with_retries(read, "a.png", 8) == b"image"
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "a.png cannot be read: [Errno 5] Input/output error" in said and "183 s" in said
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "a.png cannot be read: [Errno 5] Input/output error" in warning
+    assert "183 s" in warning
 
 
 def test_a_read_that_goes_on_failing_is_an_error(pauses, tmp_path):
@@ -64,41 +68,50 @@ def test_a_loader_processs_error_is_one_line(image_folder):
     assert not multiprocessing.active_children()
 
 
-def at_update(monkeypatch, step: int, act) -> None:
-    """Call `act` just before update `step` (from 0)."""
+def before_step(monkeypatch, step: int, act: Callable[[], object]) -> None:
+    """Call `act` just before `step` (from 0)."""
     update = Update.__call__
 
-    def first_act(self, number, *args, **kwargs):
+    def act_first(self, number, *args, **options):
         if number == step:
             act()
-        return update(self, number, *args, **kwargs)
+        return update(self, number, *args, **options)
 
-    monkeypatch.setattr(Update, "__call__", first_act)
+    monkeypatch.setattr(Update, "__call__", act_first)
+
+
+def assert_same_run(run: Path, other: Path, *metrics: str) -> None:
+    """Two runs have the same metrics and the same encoder, bit by bit."""
+    for name in ("loss", *metrics):
+        assert read_metrics(run, name) == read_metrics(other, name)
+    weights = Path("encoder", "model.safetensors")
+    assert (run / weights).read_bytes() == (other / weights).read_bytes()
 
 
 @pytest.mark.parametrize("back_after", [2, None])
 def test_a_folder_that_goes_away(pretrain, tmp_path, image_folder, monkeypatch, pauses, back_after):
     """It comes back while reads are tried again: the same bits. Or it does not: a checkpoint; the same bits later."""
-    options = [f"--data.path={image_folder}", "--data.cache_gb=0", "--data.read_retries=4", "--run.checkpoint_every=99"]
-    whole = pretrain(*options, "--run.steps=6", dir=tmp_path / "whole")
-    elsewhere = image_folder.with_name("elsewhere")
-    at_update(monkeypatch, 2, lambda: image_folder.rename(elsewhere))
-    calls = itertools.count(1)
-    monkeypatch.setattr(
-        retry.time, "sleep", lambda seconds: elsewhere.rename(image_folder) if next(calls) == back_after else None
-    )
+    options = [f"--data.path={image_folder}", "--data.cache_gb=0", "--data.read_retries=4"]
+    options += ["--run.steps=6", "--run.checkpoint_every=99"]
     run = tmp_path / "run"
+    whole = pretrain(*options, dir=tmp_path / "whole")
+    elsewhere = image_folder.with_name("elsewhere")
+    pause_numbers = itertools.count(1)
+
+    def fake_sleep(seconds):
+        if next(pause_numbers) == back_after:
+            elsewhere.rename(image_folder)
+
+    before_step(monkeypatch, 2, lambda: image_folder.rename(elsewhere))
+    monkeypatch.setattr(retry.time, "sleep", fake_sleep)
     if back_after is None:
         with pytest.raises(ReadFailed, match=r"cannot be read, tried for 15 s: .*a checkpoint after step 3 is written"):
-            pretrain(*options, "--run.steps=6")
+            pretrain(*options)
         assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_00000003"]
         elsewhere.rename(image_folder)
         monkeypatch.undo()
-    pretrain(*options, "--run.steps=6")
-    assert read_metrics(run) == read_metrics(whole)
-    assert (run / "encoder" / "model.safetensors").read_bytes() == (
-        whole / "encoder" / "model.safetensors"
-    ).read_bytes()
+    pretrain(*options)
+    assert_same_run(run, whole)
 
 
 @pytest.mark.parametrize("step", [2, 5])
@@ -108,40 +121,41 @@ def test_an_evaluation_that_failed_is_done_when_the_run_goes_on(
     """One in the middle, and the last one, whose scalars are the run's."""
     options = [f"--data.path={image_folder}", "--data.eval_split=null", "--data.read_retries=0", "--run.steps=6"]
     options += ["--run.eval_every=3", "--run.checkpoint_every=99"]
-    whole, run, elsewhere = pretrain(*options, dir=tmp_path / "whole"), tmp_path / "run", image_folder.with_name("gone")
+    whole = pretrain(*options, dir=tmp_path / "whole")
+    elsewhere = image_folder.with_name("gone")
     with monkeypatch.context() as patch:
-        at_update(patch, step, lambda: image_folder.rename(elsewhere))  # when the update's own images are read
+        before_step(patch, step, lambda: image_folder.rename(elsewhere))  # after its own images are read
         with pytest.raises(ReadFailed, match=rf"cannot be read, .*a checkpoint after step {step + 1} is written"):
             pretrain(*options)
     elsewhere.rename(image_folder)
     pretrain(*options)
-    for name in ("heldout/loss", "heldout/accuracy", "loss"):
-        assert read_metrics(run, name) == read_metrics(whole, name)
-    assert (run / "encoder" / "model.safetensors").read_bytes() == (
-        whole / "encoder" / "model.safetensors"
-    ).read_bytes()
+    assert_same_run(tmp_path / "run", whole, "heldout/loss", "heldout/accuracy")
 
 
-def batch(good: int, bad: int) -> SimpleNamespace:
-    """What a Feed looks at of a batch."""
+def fake_batch(good: int, bad: int) -> SimpleNamespace:
+    """A batch of so many images, in which `bad` others have been replaced."""
     return SimpleNamespace(images=torch.zeros(good), unreadable=[f"{number}.png: broken" for number in range(bad)])
 
 
 def test_most_of_the_latest_images_count_and_not_the_whole_life():
-    feed = Feed(itertools.chain(itertools.repeat(batch(64, 0), 2000), itertools.repeat(batch(64, 100))), 1)
+    fine = itertools.repeat(fake_batch(64, 0), 2000)
+    broken = itertools.repeat(fake_batch(64, 100))
+    feed = Feed(itertools.chain(fine, broken), 1)
     for _ in range(2000):
         feed.take()
-    latest = iter(range(20))
-    with pytest.raises(
-        UserError, match=rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png: broken"
-    ):
-        for _ in latest:
+    message = rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png: broken"
+    taken = 0
+    with pytest.raises(UserError, match=message):
+        for _ in range(20):
+            taken += 1
             feed.take()
-    assert next(latest) * 164 <= RECENT_IMAGES + 164
+    assert taken * 164 <= RECENT_IMAGES + 164
 
 
 def test_a_few_broken_images_end_nothing():
-    feed = Feed(itertools.chain([batch(0, MIN_IMAGES - 1), batch(64, 0)], itertools.repeat(batch(51, 49), 50)), 1)
+    begin = [fake_batch(0, MIN_IMAGES - 1), fake_batch(64, 0)]
+    rest = itertools.repeat(fake_batch(51, 49), 50)
+    feed = Feed(itertools.chain(begin, rest), 1)
     for _ in range(30):
         feed.take()
 
@@ -155,5 +169,7 @@ def test_nothing_is_made_up_where_no_image_can_be_decoded(tmp_path):
         views[0, 7]
     cells[5]["bytes"] = encoded(picture())
     dataset.rows = datasets.Dataset.from_dict({"image": cells}, images)
-    shown = [views[0, index] for index in range(3)]
-    assert all(int(each.indices) == 5 and each.unreadable for each in shown)
+    for index in range(3):
+        sample = views[0, index]
+        assert int(sample.indices) == 5
+        assert sample.unreadable
