@@ -32,7 +32,8 @@ from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
-from mpp.runtime.start import command, start_alone
+from mpp.runtime.command import command
+from mpp.runtime.start import start_alone
 from mpp.training.feed import Feed
 from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
 from mpp.training.history import RECENT_LINES

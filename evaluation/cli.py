@@ -81,4 +81,4 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"mpp {name}", *words]
-    import_module("mpp.runtime.start").command(lambda: import_module(module).main())  # torch makes a cache on import
+    import_module("mpp.runtime.command").command(lambda: import_module(module).main())  # torch makes a cache on import

@@ -23,9 +23,9 @@ from evaluation.comparison.run import evaluate_cases
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
 from mpp.errors import UserError
+from mpp.runtime.command import command
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import hold
-from mpp.runtime.start import command
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel
 from mpp.models.descriptions import learned_labels
+from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED, Stream, permutation
-from mpp.runtime.start import command
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due

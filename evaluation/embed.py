@@ -39,12 +39,13 @@ from mpp.data.loader import build_loader
 from mpp.data.sources import load_splits
 from mpp.data.workers import deaths_explained, note_reading
 from mpp.errors import UnreadableImage
+from mpp.runtime.command import command
 from mpp.runtime.files import complete
 from mpp.runtime.lock import hold
 from mpp.runtime.messages import tell
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
-from mpp.runtime.start import command, start_alone
+from mpp.runtime.start import start_alone
 from mpp.runtime.weights import fingerprint
 
 IDENTITY_KEY = b"mpp"  # of the table's metadata

@@ -35,8 +35,9 @@ from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
 from mpp.models.timm_models import set_attention
+from mpp.runtime.command import command
 from mpp.runtime.files import complete
-from mpp.runtime.start import command, start_alone
+from mpp.runtime.start import start_alone
 from mpp.runtime.weights import encoder_folder, fingerprint
 
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant

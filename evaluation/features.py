@@ -14,7 +14,8 @@ from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import report_path, report_suffix
 from mpp.config import RunConfig, require
-from mpp.runtime.start import command, start
+from mpp.runtime.command import command
+from mpp.runtime.start import start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

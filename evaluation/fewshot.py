@@ -21,8 +21,8 @@ from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import run_probe
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
+from mpp.runtime.command import command
 from mpp.runtime.messages import note
-from mpp.runtime.start import command
 
 BIAS = 100.0
 TEST_IMAGES_PER_BLOCK = 4096  # scored at a time, which bounds the memory

@@ -30,7 +30,7 @@ from mpp.config import require
 from mpp.data.loader import BatchLayout
 from mpp.errors import Diverged, UserError
 from mpp.models.timm_models import checkpoint_activations
-from mpp.runtime.start import command
+from mpp.runtime.command import command
 from mpp.runtime.weights import fingerprint
 from mpp.training.log import Tracker, last_evaluation, last_scalars
 from mpp.training.run import train

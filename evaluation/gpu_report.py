@@ -19,7 +19,7 @@ from torch.utils.collect_env import get_pretty_env_info
 from evaluation.config import GpuReportConfig
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.runtime.start import command
+from mpp.runtime.command import command
 
 ROOT = Path(__file__).parent.parent
 TESTS = ("pytest", "-m", "gpu", "-k", "not compiled", "-q", "-rA", "--no-header", "--tb=short", "tests/test_gpu.py")

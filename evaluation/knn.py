@@ -14,8 +14,8 @@ from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import run_probe
 from mpp.features.metrics import is_right
 from mpp.features.neighbours import knn_predict
+from mpp.runtime.command import command
 from mpp.runtime.hardware import device
-from mpp.runtime.start import command
 
 
 def run(config: KnnConfig) -> dict[str, Any]:

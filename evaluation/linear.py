@@ -23,9 +23,9 @@ from evaluation.frozen.probing import run_probe
 from evaluation.supervision.heads import zero_head
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks
+from mpp.runtime.command import command
 from mpp.runtime.hardware import device
 from mpp.runtime.progress import progress_bar
-from mpp.runtime.start import command
 
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
 IMAGES_PER_BLOCK = 2**14  # whose features are copied at a time

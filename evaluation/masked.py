@@ -14,7 +14,7 @@ from evaluation.config import MaskedConfig
 from evaluation.frozen.results import report_path, table, write_json
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.runtime.start import command
+from mpp.runtime.command import command
 from mpp.training.log import last_evaluation
 
 METRIC_OF_LINE = {

@@ -20,7 +20,7 @@ from mpp.corruption import Corruption, draw
 from mpp.data.loader import BatchLayout
 from mpp.models.networks import build_model
 from mpp.models.timm_models import cell_grid
-from mpp.runtime.start import command
+from mpp.runtime.command import command
 from mpp.training.optim import build_optimizer
 
 

@@ -34,7 +34,7 @@ from mpp.config.saved import parse_saved
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
-from mpp.runtime.start import command
+from mpp.runtime.command import command
 from mpp.training.history import History, after_training_began, best_depth, probe_lines, series, values_by_depth
 from mpp.training.log import metrics_of
 from mpp.training.record import read_record, recorded_commit

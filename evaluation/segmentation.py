@@ -54,8 +54,9 @@ from evaluation.patches.tables import class_table, draw_predictions, reading_tab
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
+from mpp.runtime.command import command
 from mpp.runtime.hardware import device
-from mpp.runtime.start import command, start_alone
+from mpp.runtime.start import start_alone
 from mpp.training.log import event_writer
 
 MOST_FREQUENT = "the most frequent class"

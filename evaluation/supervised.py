@@ -26,8 +26,8 @@ from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_he
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
+from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED
-from mpp.runtime.start import command
 from mpp.training.flops import executed_flops
 from mpp.training.log import last_evaluation
 from mpp.training.run import train

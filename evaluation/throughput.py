@@ -30,8 +30,9 @@ from evaluation.frozen.results import table, write_json
 from mpp.config import RunConfig, require
 from mpp.config.parsing import parse
 from mpp.errors import UserError
+from mpp.runtime.command import command
 from mpp.runtime.hardware import bf16_is_native
-from mpp.runtime.start import command, start
+from mpp.runtime.start import start
 
 BLOCK = 6  # updates in a row when loading is a part of it
 DRAIN = 4  # before them, so that what was loaded meanwhile is used up

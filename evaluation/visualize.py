@@ -45,9 +45,10 @@ from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.models.timm_models import has_class
 from mpp.pretrain import is_pretraining, reopen
+from mpp.runtime.command import command
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import FIXED
-from mpp.runtime.start import command, start_alone
+from mpp.runtime.start import start_alone
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.log import event_writer
 from mpp.training.run_folder import saved_settings

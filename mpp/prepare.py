@@ -44,13 +44,13 @@ from mpp.data.overview import announce_splits
 from mpp.data.sources import load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
+from mpp.runtime.command import command
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.hardware import cores
 from mpp.runtime.lock import hold
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
-from mpp.runtime.start import command
 
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files beside the shards for data
 IMAGES_FILE = "images.json"

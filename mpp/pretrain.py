@@ -36,9 +36,9 @@ from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
 from mpp.models.teachers import moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid
+from mpp.runtime.command import command
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED
-from mpp.runtime.start import command
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.health import Facts, targets_collapse

@@ -48,7 +48,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     os.environ.update(environment)
     if name := os.environ.pop("NETWORK_NAMESPACE", ""):
         enter(name)
-    from mpp.runtime.start import command
+    from mpp.runtime.command import command
 
     try:
         main = importlib.import_module(MODULES[module]).main

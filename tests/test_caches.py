@@ -12,7 +12,7 @@ from mpp.config import SourceConfig
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.caches import unwritable_cache
-from mpp.runtime.start import user_message
+from mpp.runtime.command import user_message
 
 NOWHERE = "/etc/passwd/cache"  # below a file: not even root can write there
 

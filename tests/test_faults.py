@@ -37,8 +37,8 @@ from mpp.data import workers
 from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage
 from mpp.runtime import signals
+from mpp.runtime.processes import set_timeout
 from mpp.runtime.signals import ECHO, EXIT_CODE, MARKER
-from mpp.runtime.start import set_timeout
 from mpp.training import checkpoint
 from mpp.training.checkpoint import newest_step
 

@@ -18,8 +18,9 @@ from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
+from mpp.runtime.command import command
 from mpp.runtime.processes import set_timeout
-from mpp.runtime.start import command, start
+from mpp.runtime.start import start
 from mpp.training.optim import build_optimizer
 from mpp.training.step import Update
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import TINY, wait_until
 from server import Command, at_update
 
-from mpp.runtime.start import set_timeout
+from mpp.runtime.processes import set_timeout
 from mpp.training.checkpoint import newest_step
 
 LACKING = [*(["root"] if os.geteuid() else []), *(name for name in ("ip", "tc", "ss") if shutil.which(name) is None)]

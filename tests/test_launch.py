@@ -17,19 +17,13 @@ from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfi
 from mpp.config import Config, RunConfig
 from mpp.config.keys import known_keys
 from mpp.errors import Diverged, UserError
-from mpp.runtime import start
+from mpp.runtime import launcher, start
+from mpp.runtime.command import command, user_message
 from mpp.runtime.hardware import arithmetic, uses_gpu
-from mpp.runtime.start import (
-    check_address,
-    check_promise,
-    check_trackers,
-    choose_precision,
-    choose_threads,
-    user_message,
-)
+from mpp.runtime.launcher import check_address, check_process_count
+from mpp.runtime.start import check_trackers, choose_precision, choose_threads
 from mpp.training.step import Update
 
-OWN = "10.0.0.2"  # an address of this machine
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -137,7 +131,7 @@ def test_one_process_where_two_were_promised_is_an_error(pretrain, tmp_path, mon
 def test_several_processes_that_meet_are_fine(monkeypatch, joined):
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"} | joined).items():
         monkeypatch.setenv(name, value)
-    check_promise()
+    check_process_count()
 
 
 def test_the_launchers_compiler_does_not_rename_the_weights(pretrain, monkeypatch):
@@ -175,7 +169,7 @@ def test_processes_wait_long_for_images_and_not_for_a_step(pretrain, tmp_path, m
 
 
 def test_other_parallelism_is_refused(monkeypatch):
-    monkeypatch.setattr(start, "DATA_PARALLEL", ())
+    monkeypatch.setattr(launcher, "DATA_PARALLEL", ())
     with pytest.raises(ValueError, match="asks for NO; it must be MULTI_GPU, or FSDP with fsdp_version 2"):
         start.start(RunConfig(trackers=()))
 
@@ -209,10 +203,10 @@ def test_a_process_that_others_wait_for_is_said_to_be_gone(message, said):
     ("addresses", "environment", "refused"),
     [
         (["127.0.1.1"], {}, r"resolves to 127\.0\.1\.1, which"),  # Debian's default
-        ([], {}, "resolves to no address of its own"),
-        (["10.255.255.7"], {}, "resolves to no address of its own"),  # another machine's
-        (["10.255.255.7", OWN], {}, ""),
-        ([OWN], {}, ""),
+        (["::1", "127.0.0.1"], {}, r"resolves to ::1, which"),
+        ([], {}, "resolves to no address"),
+        (["127.0.1.1", "10.0.0.2"], {}, ""),
+        (["10.0.0.2"], {}, ""),
         (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, ""),
         (["127.0.1.1"], {"LOCAL_WORLD_SIZE": "4"}, ""),  # one machine
         (["127.0.1.1"], {"MASTER_ADDR": "127.0.0.1"}, ""),
@@ -226,7 +220,6 @@ def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, addresses, e
 
     for name, value in ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"} | environment).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(start, "is_own", lambda kind, address: address[0] in (OWN, "127.0.1.1"))
     monkeypatch.setattr("socket.getaddrinfo", resolve)
     if refused:
         with pytest.raises(UserError, match=f"{refused}.*; GLOO_SOCKET_IFNAME must be the network interface"):
@@ -241,7 +234,7 @@ def test_a_bug_keeps_its_traceback(bug):
         raise bug
 
     with pytest.raises(type(bug)):
-        start.command(main)
+        command(main)
 
 
 @pytest.mark.parametrize("error", [UserError("data.path is x"), Diverged("not finite"), OSError(28, "No space left")])
@@ -250,7 +243,7 @@ def test_what_a_user_can_mend_is_one_line(error, capsys):
         raise error
 
     with pytest.raises(SystemExit) as ended:
-        start.command(main)
+        command(main)
     assert ended.value.code == 2 and capsys.readouterr().err == f"error: {error}\n"
 
 

@@ -27,6 +27,7 @@ from mpp.config import RunConfig
 from mpp.features import frozen as frozen
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime import files, start
+from mpp.runtime.command import command
 from mpp.runtime.processes import maximum_of_all
 from mpp.training.checkpoint import newest_step
 
@@ -255,10 +256,10 @@ def test_what_is_shared_out_comes_back_in_order(tmp_path):
 def join_alone(port: int, said: Path) -> None:
     """The first of two processes, of which the other ended before it joined."""
     sys.stderr = said.open("w")
-    start.TRAINING = timedelta(seconds=2)
+    start.TRAINING_TIMEOUT = timedelta(seconds=2)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    start.command(lambda: start.start(RunConfig()))
+    command(lambda: start.start(RunConfig()))
 
 
 @pytest.mark.faults

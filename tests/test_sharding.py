@@ -17,7 +17,8 @@ from evaluation import contrastive
 from mpp.config import OptimConfig, RunConfig
 from mpp.errors import UserError
 from mpp.pretrain import main as pretrain_main
-from mpp.runtime.start import check_sharding, start
+from mpp.runtime.launcher import check_sharding
+from mpp.runtime.start import start
 from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_nonfinite_steps
 from mpp.training.parallel import units, without_weights

@@ -22,8 +22,8 @@ from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import record_images
 from mpp.data.identity import differences
 from mpp.errors import Diverged, UserError
+from mpp.runtime.command import user_message
 from mpp.runtime.lock import Held, hold
-from mpp.runtime.start import user_message
 from mpp.training.record import read_record
 from mpp.training.run import fingerprint_first_weights, train
 from mpp.training.run_folder import is_finished

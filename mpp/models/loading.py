@@ -1,9 +1,6 @@
 """Load the weights of a file into a model: all that the model has and no others, resampled where sizes differ."""
 
-import logging
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +17,7 @@ from mpp.models.descriptions import stride_of, trained_on
 from mpp.models.vit import resample
 from mpp.runtime.messages import note
 from mpp.runtime.weights import NAMED, encoder_folder, misfit, weight_names, weights_file, wrapper_of
+from mpp.runtime.workarounds import collect_unexpected_weights
 
 
 class WeightsFile(NamedTuple):
@@ -189,25 +187,6 @@ def missing_weights(model: nn.Module, names: Collection[str], load: Callable[[],
     if missing and renamed and not any_random(model, load, missing):
         return []
     return missing
-
-
-@contextmanager
-def collect_unexpected_weights() -> Iterator[list[str]]:
-    """Collect the names of weights that a file has and the model does not: timm only logs them."""
-    unexpected: list[str] = []
-
-    def collect(record: logging.LogRecord) -> bool:
-        match = re.match(r"Unexpected keys \((.*)\) found while loading", record.getMessage())
-        if match:
-            unexpected.extend(match[1].split(", "))
-        return match is None
-
-    logger = logging.getLogger("timm.models._builder")
-    logger.addFilter(collect)
-    try:
-        yield unexpected
-    finally:
-        logger.removeFilter(collect)
 
 
 def any_random(model: nn.Module, load: Callable[[], nn.Module], names: Sequence[str]) -> bool:

@@ -7,12 +7,15 @@ from functools import lru_cache
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from mpp.errors import UserError
+from mpp.runtime.workarounds import set_group_timeout
 
-BUILDING = timedelta(hours=6)  # long enough for one process to download and prepare images while the others wait
-TRAINING = timedelta(minutes=20)  # longer than any step, evaluation or checkpoint: who does not answer then, hangs
+BUILDING_TIMEOUT = timedelta(hours=6)
+"""Long enough for one process to download and prepare images while the others wait."""
+TRAINING_TIMEOUT = timedelta(minutes=20)
+"""Longer than any step, evaluation or checkpoint: a process that does not answer by then hangs."""
 HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
 GONE = "another process is gone, or its machine; the same command resumes"
 
@@ -49,7 +52,7 @@ def maximum_of_all(value: float) -> float:
 @lru_cache(maxsize=1)
 def group_beside(world: ProcessGroup) -> ProcessGroup:
     """A group of the same processes, by gloo."""
-    return torch.distributed.new_group(backend="gloo", timeout=TRAINING)
+    return torch.distributed.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
 
 
 def on_main_process(accelerator: Accelerator, act: Callable[[], object]) -> None:
@@ -69,9 +72,8 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], object]) -> None
 def set_timeout(timeout: timedelta) -> None:
     """How long, from now on, this process waits for another one before it gives up with an error."""
     if torch.distributed.is_initialized():
-        set_of_group = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # older torch
         for group in (torch.distributed.group.WORLD, hosts()):
-            set_of_group(timeout, group)
+            set_group_timeout(timeout, group)
 
 
 def leave_the_others() -> None:

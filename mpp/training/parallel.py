@@ -17,14 +17,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import OptimConfig, RunConfig
-from mpp.runtime.start import sharding
+from mpp.runtime.launcher import sharding
+from mpp.runtime.workarounds import compile_blocks_apart
 from mpp.training.optim import build_optimizer
 
 
@@ -103,9 +103,7 @@ class Sharded:
         again = sharding(accelerator).reshard_after_forward
         blocks = units(model)
         if run.compile:  # a graph for each rate of drop path
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
-            # From this cache torch 2.15 takes the graph of a block with another rate, without a word.
-            functorch_config.enable_autograd_cache = False
+            compile_blocks_apart(len(blocks))
         for block in blocks:
             if run.compile:
                 block.forward = torch.compile(block.forward)  # within the unit's hooks, which cannot be compiled

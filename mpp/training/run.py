@@ -23,7 +23,7 @@ from mpp.errors import UserError, one_line
 from mpp.runtime.files import appears
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.lock import exclusive
-from mpp.runtime.processes import TRAINING, on_main_process, set_timeout
+from mpp.runtime.processes import TRAINING_TIMEOUT, on_main_process, set_timeout
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import fingerprint
@@ -133,7 +133,7 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
     with exclusive(folder, accelerator):
         write_beginning(config, folder, task, accelerator)
         flops = update_flops(task, layout.images, config.optim)
-        set_timeout(TRAINING)
+        set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
             preemption.finish_steps()
         Loop(task, config, folder, flops, preemption).train()

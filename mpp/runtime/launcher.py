@@ -1,0 +1,113 @@
+"""The launcher's wishes, read from the environment; those that mpp cannot fulfil are refused."""
+
+import ipaddress
+import os
+import socket
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from mpp.config import require
+from mpp.errors import UserError
+from mpp.runtime.hardware import TRUE
+
+SHARDED = "ACCELERATE_USE_FSDP"
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+PROCESS_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables by which launchers say how many processes they started."""
+DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+def check_launcher() -> None:
+    """Raise UserError where the launcher was asked for something that mpp does not do, or did not do it itself."""
+    check_process_count()
+    check_address()
+    check_sharding()
+
+
+def is_set(variable: str) -> bool:
+    """Whether a variable of the environment says yes, as Accelerate reads it."""
+    return os.environ.get(variable, "").lower() in TRUE
+
+
+def asks_for_sharding() -> bool:
+    """Whether the launcher's configuration is of `distributed_type: FSDP`."""
+    return is_set(SHARDED)
+
+
+def sharding(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
+    """The launcher's settings for sharding; None: it did not ask for it, or there is only one process."""
+    if not asks_for_sharding() or accelerator.num_processes == 1:
+        return None
+    return FullyShardedDataParallelPlugin()
+
+
+def check_sharding() -> None:
+    """Refuse options of sharding that mpp does not have: they would be dropped without a word."""
+    if not asks_for_sharding():
+        return
+    version = os.environ.get("FSDP_VERSION", "1")
+    require(version == "2", "the launcher's fsdp_version", version, "2 (--fsdp_version 2)")
+    refused = {
+        "fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS", "the GPUs hold all shards"),
+        "use_parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "there are shards of all processes"),
+        "fsdp_activation_checkpointing": (
+            "FSDP_ACTIVATION_CHECKPOINTING",
+            "--model.activation_checkpointing true does this",
+        ),
+    }
+    for option, (variable, reason) in refused.items():
+        require(not is_set(variable), f"the launcher's {option}", os.environ.get(variable), f"false: {reason}")
+
+
+def check_distributed_type(accelerator: Accelerator) -> None:
+    """Refuse ways to distribute a model that mpp does not have."""
+    if accelerator.distributed_type not in DATA_PARALLEL:
+        kind = accelerator.distributed_type.value
+        allowed = "MULTI_GPU, or FSDP with fsdp_version 2"
+        raise UserError(f"the launcher's configuration asks for {kind}; it must be {allowed}")
+
+
+def check_process_count() -> None:
+    """Refuse to run alone where the launcher was asked for several processes.
+
+    `accelerate launch --cpu --num_processes 2` (and a MULTI_CPU config file) starts one process, with the address of
+    a meeting point where it would wait for itself.
+    """
+    in_a_job = "SLURM_JOB_ID" in os.environ  # which may bring an address along
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and not in_a_job
+    alone = not any(name in os.environ for name in PROCESS_COUNTS)
+    if launched and alone and "MASTER_ADDR" in os.environ:
+        raise UserError(
+            "the launcher was asked for several processes and started one; on CPUs use "
+            "`accelerate launch --multi_gpu --num_processes N` (which starts N processes, with or without GPUs)"
+        )
+
+
+def check_address() -> None:
+    """Refuse several machines where this one's name resolves to itself alone, or not at all.
+
+    gloo would tell the others that this machine is at 127.0.0.1.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    meets_here = os.environ.get("MASTER_ADDR") in (None, "localhost", "127.0.0.1")
+    if processes <= processes_here or meets_here or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = socket.gethostname()
+    addresses = addresses_of(name)
+    if any(not ipaddress.ip_address(address).is_loopback for address in addresses):
+        return
+    problem = "resolves to no address"
+    if addresses:
+        problem = f"resolves to {addresses[0]}, which other machines cannot reach"
+    allowed = "the network interface that they share, such as eth0"
+    raise UserError(f"this machine's name, {name}, {problem}; GLOO_SOCKET_IFNAME must be {allowed}")
+
+
+def addresses_of(name: str) -> list[str]:
+    """Addresses that a host's name resolves to."""
+    try:
+        return [address[0] for *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []

@@ -1,0 +1,70 @@
+"""Workarounds for faults and oddities of libraries, each with its reason."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
+from tqdm.std import tqdm
+
+
+def unset_empty_thread_count() -> None:
+    """Remove an empty OMP_NUM_THREADS: Accelerate would read it as a number, and fail."""
+    if os.environ.get("OMP_NUM_THREADS") == "":
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def stop_progress_thread() -> None:
+    """Let tqdm start no thread that watches its bars: loader processes would be forked beside it."""
+    tqdm.monitor_interval = 0
+
+
+@contextmanager
+def without_variables(*names: str) -> Iterator[None]:
+    """Hide variables of the environment for a while: Accelerate acts on its own as soon as it finds them."""
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def set_group_timeout(timeout: timedelta, group: ProcessGroup) -> None:
+    """Set the timeout of a process group: before torch 2.10, the function had a private name."""
+    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
+
+
+def compile_blocks_apart(count: int) -> None:
+    """Let torch compile a graph for each of `count` blocks, which differ in their rate of drop path.
+
+    They are one function to torch, which compiles it again only so often. From its cache of autograd graphs, torch 2.15
+    takes the graph of a block with another rate, without a word.
+    """
+    from torch._functorch import config as functorch_config
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count + 1)
+    functorch_config.enable_autograd_cache = False
+
+
+@contextmanager
+def collect_unexpected_weights() -> Iterator[list[str]]:
+    """Collect the names of weights that a file has and the model does not: timm only logs them."""
+    unexpected: list[str] = []
+
+    def collect(record: logging.LogRecord) -> bool:
+        match = re.match(r"Unexpected keys \((.*)\) found while loading", record.getMessage())
+        if match:
+            unexpected.extend(match[1].split(", "))
+        return match is None
+
+    logger = logging.getLogger("timm.models._builder")
+    logger.addFilter(collect)
+    try:
+        yield unexpected
+    finally:
+        logger.removeFilter(collect)
