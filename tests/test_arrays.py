@@ -105,21 +105,24 @@ def test_what_was_read_of_a_mapped_array_is_let_go(way):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_saved_features_are_mapped(tmp_path, dtype, order):
+def test_saved_features_are_mapped_where_they_are_large(tmp_path, monkeypatch, dtype, order):
     train, train_labels, test, test_labels = features(test=201)
     data = LabelledFeatures(
         np.asarray(train / 100, dtype, order), train_labels, np.asarray(test / 100, dtype, order), test_labels
     )
     save_features(tmp_path / "f.npz", data)
-    mapped = load_features(tmp_path / "f.npz")
-    for ours, saved in zip(mapped, data, strict=True):
-        assert (ours == saved).all() and ours.dtype == saved.dtype
-    assert isinstance(mapped.train, np.memmap) and isinstance(mapped.test, np.memmap)
     np.savez_compressed(tmp_path / "small.npz", **dict(zip(ARRAY_NAMES, data, strict=True)))
-    assert all((ours == saved).all() for ours, saved in zip(load_features(tmp_path / "small.npz"), data, strict=True))
+    for in_memory in (10**9, 0):
+        monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", in_memory)
+        for name in ("f.npz", "small.npz"):
+            loaded = load_features(tmp_path / name)
+            for ours, saved in zip(loaded, data, strict=True):
+                assert (ours == saved).all() and ours.dtype == saved.dtype
+            assert {isinstance(loaded.train, np.memmap), isinstance(loaded.test, np.memmap)} == {in_memory == 0}
 
 
-def test_loading_features_takes_no_memory_for_them(tmp_path, peak):
+def test_loading_large_features_takes_no_memory_for_them(tmp_path, monkeypatch, peak):
+    monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", 10**6)
     data = features(per_class=5000, width=64)
     save_features(tmp_path / "f.npz", data)
     held, _ = tracemalloc.get_traced_memory()
@@ -130,8 +133,10 @@ def test_loading_features_takes_no_memory_for_them(tmp_path, peak):
     assert (loaded.train == data.train).all()  # another file took its place: this one is still there
 
 
+@pytest.mark.parametrize("in_memory", [0, 10**9])
 @pytest.mark.parametrize("name", ARRAY_NAMES)
-def test_a_flipped_bit_is_noticed(tmp_path, name):
+def test_a_flipped_bit_is_noticed(tmp_path, monkeypatch, name, in_memory):
+    monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", in_memory)
     path = tmp_path / "f.npz"
     save_features(path, features())
     content = bytearray(path.read_bytes())

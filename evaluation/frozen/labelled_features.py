@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpp.config import require
 from mpp.errors import UserError
-from mpp.runtime.arrays import in_blocks, let_go, map_array, select
+from mpp.runtime.arrays import in_blocks, let_go, load_member, select
 from mpp.runtime.files import complete
 from mpp.runtime.randomness import Stream, permutation
 
@@ -120,7 +120,7 @@ def save_features(path: Path, features: LabelledFeatures) -> None:
 
 
 def load_features(path: Path) -> LabelledFeatures:
-    """Load features, mapped where they are not compressed, and their labels; nothing in the file is executed.
+    """Load features, mapped where they are large, and their labels; nothing in the file is executed.
 
     Raises:
         UserError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
@@ -133,7 +133,7 @@ def load_features(path: Path) -> LabelledFeatures:
             missing = [name for name in ARRAY_NAMES if name not in arrays]
             if missing:
                 raise UserError(f"it lacks {', '.join(missing)}")
-            features = LabelledFeatures(*(map_array(path, arrays, name) for name in ARRAY_NAMES))
+            features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES))
     except (OSError, EOFError, ValueError, BadZipFile) as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))

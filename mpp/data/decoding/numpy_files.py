@@ -11,7 +11,9 @@ from mpp.config import ImagesConfig
 from mpp.data.decoding.checks import check_numbers, check_size
 from mpp.data.decoding.kinds import NPY_START
 from mpp.errors import UnreadableImage
-from mpp.runtime.arrays import HEADERS
+
+HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""Readers of an array's header by the version of its format."""
 
 
 def read_numpy_file(data: bytes, config: ImagesConfig) -> NDArray:
@@ -30,7 +32,7 @@ def read_numpy_file(data: bytes, config: ImagesConfig) -> NDArray:
 def read_array(file: io.BytesIO | io.BufferedReader, size: int, config: ImagesConfig) -> NDArray:
     """An array from a file of `size` bytes. Its header is checked first."""
     version = np.lib.format.read_magic(file)
-    shape, _, dtype = HEADERS[version](file)
+    shape, _, dtype = HEADER_READERS[version](file)
     check_size(shape, config)
     check_numbers(dtype)
     if math.prod(shape) * dtype.itemsize > size - file.tell():
