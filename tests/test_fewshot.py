@@ -18,29 +18,39 @@ from mpp.data.overview import half_width, note_tested
 def features(classes=7, per_class=30, width=20, test=200, seed=0) -> LabelledFeatures:
     """Overlapping clouds, one a class, of very different scales by feature."""
     rng = np.random.default_rng(seed)
-    centres, scale = rng.normal(size=(classes, width)), 10.0 ** rng.uniform(-2, 2, width)
-    parts = []
+    centres = rng.normal(size=(classes, width))
+    scale = 10.0 ** rng.uniform(-2, 2, width)
+    splits = []
     for count in (classes * per_class, test):
         labels = rng.permutation(np.arange(count) % classes)
-        parts += [((centres[labels] + 1.5 * rng.normal(size=(count, width))) * scale).astype(np.float32), labels]
-    return LabelledFeatures(*parts)
+        noise = 1.5 * rng.normal(size=(count, width))
+        cloud = (centres[labels] + noise) * scale
+        splits += [cloud.astype(np.float32), labels]
+    return LabelledFeatures(*splits)
 
 
 def reference(data: LabelledFeatures, shots: int, seed: int, l2: float) -> np.ndarray:
     """Scores by the protocol's words: whiten, add a column of 100, minimise |X w - Y|^2 + l2 |w|^2 by least squares."""
     rng = np.random.default_rng(seed)
+    classes = np.arange(data.train_labels.max() + 1)
     chosen = []
-    for c in range(int(data.train_labels.max()) + 1):
-        chosen += list(rng.permutation(np.where(data.train_labels == c)[0])[:shots])
-    x, y = data.train[chosen].astype(np.float64), data.train_labels[chosen]
-    mean, std = x.mean(0), np.sqrt(((x - x.mean(0)) ** 2).mean(0)) + 1e-5
-    x = np.c_[(x - mean) / std, np.full(len(x), 100.0)]
-    targets = np.where(y[:, None] == np.arange(data.train_labels.max() + 1), 1.0, -1.0)
-    width = x.shape[1]
-    weights = np.linalg.lstsq(
-        np.r_[x, np.sqrt(l2) * np.eye(width)], np.r_[targets, np.zeros((width, targets.shape[1]))], rcond=None
-    )[0]
-    return np.c_[(data.test - mean) / std, np.full(len(data.test), 100.0)] @ weights
+    for number in classes:
+        images = np.where(data.train_labels == number)[0]
+        chosen += list(rng.permutation(images)[:shots])
+    support = data.train[chosen].astype(np.float64)
+    mean = support.mean(0)
+    std = np.sqrt(((support - mean) ** 2).mean(0)) + 1e-5
+
+    def whiten(features):
+        return np.c_[(features - mean) / std, np.full(len(features), 100.0)]
+
+    inputs = whiten(support)
+    targets = np.where(data.train_labels[chosen][:, None] == classes, 1.0, -1.0)
+    width = inputs.shape[1]
+    penalised_inputs = np.r_[inputs, np.sqrt(l2) * np.eye(width)]
+    penalised_targets = np.r_[targets, np.zeros((width, len(classes)))]
+    weights = np.linalg.lstsq(penalised_inputs, penalised_targets, rcond=None)[0]
+    return whiten(data.test) @ weights
 
 
 @pytest.mark.parametrize("l2", [2.0**10, 1.0])
@@ -51,19 +61,21 @@ def test_predictions_equal_least_squares_in_both_regimes(shots, width, l2):
     for result, seed in zip(evaluate(data, config), (0, 1), strict=True):
         expected = reference(data, shots, seed, l2).argmax(1)
         assert result["accuracy"] == (expected == data.test_labels).mean()
-        chosen = np.concatenate([order[:shots] for order in draw_by_class(data.train_labels, seed)])
-        got = predict(data.train[chosen], data.train_labels[chosen], data.test, 7, [l2])[0]
-        assert (got == expected).all()
+        chosen = np.concatenate([images[:shots] for images in draw_by_class(data.train_labels, seed)])
+        (predicted,) = predict(data.train[chosen], data.train_labels[chosen], data.test, 7, [l2])
+        assert (predicted == expected).all()
 
 
 def test_predictions_equal_scikit_learns_ridge():
     data = features(seed=3)
-    x = data.train.astype(np.float64)
-    mean, std = x.mean(0), x.std(0) + 1e-5
-    whitened, test = (np.c_[(part - mean) / std, np.full(len(part), 100.0)] for part in (x, data.test))
-    ridge = Ridge(alpha=1024.0, fit_intercept=False, solver="cholesky")
-    expected = ridge.fit(whitened, 2.0 * np.eye(7)[data.train_labels] - 1).predict(test).argmax(1)
-    assert (predict(data.train, data.train_labels, data.test, 7, [1024.0])[0] == expected).all()
+    features_64 = data.train.astype(np.float64)
+    mean = features_64.mean(0)
+    std = features_64.std(0) + 1e-5
+    train, test = (np.c_[(part - mean) / std, np.full(len(part), 100.0)] for part in (features_64, data.test))
+    targets = 2.0 * np.eye(7)[data.train_labels] - 1
+    ridge = Ridge(alpha=1024.0, fit_intercept=False, solver="cholesky").fit(train, targets)
+    (predicted,) = predict(data.train, data.train_labels, data.test, 7, [1024.0])
+    assert (predicted == ridge.predict(test).argmax(1)).all()
 
 
 def test_golden_accuracies():
@@ -80,14 +92,15 @@ def test_golden_accuracies():
         "5-2": 0.77,
         "25-2": 0.865,
     }
-    assert {f"{r['shots']}-{r['seed']}": round(r["accuracy"], 6) for r in results} == golden
+    accuracies = {f"{result['shots']}-{result['seed']}": round(result["accuracy"], 6) for result in results}
+    assert accuracies == golden
 
 
 def test_supports_are_nested_and_drawn_as_the_protocol_says():
     labels = np.array([2, 0, 2, 0, 1, 2, 0, 2])
     rng = np.random.default_rng(5)
-    expected = [rng.permutation(np.where(labels == c)[0]) for c in range(3)]
-    assert all((a == b).all() for a, b in zip(draw_by_class(labels, 5), expected, strict=True))
+    for drawn, number in zip(draw_by_class(labels, 5), range(3), strict=True):
+        assert (drawn == rng.permutation(np.where(labels == number)[0])).all()
 
 
 def test_a_class_with_too_few_gives_what_it_has(capsys):
@@ -106,9 +119,10 @@ def test_a_class_that_is_only_tested_is_never_right():
     data = data._replace(test_labels=labels)
     others = labels != 5
     config = FewshotConfig(shots=(5,), seeds=(0,))
-    known = evaluate(data._replace(test=data.test[others], test_labels=labels[others]), config)[0]["accuracy"]
-    assert known > 0
-    assert evaluate(data, config)[0]["accuracy"] == pytest.approx(known * others.mean())
+    (of_others,) = evaluate(data._replace(test=data.test[others], test_labels=labels[others]), config)
+    (of_all,) = evaluate(data, config)
+    assert of_others["accuracy"] > 0
+    assert of_all["accuracy"] == pytest.approx(of_others["accuracy"] * others.mean())
 
 
 FAR_APART = np.array([7, 45123, 998877, 5219404, 10**9, 10**12, 2**62])
@@ -127,23 +141,28 @@ def test_identifiers_cost_what_as_many_classes_cost(tmp_path, command, options):
     """Millions of columns would take gigabytes; 2**62 of them no machine has."""
     plain = features()
     apart = plain._replace(train_labels=FAR_APART[plain.train_labels], test_labels=FAR_APART[plain.test_labels])
-    accuracies = []
+    accuracies = {}
     for name, data in (("plain", plain), ("apart", apart)):
-        save_features(tmp_path / f"{name}.npz", data)
+        file = tmp_path / f"{name}.npz"
+        save_features(file, data)
         out = tmp_path / f"{name}.json"
-        command.main([f"--features={tmp_path / name}.npz", f"--out={out}", "--threads=1", *options])
-        accuracies.append(json.loads(out.read_text())["results"][0]["accuracy"])
-    assert accuracies[0] == accuracies[1] > 2 / 7  # chance is a seventh
+        command.main([f"--features={file}", f"--out={out}", "--threads=1", *options])
+        accuracies[name] = json.loads(out.read_text())["results"][0]["accuracy"]
+    assert accuracies["plain"] == accuracies["apart"] > 2 / 7  # chance is a seventh
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_classes_are_numbered_without_gaps_in_their_order(several):
-    test_labels = np.array([[3, -1], [40, 9], [10**9, 3]]) if several else np.array([3, 40, 10**9])
-    data = LabelledFeatures(np.zeros((3, 2)), np.array([40, 3, 40]), np.zeros((3, 2)), test_labels)
-    found, classes = data.with_numbered_classes()
-    assert found.train_labels.tolist() == ([2, 0, 2] if several else [1, 0, 1])
-    assert found.test_labels.tolist() == ([[0, -1], [2, 1], [3, 0]] if several else [0, 1, 2])
-    assert classes == (4 if several else 3)
+    train_labels = np.array([40, 3, 40])
+    if several:
+        test_labels = np.array([[3, -1], [40, 9], [10**9, 3]])
+        expected = [2, 0, 2], [[0, -1], [2, 1], [3, 0]], 4
+    else:
+        test_labels = np.array([3, 40, 10**9])
+        expected = [1, 0, 1], [0, 1, 2], 3
+    data = LabelledFeatures(np.zeros((3, 2)), train_labels, np.zeros((3, 2)), test_labels)
+    numbered, classes = data.with_numbered_classes()
+    assert (numbered.train_labels.tolist(), numbered.test_labels.tolist(), classes) == expected
 
 
 def test_classes_without_a_training_image_are_counted_and_named(capsys):
@@ -213,30 +232,37 @@ def test_any_of_several_right_labels_counts():
 
 
 def test_several_penalties_share_one_decomposition(monkeypatch):
-    data, calls = features(), []
+    data = features()
+    decomposed = []
     eigh = np.linalg.eigh
-    monkeypatch.setattr(np.linalg, "eigh", lambda matrix: calls.append(matrix.shape) or eigh(matrix))
-    several = evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=(1024.0, 1.0, 1e-3)))
-    assert calls == [(21, 21), (7, 7)]  # 35 images and 21 columns; 7 images
-    alone = [evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=(l2,))) for l2 in (1024.0, 1.0, 1e-3)]
-    assert [r["accuracy"] for r in several] == [one[i]["accuracy"] for i in range(2) for one in alone]
+
+    def recorded(matrix):
+        decomposed.append(matrix.shape)
+        return eigh(matrix)
+
+    monkeypatch.setattr(np.linalg, "eigh", recorded)
+    penalties = (1024.0, 1.0, 1e-3)
+    together = evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=penalties))
+    assert decomposed == [(21, 21), (7, 7)]  # 35 images and 21 columns; 7 images
+    alone = {}
+    for l2 in penalties:
+        for result in evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=(l2,))):
+            alone[result["shots"], l2] = result["accuracy"]
+    cases = [(result["shots"], result["l2"]) for result in together]
+    assert cases == [(shots, l2) for shots in (5, 1) for l2 in penalties]
+    assert all(result["accuracy"] == alone[result["shots"], result["l2"]] for result in together)
 
 
 def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
     save_features(tmp_path / "f.npz", features())
-    fewshot.main(
-        [
-            f"--features={tmp_path / 'f.npz'}",
-            f"--out={tmp_path / 'r.json'}",
-            "--shots=[5,1]",
-            "--seeds=[0,3]",
-            "--l2=1024",
-        ]
-    )
+    words = [f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}"]
+    fewshot.main([*words, "--shots=[5,1]", "--seeds=[0,3]", "--l2=1024"])
     report = json.loads((tmp_path / "r.json").read_text())
-    assert [(r["shots"], r["seed"]) for r in report["results"]] == [(5, 0), (1, 0), (5, 3), (1, 3)]
-    five = [r["accuracy"] for r in report["results"] if r["shots"] == 5]
-    assert report["summary"]["5"] == {"mean": np.mean(five), "std": np.std(five), "count": 2}
+    cases = [(result["shots"], result["seed"]) for result in report["results"]]
+    assert cases == [(5, 0), (1, 0), (5, 3), (1, 3)]
+    of_five_shots = [result["accuracy"] for result in report["results"] if result["shots"] == 5]
+    expected = {"mean": np.mean(of_five_shots), "std": np.std(of_five_shots), "count": 2}
+    assert report["summary"]["5"] == expected
     assert report["protocol"]["l2"] == [1024.0]
     assert "shots 5" in capsys.readouterr().out
 
@@ -258,7 +284,8 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
 )
 def test_bad_features_are_named(tmp_path, change, words):
     arrays = dict(zip(ARRAY_NAMES, features(), strict=True)) | change
-    np.savez(tmp_path / "f.npz", **{name: array for name, array in arrays.items() if array is not None})
+    saved = {name: array for name, array in arrays.items() if array is not None}
+    np.savez(tmp_path / "f.npz", **saved)
     with pytest.raises(ValueError, match=words) as error:
         load_features(tmp_path / "f.npz")
     assert str(tmp_path / "f.npz") in str(error.value) and "\n" not in str(error.value)

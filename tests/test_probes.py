@@ -60,17 +60,25 @@ def test_features_are_timms_own(vit):
     frozen = load_frozen_encoder(str(folder.parent))
     assert (frozen.img_size, frozen.crop_pct, len(frozen.stages)) == ((32, 32), 1.0, 3)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    mean = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
+    std = torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)
     pixels = (images / 255 - mean) / std
-    inner = model.forward_intermediates(pixels, norm=False, output_fmt="NLC", intermediates_only=True)
+    intermediates = model.forward_intermediates(pixels, norm=False, output_fmt="NLC", intermediates_only=True)
     output = model.forward_features(pixels)
-    first, middle, last = frozen(images, "mean", [1, 2, 3])
-    torch.testing.assert_close(first, inner[0].mean(1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(middle, inner[1].mean(1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(last, output[:, 1:].mean(1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(frozen(images, "class", [3])[0], output[:, 0], rtol=1e-4, atol=1e-5)
-    both = frozen(images, "both", [3])[0]
-    torch.testing.assert_close(both, torch.cat([output[:, 0], output[:, 1:].mean(1)], 1), rtol=1e-4, atol=1e-5)
+    class_token = output[:, 0]
+    mean_of_patches = output[:, 1:].mean(1)
+    expected = {
+        ("mean", 1): intermediates[0].mean(1),
+        ("mean", 2): intermediates[1].mean(1),
+        ("mean", 3): mean_of_patches,
+        ("class", 3): class_token,
+        ("both", 3): torch.cat([class_token, mean_of_patches], 1),
+    }
+    for (representation, depth), features_of_timm in expected.items():
+        (found,) = frozen(images, representation, [depth])
+        torch.testing.assert_close(found, features_of_timm, rtol=1e-4, atol=1e-5)
+    for depth, found in enumerate(frozen(images, "mean", [1, 2, 3]), start=1):
+        torch.testing.assert_close(found, expected["mean", depth], rtol=1e-4, atol=1e-5)
 
 
 def test_resnets_and_hybrids_satisfy_the_contract():
@@ -84,11 +92,11 @@ def test_resnets_and_hybrids_satisfy_the_contract():
 
 
 def test_other_models_of_timms_have_their_output_alone():
-    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
-    for name, width in (("resnet18", 512), ("swin_tiny_patch4_window7_224", 768)):
-        frozen = load_frozen_encoder(name, img_size=64 if name == "resnet18" else None, random=True)
-        shown = images if name == "resnet18" else torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
-        assert len(frozen.stages) == 1 and frozen(shown, "mean", [1])[0].shape == (len(shown), width)
+    for name, img_size, width in (("resnet18", 64, 512), ("swin_tiny_patch4_window7_224", None, 768)):
+        frozen = load_frozen_encoder(name, img_size=img_size, random=True)
+        images = torch.randint(0, 256, (2, 3, *frozen.img_size), dtype=torch.uint8)
+        (features_at_end,) = frozen(images, "mean", [1])
+        assert len(frozen.stages) == 1 and features_at_end.shape == (2, width)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
@@ -103,19 +111,23 @@ def test_a_damaged_encoder_is_named(vit, tmp_path, file):
 
 def test_random_weights_are_random_by_their_seed(vit):
     _, folder = vit
-    weights = [
-        next(load_frozen_encoder(str(folder), **options).model.parameters())
-        for options in ({}, {"random": True, "seed": 2}, {"random": True, "seed": 2}, {"random": True, "seed": 1})
-    ]
-    assert torch.equal(weights[1], weights[2])
-    assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[3])
+
+    def first_weights(**options):
+        return next(load_frozen_encoder(str(folder), **options).model.parameters())
+
+    random = first_weights(random=True, seed=2)
+    assert torch.equal(first_weights(random=True, seed=2), random)
+    assert not torch.equal(first_weights(random=True, seed=1), random)
+    assert not torch.equal(first_weights(), random)
 
 
 def test_a_local_checkpoint_goes_with_a_name(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224")
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     loaded = load_frozen_encoder("vit_tiny_patch16_224", checkpoint=str(tmp_path / "weights.safetensors"))
-    assert all(torch.equal(p, loaded.model.state_dict()[n]) for n, p in model.state_dict().items() if "head" not in n)
+    loaded = loaded.model.state_dict()
+    for name, weights in model.state_dict().items():
+        assert "head" in name or torch.equal(weights, loaded[name])
     for bad, said in (("weights.bin", r"it must be a \.safetensors file"), ("no.safetensors", "there is no such file")):
         with pytest.raises(ValueError, match=rf"checkpoint is .*{bad}.*{said}"):
             load_frozen_encoder("vit_tiny_patch16_224", checkpoint=str(tmp_path / bad))
@@ -183,11 +195,16 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     curve = {event.step: event.value for event in events.Scalars("accuracy_by_depth/shots_5")}
     expected = {int(depth): 100 * of_depth["5"]["mean"] for depth, of_depth in report["summary_by_depth"].items()}
     assert curve == pytest.approx(expected)
-    seen = []
-    judge = fewshot.evaluate
-    monkeypatch.setattr(fewshot, "evaluate", lambda f, c: seen.append(len(f.test)) or judge(f, c))
+    tested = []
+    evaluate = fewshot.evaluate
+
+    def recorded(features, config):
+        tested.append(len(features.test))
+        return evaluate(features, config)
+
+    monkeypatch.setattr(fewshot, "evaluate", recorded)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'dev.json'}"])
-    assert seen == [43, 43, 43, 286]  # a tenth of train for each depth, then the test set, once
+    assert tested == [43, 43, 43, 286]  # a tenth of train for each depth, then the test set, once
     report = json.loads((tmp_path / "dev.json").read_text())
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
@@ -278,15 +295,17 @@ BROKEN = ("train/cat/1.png", "train/dog/0.png", "test/dog/2.png")
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_images_that_cannot_be_decoded_are_left_out_and_named(vit, tmp_path, capsys, batch_size):
     """What is left is as if they had not been there."""
-    images, without = two_classes(tmp_path / "all", BROKEN), two_classes(tmp_path / "without")
+    images = two_classes(tmp_path / "all", BROKEN)
+    without = two_classes(tmp_path / "without")
     for name in BROKEN:
         (without / name).unlink()
     words = [f"--encoder={vit[1]}", f"--data.batch_size={batch_size}", *FAST]
-    saved = [tmp_path / f"{folder.name}.npz" for folder in (images, without)]
-    for folder, out in zip((images, without), saved, strict=True):
-        extract([*words, f"--data.path={folder}", f"--out={out}"])
-    for one, other in zip(*map(load_features, saved), strict=True):
-        assert (one == other).all()
+    for folder in (images, without):
+        extract([*words, f"--data.path={folder}", f"--out={folder}.npz"])
+    saved = load_features(tmp_path / "all.npz")
+    saved_without = load_features(tmp_path / "without.npz")
+    for array, expected in zip(saved, saved_without, strict=True):
+        assert (array == expected).all()
     warnings = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert len(warnings) == 1 and "warning: 3 images that cannot be decoded are left out" in warnings[0]
     assert all(name in warnings[0] for name in BROKEN)
@@ -311,13 +330,16 @@ def test_no_image_that_can_be_decoded_is_an_error(vit, tmp_path):
 
 def test_knn_equals_scikit_learns():
     data = features(per_class=40, seed=1)
-    train, test = (torch.from_numpy(part) for part in (data.train, data.test))
-    predicted = knn_predict(train.double(), torch.from_numpy(data.train_labels), test.double(), [5, 30], 0.07)
-    unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in (data.train.astype(float), data.test)]
-    for k, ours in predicted.items():
+    train, test = data.train.astype(float), data.test.astype(float)
+    predicted = knn_predict(
+        torch.from_numpy(train), torch.from_numpy(data.train_labels), torch.from_numpy(test), [5, 30], 0.07
+    )
+    train, test = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (train, test))
+    for neighbours, of_ours in predicted.items():
         # on the unit sphere |a - b|^2 = 2 - 2 cos
-        theirs = KNeighborsClassifier(k, weights=lambda d: np.exp((1 - d**2 / 2 - 1) / 0.07))
-        assert (theirs.fit(unit[0], data.train_labels).predict(unit[1]) == ours.numpy()).all()
+        classifier = KNeighborsClassifier(neighbours, weights=lambda far: np.exp((1 - far**2 / 2 - 1) / 0.07))
+        classifier.fit(train, data.train_labels)
+        assert (classifier.predict(test) == of_ours.numpy()).all()
 
 
 @pytest.mark.parametrize(("block", "train_block"), [(1024, 2**16), (7, 2**16), (13, 100), (1024, 30), (100, 1)])
@@ -381,10 +403,11 @@ def test_a_linear_probe_copies_the_training_features_once(monkeypatch):
 
 def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     data = features(seed=4)
-    x, y = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0)), torch.from_numpy(data.train_labels)
-    whole = fit_lbfgs(x, y, 7, 0.01, 5)
+    standardised = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0))
+    labels = torch.from_numpy(data.train_labels)
+    whole = fit_lbfgs(standardised, labels, 7, 0.01, 5)
     monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
-    blocks = fit_lbfgs(x, y, 7, 0.01, 5)
+    blocks = fit_lbfgs(standardised, labels, 7, 0.01, 5)
     torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
 
@@ -400,11 +423,13 @@ def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():
     data = features(seed=2)
-    x = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0)).double()
-    classifier = fit_lbfgs(x.float(), torch.from_numpy(data.train_labels), 7, 0.01, 500)
-    theirs = LogisticRegression(C=1 / (0.01 * len(x)), max_iter=2000, tol=1e-8).fit(x.numpy(), data.train_labels)
-    ours = classifier(x.float()).log_softmax(1).detach().numpy()
-    np.testing.assert_allclose(ours, theirs.predict_log_proba(x.numpy()), atol=2e-2)
+    standardised = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0))
+    classifier = fit_lbfgs(standardised.float(), torch.from_numpy(data.train_labels), 7, 0.01, 500)
+    of_ours = classifier(standardised.float()).log_softmax(1).detach().numpy()
+    inputs = standardised.double().numpy()
+    regression = LogisticRegression(C=1 / (0.01 * len(inputs)), max_iter=2000, tol=1e-8)
+    regression.fit(inputs, data.train_labels)
+    np.testing.assert_allclose(of_ours, regression.predict_log_proba(inputs), atol=2e-2)
 
 
 @pytest.mark.parametrize("solver", ["lbfgs", "sgd"])
@@ -413,13 +438,14 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     labels = np.arange(600) % 3
     clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
     data = LabelledFeatures(clouds[:400], labels[:400], clouds[400:], labels[400:])
-    results = linear.evaluate(data, LinearConfig(solver=solver, epochs=20, seeds=(0, 1)))
+    config = LinearConfig(solver=solver, epochs=20, seeds=(0, 1))
+    results = linear.evaluate(data, config)
     assert len(results) == (1 if solver == "lbfgs" else 2)
-    assert all(result["accuracy"] > 0.95 for result in results)
-    wrong = data._replace(test_labels=(data.test_labels + 1) % 3)  # nothing that is chosen may follow from these
-    swapped = linear.evaluate(wrong, LinearConfig(solver=solver, epochs=20, seeds=(0, 1)))
-    chosen = [{key: value for key, value in result.items() if key != "accuracy"} for result in results]
-    assert chosen == [{key: value for key, value in result.items() if key != "accuracy"} for result in swapped]
+    assert all(result.pop("accuracy") > 0.95 for result in results)
+    wrong = data._replace(test_labels=(data.test_labels + 1) % 3)
+    results_of_wrong = linear.evaluate(wrong, config)
+    assert all(result.pop("accuracy") < 0.05 for result in results_of_wrong)
+    assert results == results_of_wrong  # what is chosen does not follow from test labels
 
 
 @pytest.mark.parametrize("module", [knn, linear])
