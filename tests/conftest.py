@@ -28,6 +28,9 @@ TINY = (
     *("--optim.global_batch_size=8", "--optim.warmup_steps=0"),
 )
 
+CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
+"""Hold a quarter of the training images out."""
+
 
 OF_OTHERS = ("HF_", "ACCELERATE_", "SLURM_", "PMI_", "OMPI_", "MV2_", "TORCHELASTIC_", "WORLD_SIZE", "RANK", "LOCAL_")
 OF_OTHERS += ("MASTER_", "OMP_NUM_THREADS")  # of who started the tests: a job, a launcher
@@ -312,3 +315,12 @@ def views_of(dataset, **settings):
     from mpp.data.views import ViewDataset
 
     return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))
+
+
+@pytest.fixture
+def two_shards(tmp_path):
+    """A folder of two shards to train on and one that is held out."""
+    rows = dataset_of([encoded(picture(row)) for row in range(8)])
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        rows.to_parquet(tmp_path / "shards" / f"{name}.parquet")
+    return tmp_path / "shards"

@@ -1,0 +1,98 @@
+"""Labels that an encoder has learned: test images with such labels are refused, wherever they are."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import CUT, dataset_of, encoded, picture
+
+from evaluation import fewshot, supervised
+from evaluation.frozen.provenance import check_labels_unseen
+from mpp.config import SourceConfig
+from mpp.data.sources import load_image_datasets
+from mpp.errors import UserError
+
+FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
+ONE_STEP = (
+    *("--run.steps=1", "--run.threads=1", "--run.report=false", "--data.workers=0"),
+    *("--optim.global_batch_size=4", "--optim.warmup_steps=0"),
+    *("--model.width=16", "--model.depth=1", "--model.img_size=16"),
+)
+
+
+@pytest.fixture
+def supervised_run(image_folder, tmp_path):
+    """A run that learned the labels of nine of the twelve images."""
+    folder = tmp_path / "labelled"
+    supervised.main([*ONE_STEP, f"--data.path={image_folder}", *CUT, f"--run.dir={folder}"])
+    return folder
+
+
+def evaluated_on(run: Path, path: Path, **settings) -> tuple:
+    """The arguments of `check_labels_unseen` for the images at a path."""
+    settings = {"eval_split": None, "eval_fraction": 0.25} | settings
+    source = SourceConfig(path=str(path), **settings)
+    return str(run), source, *load_image_datasets(source)
+
+
+@pytest.mark.parametrize("original", ["there", "gone"])
+def test_labels_of_a_copy_are_known_too(supervised_run, image_folder, tmp_path, original):
+    copy = shutil.copytree(image_folder, tmp_path / "copy")
+    if original == "gone":
+        shutil.rmtree(image_folder)
+    check_labels_unseen(*evaluated_on(supervised_run, copy))  # the same held-out images
+    with pytest.raises(UserError, match=rf"labels of [123] of these 3 test images; .*--data\.path {copy}"):
+        check_labels_unseen(*evaluated_on(supervised_run, copy, cut_seed=1))
+
+
+def pack(files: list[Path], parquet: Path) -> Path:
+    """Write image files as a parquet file, without their names."""
+    labels = [number % 2 for number in range(len(files))]
+    dataset_of([file.read_bytes() for file in files], label=labels).to_parquet(parquet)
+    return parquet
+
+
+def test_labels_of_the_same_images_in_another_container_are_known(supervised_run, image_folder, tmp_path):
+    _, _, train, _ = evaluated_on(supervised_run, image_folder)
+    learned_names = {Path(train.name(index)).name for index in range(len(train))}
+    files = sorted(image_folder.rglob("*.png"), key=lambda file: file.name)  # in another order
+    learned = pack([file for file in files if file.name in learned_names], tmp_path / "learned.parquet")
+    with pytest.raises(UserError, match=r"labels of 2 of these 2 test images"):
+        check_labels_unseen(*evaluated_on(supervised_run, learned))
+    held_out = pack([file for file in files if file.name not in learned_names], tmp_path / "held_out.parquet")
+    check_labels_unseen(*evaluated_on(supervised_run, held_out))
+
+
+def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, tmp_path, capsys):
+    _, _, train, _ = evaluated_on(supervised_run, image_folder)
+    learned = Path(train.name(0)).read_bytes()
+    images = [encoded(picture(100 + number)) for number in range(200)]
+    dataset_of(images, label=[0, 1] * 100).to_parquet(tmp_path / "set" / "train.parquet")
+    dataset_of([*images[:100], learned], label=[0, 1] * 50 + [0]).to_parquet(tmp_path / "set" / "test.parquet")
+    capsys.readouterr()
+    check_labels_unseen(*evaluated_on(supervised_run, tmp_path / "set", eval_split="test"))
+    assert "was trained with the labels of 1 of these 101 test images: duplicates" in capsys.readouterr().out
+
+
+def test_test_images_whose_labels_were_learned_are_refused(supervised_run, image_folder, tmp_path, capsys, pretrain):
+    capsys.readouterr()
+    fewshot.main([f"--encoder={supervised_run}", *FAST])
+    assert "was trained with labels of these training images" in capsys.readouterr().out
+
+    other_cut = [f"--data.path={image_folder}", *CUT, "--data.cut_seed=1"]
+    refused = rf"trained with the labels of [123] of these 3 test images; .*{image_folder}"
+    with pytest.raises(UserError, match=refused):
+        fewshot.main([f"--encoder={supervised_run}", *other_cut, *FAST])
+    fewshot.main([f"--encoder={supervised_run}", *other_cut, *FAST, "--random=true"])
+    weights = supervised_run / "encoder" / "model.safetensors"
+    source = SourceConfig(path=str(image_folder), eval_split=None, eval_fraction=0.25, cut_seed=1)
+    with pytest.raises(UserError, match=f"was {refused}"):  # as --checkpoint has it
+        check_labels_unseen(str(weights), source, *load_image_datasets(source))
+    assert check_labels_unseen("floor:pixels", source, None, None) is None
+
+    continued = [*ONE_STEP, *other_cut, f"--run.dir={tmp_path / 'second'}", f"--model.init_from={supervised_run}"]
+    with pytest.raises(UserError, match=rf"encoder is {supervised_run}.*was {refused}"):
+        supervised.main(continued)
+    built_on = pretrain(*ONE_STEP, *other_cut, f"--model.init_from={weights}", dir=tmp_path / "began")
+    with pytest.raises(UserError, match=rf"encoder is {built_on}, which builds on {weights}, which was {refused}"):
+        fewshot.main([f"--encoder={built_on}", *FAST])

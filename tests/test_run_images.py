@@ -1,0 +1,206 @@
+"""Images that evaluation takes: those of the encoder's run, as the run read them, wherever they are now."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import CUT, encoded, picture
+
+from evaluation import fewshot
+from evaluation.config import FinetuneConfig, KnnConfig
+from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.results import report_path, report_suffix
+from mpp.config import SourceConfig
+from mpp.data import sources
+from mpp.errors import UserError
+
+FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
+
+
+def own_images(run: Path | str, *words: str) -> SourceConfig:
+    """The settings of the images that an encoder is evaluated on."""
+    return parse_with_images(fewshot.FewshotConfig, [f"--encoder={run}", *words], "").data
+
+
+@pytest.fixture
+def of_a_relative_path(pretrain, image_folder, tmp_path, monkeypatch):
+    """A run that was given its images as `images`, from the folder where these are."""
+    monkeypatch.chdir(tmp_path)
+    return pretrain("--data.path=images", *CUT, "--data.cut_seed=3")
+
+
+def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {path: here, channels: 1, flip: false, eval_crop: 1.0}")
+    (tmp_path / "own.yaml").write_text("data: {eval_crop: 0.5}")
+    (tmp_path / "encoder").mkdir()
+    words = [f"--encoder={tmp_path}", "--data.path=elsewhere"]
+    for more, expected in (
+        ((), (False, 1.0)),
+        (("--data.flip=true", "--data.eval_crop=0.875"), (True, 0.875)),
+        ((f"--config={tmp_path / 'own.yaml'}",), (False, 0.5)),
+    ):
+        data = parse_with_images(FinetuneConfig, [*words, *more], "finetune").data
+        assert (data.flip, data.eval_crop) == expected
+    assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
+
+
+def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {path: here}")
+    (tmp_path / "encoder").mkdir()
+    encoder = f"--encoder={tmp_path}"
+
+    def suffix(*words: str) -> str:
+        return report_suffix(parse_with_images(KnnConfig, [encoder, *words], "knn"))
+
+    assert suffix() == ""
+    elsewhere = suffix("--data.path=elsewhere")
+    other_labels = suffix("--data.path=elsewhere", "--data.label_column=kind")
+    from_python = report_suffix(KnnConfig(encoder=str(tmp_path)))  # the package's images
+    assert [name.rpartition("_")[0] for name in (elsewhere, other_labels)] == ["_elsewhere", "_elsewhere"]
+    assert elsewhere != other_labels
+    assert from_python.rpartition("_")[0] == "_birds"
+
+
+def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, capsys):
+    folder = pretrain(f"--data.path={image_folder}", *CUT, "--data.cut_seed=3", "--data.train_images=8")
+    capsys.readouterr()
+    fewshot.main([f"--encoder={folder}", *FAST])
+    printed = capsys.readouterr().out
+    assert f"the images of {folder}: --data.path {image_folder} --data.eval_split null --data.eval_fraction" in printed
+    assert "8 labelled images to learn from, 3 to judge by" in printed
+    protocol = json.loads(next((folder / "evaluation").glob("fewshot*.json")).read_text())["protocol"]
+    assert protocol["data"]["path"] == str(image_folder)
+    assert protocol["data"]["cut_seed"] == 3
+    all_images = own_images(folder / "encoder", "--data.train_images=null")
+    assert all_images.train_images is None
+    assert all_images.cut_seed == 3
+    for given, path in (("null", None), ("elsewhere", "elsewhere")):
+        others = own_images(folder, f"--data.path={given}")
+        assert others.path == path
+        assert others.cut_seed == 0
+    assert own_images("floor:pixels") == fewshot.FewshotConfig().data
+
+
+def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_path, monkeypatch):
+    """The run noted a commit, which a folder does not have."""
+    saved = yaml.safe_load((trained / "config.yaml").read_text())
+    saved["data"]["path"] = "some/set"
+    (trained / "config.yaml").write_text(yaml.safe_dump(saved))
+    records = json.loads((trained / "data.json").read_text())
+    for record in records.values():
+        record["revision"] = "0" * 40
+    (trained / "data.json").write_text(json.dumps(records))
+    monkeypatch.chdir(tmp_path)
+    assert own_images(trained).revision == "0" * 40
+    (tmp_path / "some" / "set").mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"{trained} was trained on the hub's dataset some/set, but .*set is here"):
+        own_images(trained)
+    here = own_images(trained, "--data.path=./some/set")
+    assert (here.path, here.revision) == ("./some/set", None)
+
+
+def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path, image_folder, tmp_path, monkeypatch):
+    others = tmp_path / "elsewhere" / "images" / "cat"
+    others.mkdir(parents=True)
+    (others / "00.png").write_bytes(encoded(picture(50)))
+    monkeypatch.chdir(others.parents[1])
+    images = own_images(of_a_relative_path)
+    assert (images.path, images.cut_seed) == (str(image_folder), 3)
+    others = replace(KnnConfig().data, path="images")
+    assert report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=others)) != ""
+
+
+def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
+    new = image_folder / "cat" / "00.png"
+    new.write_bytes(encoded(picture(99)))
+    with pytest.raises(UserError, match=rf"{image_folder} no longer holds the images that {of_a_relative_path} began"):
+        fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
+    new.unlink()
+    file = image_folder / "cat" / "01.png"
+    file.write_bytes(encoded(picture(98)))
+    with pytest.raises(UserError, match=r"train: the files .* changed"):
+        own_images(of_a_relative_path)
+    assert own_images(of_a_relative_path, f"--data.path={image_folder}").cut_seed == 0  # named by the user
+
+
+def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monkeypatch):
+    """To compare them with those that the run began with, and to extract features of them."""
+    listed = []
+    load_local = sources.load_local
+
+    def noted_load_local(path, *arguments):
+        listed.append(path)
+        return load_local(path, *arguments)
+
+    monkeypatch.setattr(sources, "load_local", noted_load_local)
+    fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
+    assert len(listed) == 1
+
+
+def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder, tmp_path, capsys):
+    moved = tmp_path / "moved" / "to"
+    gone = rf"the images of {of_a_relative_path} were at {image_folder}, which is gone"
+    moved.parent.mkdir()
+    image_folder.rename(moved)
+    with pytest.raises(UserError, match=rf"{gone}; name where they are now by --data\.path"):
+        own_images(of_a_relative_path)
+    images = own_images(of_a_relative_path, f"--data.path={moved}")
+    assert (images.path, images.cut_seed, images.eval_split) == (str(moved), 3, None)
+    same = replace(KnnConfig().data, path=str(moved))
+    assert report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=same)) == ""
+    other = shutil.copytree(moved, tmp_path / "other")
+    (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
+    capsys.readouterr()
+    assert own_images(of_a_relative_path, f"--data.path={other}").cut_seed == 0
+    assert f"{gone}; those at {other} are others: train: the files" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_gone_never_becomes_a_name_of_the_hub(of_a_relative_path, image_folder, tmp_path):
+    """Also where the run's config has the relative spelling of an earlier version."""
+    image_folder.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=rf"were at {image_folder}, which is gone"):
+        own_images(of_a_relative_path)
+    saved = of_a_relative_path / "config.yaml"
+    saved.write_text(saved.read_text().replace(str(image_folder), "images"))
+    with pytest.raises(UserError, match=rf"were at {image_folder}, which is gone"):
+        own_images(of_a_relative_path)
+
+
+@pytest.mark.parametrize("stream", ["of shards", "of a folder"])
+def test_the_images_of_a_stream_are_compared_by_its_files(pretrain, two_shards, image_folder, stream):
+    place = two_shards if stream == "of shards" else image_folder
+    more = () if stream == "of shards" else ("--data.eval_split=null",)
+    run = pretrain(f"--data.path={place}", "--data.streaming=true", *more)
+    assert own_images(run).path == str(place)
+    file = sorted(place.rglob("*.p*"))[0]
+    file.rename(file.with_name(file.name.replace("0", "9", 1)))
+    with pytest.raises(UserError, match=rf"{place} no longer holds the images .*train: the files .* changed"):
+        own_images(run)
+
+
+def test_an_encoder_says_how_its_files_were_read(pretrain, tmp_path):
+    """Where its run is not there; what is given wins."""
+    (tmp_path / "arrays").mkdir()
+    for number in range(8):
+        two_channels = picture(number).astype(np.uint16)[..., :2]
+        np.save(tmp_path / "arrays" / f"{number}.npy", 1000 + 10 * two_channels)
+    options = "--data.channels=2", "--data.range=[1000,3550]", "--data.nodata=7"
+    folder = pretrain(f"--data.path={tmp_path / 'arrays'}", "--data.eval_split=null", *options)
+    copy = shutil.copytree(folder / "encoder", tmp_path / "elsewhere" / "encoder")
+    data = own_images(copy, "--data.path=other")
+    assert (data.channels, tuple(data.range), data.nodata) == (2, (1000, 3550), 7)
+    assert own_images(copy, "--data.path=other", "--data.nodata=null").nodata is None
+
+
+def test_where_nothing_can_be_written_is_said_before_anything_is_done(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"file/evaluation/x\.json cannot be written \(.*\); name another place by --out"
+    ):
+        report_path(str(tmp_path / "file" / "evaluation" / "x.json"), "runs/birds", "x.json")
+    assert report_path(None, str(tmp_path), "x.json") == tmp_path / "evaluation" / "x.json"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
