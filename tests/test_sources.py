@@ -1,6 +1,7 @@
 """From data.path to images: layouts on disk, splits, labels, and the files that are left out."""
 
 import collections
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -8,21 +9,32 @@ import pytest
 from conftest import dataset_of, encoded, picture, views_of
 
 from mpp.config import DataConfig, ImagesConfig
+from mpp.data.dataset import ImageDataset
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED
 
 
-def rows(count=12, column="image", **more) -> datasets.Dataset:
+def rows(count: int = 12, column: str = "image", **more: list) -> datasets.Dataset:
+    """Images of 40 x 48 pixels, and other columns."""
     images = [encoded(picture(number)) for number in range(count)]
     return dataset_of(images, **more).rename_columns({"image": column})
+
+
+def names_of(dataset: ImageDataset) -> list[str]:
+    return [dataset.name(index) for index in range(len(dataset))]
+
+
+def sizes_of_splits(folder: Path) -> dict[str, int]:
+    return {name: len(split) for name, split in load_splits(DataConfig(path=str(folder))).items()}
 
 
 def test_birds_are_the_default():
     train, test = load_image_datasets(DataConfig())
     assert (len(train), len(test)) == (633, 286)
-    assert (train.labels >= 0).sum() == 430 and (test.labels >= 0).all()
+    assert (train.labels >= 0).sum() == 430
+    assert (test.labels >= 0).all()
     assert train.decode(0, ImagesConfig()).shape == (3, 120, 120)
     assert len(train.labelled()) == 430
 
@@ -32,7 +44,7 @@ LISTED_HERE = b"file_name\nb.png\n"
 
 
 @pytest.mark.parametrize(
-    ("names", "used", "said"),
+    ("names", "used", "warning"),
     [
         (
             ["car/0.png", "plane/0.png", "train/0.png"],
@@ -55,57 +67,77 @@ LISTED_HERE = b"file_name\nb.png\n"
         (["a/0.png", "b/0.png", ".hidden/0.png", "__MACOSX/a.png"], 2, ""),
     ],
 )
-def test_what_is_left_out_is_counted_and_named(tmp_path, capsys, names, used, said):
+def test_what_is_left_out_is_counted_and_named(tmp_path, capsys, names, used, warning):
     for name in names:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True, parents=True)
         lists = {"metadata.csv": LISTED, "labels.csv": LISTED_HERE}
         file.write_bytes(lists.get(file.name, encoded(picture(1))))
     assert len(load_splits(DataConfig(path=str(tmp_path)))["train"]) == used
-    warned = capsys.readouterr().err
-    assert said in warned and ("warning" in warned) == bool(said)
+    printed = capsys.readouterr().err
+    assert warning in printed
+    assert ("warning" in printed) == bool(warning)
 
 
 def test_folder_of_images_is_cut_by_a_seed(image_folder):
     config = DataConfig(path=str(image_folder), eval_fraction=0.25)
     train, held_out = load_image_datasets(config)
-    names = [[p.name(i) for i in range(len(p))] for p in (train, held_out)]
-    assert [len(n) for n in names] == [9, 3] and not set(names[0]) & set(names[1])
-    assert sorted(train.labels.tolist() + held_out.labels.tolist()) == [0] * 6 + [1] * 6
-    again = load_image_datasets(config)[1]
-    assert [again.name(i) for i in range(3)] == names[1]
-    other = load_image_datasets(DataConfig(path=str(image_folder), eval_fraction=0.25, cut_seed=1))[1]
-    assert [other.name(i) for i in range(3)] != names[1]
-    assert (train.decode(0, ImagesConfig()).shape) == (3, 40, 48)
+    assert (len(train), len(held_out)) == (9, 3)
+    assert not set(names_of(train)) & set(names_of(held_out))
+    assert sorted([*train.labels, *held_out.labels]) == [0] * 6 + [1] * 6
+    assert train.decode(0, ImagesConfig()).shape == (3, 40, 48)
+    _, again = load_image_datasets(config)
+    assert names_of(again) == names_of(held_out)
+    _, other = load_image_datasets(replace(config, cut_seed=1))
+    assert names_of(other) != names_of(held_out)
 
 
-@pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "arrow file", "saved", "saved with splits"])
-def test_other_layouts_on_disk(tmp_path, kind):
-    table, path = rows(), tmp_path / "data"
-    if kind == "parquet file":
-        path = path.with_suffix(".parquet")
-        table.to_parquet(path)
-    elif kind == "parquet folder":
-        path.mkdir()
-        table.to_parquet(path / "train-00000-of-00001.parquet")
-        rows(4).to_parquet(path / "validation-00000-of-00001.parquet")
-    elif kind == "arrow file":
-        table.save_to_disk(path)
-        path = next(path.glob("*.arrow"))
-    elif kind == "saved":
-        table.save_to_disk(path)
-    else:
-        datasets.DatasetDict(train=table, test=rows(4)).save_to_disk(path)
-    train, held_out = load_image_datasets(DataConfig(path=str(path)))
-    named_split = kind in ("parquet folder", "saved with splits")
-    assert (len(train), len(held_out)) == ((12, 4) if named_split else (11, 1))
+def write_parquet_file(path: Path) -> Path:
+    rows().to_parquet(path / "a.parquet")
+    return path / "a.parquet"
+
+
+def write_parquet_folder(path: Path) -> Path:
+    rows().to_parquet(path / "train-00000-of-00001.parquet")
+    rows(4).to_parquet(path / "validation-00000-of-00001.parquet")
+    return path
+
+
+def write_arrow_file(path: Path) -> Path:
+    rows().save_to_disk(path)
+    return next(path.glob("*.arrow"))
+
+
+def write_saved(path: Path) -> Path:
+    rows().save_to_disk(path)
+    return path
+
+
+def write_saved_with_splits(path: Path) -> Path:
+    datasets.DatasetDict(train=rows(), test=rows(4)).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "sizes"),
+    [
+        (write_parquet_file, (11, 1)),
+        (write_parquet_folder, (12, 4)),
+        (write_arrow_file, (11, 1)),
+        (write_saved, (11, 1)),
+        (write_saved_with_splits, (12, 4)),
+    ],
+)
+def test_other_layouts_on_disk(tmp_path, write, sizes):
+    (tmp_path / "data").mkdir()
+    train, held_out = load_image_datasets(DataConfig(path=str(write(tmp_path / "data"))))
+    assert (len(train), len(held_out)) == sizes
     assert train.decode(0, ImagesConfig()).shape == (3, 40, 48)
 
 
 def test_columns_of_other_names_and_text_labels(tmp_path):
-    kinds = ["owl", "cat", None, "owl"] * 3
-    rows(column="photo", species=kinds).to_parquet(tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
+    rows(column="photo", species=["owl", "cat", None, "owl"] * 3).to_parquet(path)
     train, _ = load_image_datasets(DataConfig(path=path, eval_fraction=0.1))
     assert train.labels is None
     train, held_out = load_image_datasets(DataConfig(path=path, image_column="photo", label_column="species"))
@@ -113,10 +145,10 @@ def test_columns_of_other_names_and_text_labels(tmp_path):
 
 
 def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
-    for split, labels in (("train", [[0], [1], [2]] * 4), ("test", [[0, 2], [], [1]] * 4)):
-        single = [label[0] for label in labels] if split == "train" else [-1] * 12
-        table = rows().add_column("label", single).add_column("real", labels)
-        table.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    train_rows = rows(label=[0, 1, 2] * 4, real=[[0], [1], [2]] * 4)
+    train_rows.to_parquet(tmp_path / "train-00000-of-00001.parquet")
+    test_rows = rows(label=[-1] * 12, real=[[0, 2], [], [1]] * 4)
+    test_rows.to_parquet(tmp_path / "test-00000-of-00001.parquet")
     train, test = load_image_datasets(DataConfig(path=str(tmp_path), eval_label_column="real"))
     assert train.labels.tolist() == [0, 1, 2] * 4
     assert test.labels.tolist() == [[0, 2], [-1, -1], [1, -1]] * 4
@@ -132,36 +164,37 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
 
 
 def test_something_else_called_label_is_no_label_unless_asked_for(tmp_path):
-    rows().add_column("label", [0.5] * 12).to_parquet(tmp_path / "a.parquet")
-    assert load_image_datasets(DataConfig(path=str(tmp_path / "a.parquet")))[0].labels is None
+    path = str(tmp_path / "a.parquet")
+    rows(label=[0.5] * 12).to_parquet(path)
+    train, _ = load_image_datasets(DataConfig(path=path))
+    assert train.labels is None
     with pytest.raises(ValueError, match=r"data\.label_column is label, which holds no classes"):
-        load_image_datasets(DataConfig(path=str(tmp_path / "a.parquet"), label_column="label"))
+        load_image_datasets(DataConfig(path=path, label_column="label"))
 
 
-def test_what_lies_beside_pictures_is_none(tmp_path, capsys):
+def test_files_beside_pictures_are_no_images(tmp_path, capsys):
     """Texts beside them, sidecars and overviews. Links to folders are followed, but not into the same tree."""
+    images = tmp_path / "images"
+    for folder in (images / "a", images / "b", tmp_path / "c"):
+        folder.mkdir(parents=True)
     for number in range(8):
-        (tmp_path / "images" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-        file = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
-        for name, data in (
-            (file, encoded(picture(number))),
-            (f"{file}.ovr", encoded(picture(1))),
-            (f"{file}.xmp", b"x"),
-        ):
-            Path(name).write_bytes(data)
-        file.with_suffix(".txt").write_text("0 0.5 0.5 1 1")
-    (tmp_path / "c").mkdir()
+        file = images / ("b" if number % 2 else "a") / f"{number}.png"
+        file.write_bytes(encoded(picture(number)))
+        file.with_name(f"{number}.png.ovr").write_bytes(encoded(picture(1)))
+        file.with_name(f"{number}.png.xmp").write_bytes(b"x")
+        file.with_name(f"{number}.txt").write_text("0 0.5 0.5 1 1")
     (tmp_path / "c" / "8.png").write_bytes(encoded(picture(8)))
-    (tmp_path / "images" / "c").symlink_to(tmp_path / "c")
-    (tmp_path / "images" / "b" / "up").symlink_to(tmp_path / "images")
+    (images / "c").symlink_to(tmp_path / "c")
+    (images / "b" / "up").symlink_to(images)
     (tmp_path / "c" / "again").symlink_to(tmp_path / "c")
-    train, held_out = load_image_datasets(DataConfig(path=str(tmp_path / "images"), eval_fraction=0.25))
-    names = [Path(part.name(index)).name for part in (train, held_out) for index in range(len(part))]
-    assert sorted(names) == [f"{number}.png" for number in range(9)] and train.names == ["a", "b", "c"]
+    train, held_out = load_image_datasets(DataConfig(path=str(images), eval_fraction=0.25))
+    names = [Path(name).name for name in (*names_of(train), *names_of(held_out))]
+    assert sorted(names) == [f"{number}.png" for number in range(9)]
+    assert train.names == ["a", "b", "c"]
     assert "links to folders of the same tree (2: b/up, c/again)" in capsys.readouterr().err
 
 
-def test_videos_are_no_images_and_pictures_that_nobody_reads_are_counted(tmp_path, capsys):
+def test_videos_are_no_images_and_pictures_of_other_formats_are_counted(tmp_path, capsys):
     """As a phone's folder has them; its README.md is no dataset card."""
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
@@ -169,10 +202,8 @@ def test_videos_are_no_images_and_pictures_that_nobody_reads_are_counted(tmp_pat
             (tmp_path / f"{number}.{end}").write_bytes(b"x")
     (tmp_path / "README.md").write_text("My photographs")
     assert load_splits(DataConfig(path=str(tmp_path)))["train"].num_rows == 3
-    assert (
-        ".heic files, which mpp does not read; convert them to JPEG, PNG or TIFF (3: 0.heic, 1.heic, 2.heic)"
-        in capsys.readouterr().err
-    )
+    unread = ".heic files, which mpp does not read; convert them to JPEG, PNG or TIFF (3: 0.heic, 1.heic, 2.heic)"
+    assert unread in capsys.readouterr().err
     for file in tmp_path.glob("*.mov"):
         file.with_suffix(".txt").write_text("x")
         file.unlink()
@@ -188,17 +219,20 @@ def test_pictures_of_several_lists_are_in_the_order_of_their_names(tmp_path):
             (tmp_path / part / f"{number}.png").write_bytes(encoded(picture(number)))
         (tmp_path / part / "metadata.csv").write_text("file_name\n2.png\n0.png\n1.png\n")
     splits = load_splits(DataConfig(path=str(tmp_path)))
-    rows = splits["train"].cast_column("image", datasets.Image(decode=False))
-    assert [row["image"]["path"] for row in rows] == [f"{tmp_path}/{p}/{n}.png" for p in "abcd" for n in range(3)]
+    files = splits["train"].cast_column("image", datasets.Image(decode=False))
+    expected = [f"{tmp_path}/{part}/{number}.png" for part in "abcd" for number in range(3)]
+    assert [row["image"]["path"] for row in files] == expected
 
 
 def test_a_seeded_choice_of_training_images(image_folder):
     config = DataConfig(path=str(image_folder), eval_fraction=0.25)
     train, _ = load_image_datasets(config)
-    names = [[chosen.name(i) for i in range(len(chosen))] for chosen in (train.choose(4, seed) for seed in (0, 0, 1))]
-    assert len(names[0]) == 4 and names[0] == names[1] != names[2]
-    assert len({name.split("/")[-2] for name in names[0]}) == 2  # not the first of files that come sorted by class
-    assert train.choose(None, 0) is train
+    chosen = names_of(train.choose(4, seed=0))
+    assert len(chosen) == 4
+    assert names_of(train.choose(4, seed=0)) == chosen
+    assert names_of(train.choose(4, seed=1)) != chosen
+    assert len({Path(name).parent for name in chosen}) == 2  # not the first of files that come sorted by class
+    assert train.choose(None, seed=0) is train
 
 
 def test_a_share_to_hold_out_is_refused_where_a_split_is_held_out():
@@ -222,16 +256,16 @@ def test_a_share_to_hold_out_is_refused_where_a_split_is_held_out():
     ],
 )
 def test_bad_sources_are_named(tmp_path, settings, words):
-    table = rows(4).add_column("id", [1, 2, 3, 4])
-    table.to_parquet(tmp_path / "a.parquet")
+    rows(4, id=[1, 2, 3, 4]).to_parquet(tmp_path / "a.parquet")
     (tmp_path / "text.txt").write_text("no image")
     (tmp_path / "empty").mkdir()
     places = {"file": tmp_path / "a.parquet", "text": tmp_path / "text.txt", "empty": tmp_path / "empty"}
-    settings["path"] = settings["path"].format(**places)
+    path = settings["path"].format(**places)
     with pytest.raises(ValueError) as error:
-        load_image_datasets(DataConfig(**settings))
-    assert "\n" not in str(error.value)
-    assert all(word in str(error.value) for word in words)
+        load_image_datasets(DataConfig(**settings | {"path": path}))
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words)
 
 
 @pytest.mark.parametrize("empty", ["train", "test"])
@@ -246,17 +280,17 @@ def test_offline_nothing_is_waited_for(monkeypatch):
     for name in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{name}.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("mpp.data.retry.time.sleep", None)
-    with pytest.raises(UserError, match=r"data.path is nobody/nothing, which cannot be loaded"):
-        load_image_datasets(DataConfig(path="nobody/nothing"))
+    with pytest.raises(UserError, match=r"data.path is owner/nothing, which cannot be loaded"):
+        load_image_datasets(DataConfig(path="owner/nothing"))
 
 
 def test_shards_have_the_split_of_their_name(tmp_path):
-    """One that is no word of ours, too, and not the training images."""
+    """Also a split whose name has no meaning for mpp; its images are not trained on."""
     sizes = {"train": 5, "test": 4, "extra": 3, "train_extra": 2}
     (tmp_path / "data").mkdir()
     for name, size in sizes.items():
         rows(size).to_parquet(tmp_path / "data" / f"{name}-00000-of-00001.parquet")
-    assert {name: len(part) for name, part in load_splits(DataConfig(path=str(tmp_path))).items()} == sizes
+    assert sizes_of_splits(tmp_path) == sizes
 
 
 def test_a_card_says_what_the_splits_are(tmp_path):
@@ -265,9 +299,7 @@ def test_a_card_says_what_the_splits_are(tmp_path):
     files = "{split: train, path: alpha.parquet}, {split: test, path: beta.parquet}"
     configs = f"configs:\n- {{config_name: default, data_files: [{files}]}}"
     (tmp_path / "README.md").write_text(f"---\n{configs}\n---\n")
-    assert {name: len(part) for name, part in load_splits(DataConfig(path=str(tmp_path))).items()} == dict(
-        train=4, test=4
-    )
+    assert sizes_of_splits(tmp_path) == {"train": 4, "test": 4}
     (tmp_path / "README.md").unlink()
     with pytest.raises(UserError, match=r"data\.name is b; it must be left out: .* has no README\.md with configs"):
         load_splits(DataConfig(path=str(tmp_path), name="b"))
@@ -276,22 +308,25 @@ def test_a_card_says_what_the_splits_are(tmp_path):
 @pytest.mark.parametrize("where", ["another split", "the same split"])
 def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path, where):
     """The library takes the first file's for all."""
-    for number, names in enumerate((["owl", "cat"], ["cat", "owl"])):
-        labels = [names.index("owl"), names.index("cat")] * 2
-        part = rows(4).add_column("label", labels).cast_column("label", datasets.ClassLabel(names=names))
-        split = ("train", "test")[number] if where == "another split" else "train"
-        part.to_parquet(tmp_path / f"{split}-{number}.parquet")
+    other_split = "test" if where == "another split" else "train"
+    write_owls_and_cats(tmp_path / "train-0.parquet", ["owl", "cat"])
+    write_owls_and_cats(tmp_path / f"{other_split}-1.parquet", ["cat", "owl"])
     if where == "the same split":
-        with pytest.raises(
-            UserError, match=r"train-1\.parquet declares other classes in label than .*train-0\.parquet"
-        ):
+        refused = r"train-1\.parquet declares other classes in label than .*train-0\.parquet"
+        with pytest.raises(UserError, match=refused):
             load_image_datasets(DataConfig(path=str(tmp_path)))
     else:
-        for part in load_image_datasets(DataConfig(path=str(tmp_path))):
-            assert [part.names[number] for number in part.labels] == ["owl", "cat"] * 2
+        for dataset in load_image_datasets(DataConfig(path=str(tmp_path))):
+            assert [dataset.names[number] for number in dataset.labels] == ["owl", "cat"] * 2
 
 
-def test_a_name_of_the_hub_is_said_at_once_and_what_is_none_is_refused(tmp_path, monkeypatch, capsys):
+def write_owls_and_cats(file: Path, names: list[str]) -> None:
+    """Write four images, owls and cats in turn, with classes that are declared in this order."""
+    labels = [names.index("owl"), names.index("cat")] * 2
+    rows(4, label=labels).cast_column("label", datasets.ClassLabel(names=names)).to_parquet(file)
+
+
+def test_a_name_of_the_hub_is_announced_at_once_and_other_names_are_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "photos").mkdir()
     monkeypatch.chdir(tmp_path)
     announce_hub_lookup(ImagesConfig(path="photo"))
