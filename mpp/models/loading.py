@@ -16,7 +16,7 @@ from mpp.errors import UserError, one_line
 from mpp.models.descriptions import stride_of, trained_on
 from mpp.models.vit import resample
 from mpp.runtime.messages import note
-from mpp.runtime.weights import NAMED, encoder_folder, misfit, weight_names, weights_file, wrapper_of
+from mpp.runtime.weights import NAMED_WEIGHTS, encoder_folder, misfit, weight_names, weights_file, wrapper_of
 from mpp.runtime.workarounds import collect_unexpected_weights
 
 
@@ -218,5 +218,5 @@ def first_lines(error: Exception) -> str:
     lines = str(error).splitlines()[1:]
     if not lines:
         return one_line(error)
-    shown = "; ".join(line.strip() for line in lines[:NAMED])
-    return shown if len(lines) <= NAMED else f"{shown} (and {len(lines) - NAMED} more)"
+    shown = "; ".join(line.strip() for line in lines[:NAMED_WEIGHTS])
+    return shown if len(lines) <= NAMED_WEIGHTS else f"{shown} (and {len(lines) - NAMED_WEIGHTS} more)"

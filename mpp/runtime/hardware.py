@@ -1,4 +1,4 @@
-"""What this process computes with."""
+"""The hardware of this process: device, precision, memory, cores."""
 
 import ctypes
 import os
@@ -6,30 +6,38 @@ import sys
 
 import torch
 
-TRUE = ("1", "true", "t", "yes", "y", "on")  # as Accelerate reads its variables
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+TRUE = ("1", "true", "t", "yes", "y", "on")
+"""Values of Accelerate's variables that mean yes."""
+M_TRIM_THRESHOLD = -1  # options of mallopt, in glibc's malloc.h
+M_MMAP_THRESHOLD = -3
+LARGEST_MMAP_THRESHOLD = 32 * 2**20
+KEPT_BYTES = 2**30
 
 
 def uses_gpu() -> bool:
-    """Whether it runs on a GPU: there is one, and the launcher was not told `--cpu`."""
-    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in TRUE
+    """Whether this process runs on a GPU: there is one, and the launcher was not told `--cpu`."""
+    told_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE
+    return torch.cuda.is_available() and not told_cpu
 
 
 def device() -> str:
-    """What torch calls it."""
+    """torch's name of the device."""
     return "cuda" if uses_gpu() else "cpu"
 
 
 def bf16_is_native() -> bool:
-    """Whether bf16 is computed by the hardware, not emulated."""
+    """Whether the hardware computes in bf16, which is emulated otherwise."""
     if uses_gpu():
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not in every torch
-    return any(getattr(torch.cpu, ask, bool)() for ask in asks)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        is_supported = getattr(torch.cpu, name, None)  # not in every torch
+        if is_supported is not None and is_supported():
+            return True
+    return False
 
 
 def arithmetic() -> str:
-    """What computes matrix products: where two processes have the same, the bits of their products are."""
+    """The arithmetic of matrix products: two processes with the same compute the same bits."""
     kind = "bf16" if bf16_is_native() else "fp32"
     if not uses_gpu():
         return f"{kind} by {torch.backends.cpu.get_cpu_capability()}"
@@ -38,18 +46,24 @@ def arithmetic() -> str:
 
 
 def reuse_memory() -> None:
-    """Keep the memory that an update on the CPU frees for the next one, up to 1 GB, in place of handing it back.
+    """Keep the memory that a step on the CPU frees for the next one, up to 1 GB, instead of returning it.
 
-    Else each update asks the kernel for its pages again, which is a fifth of its time. glibc's allocator alone knows
-    this. What the environment says of it (`MALLOC_...` or `GLIBC_TUNABLES`) comes first.
+    Otherwise each step asks the kernel for its pages again, which is a fifth of its time. Only glibc's allocator has
+    such options. Choices in the environment (`MALLOC_...` or `GLIBC_TUNABLES`) come first.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if mallopt and not chosen:
-        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # its largest; larger tensors are still handed back
-        mallopt(M_TRIM_THRESHOLD, 2**30)
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    is_chosen = any(name.startswith("MALLOC_") for name in os.environ)
+    is_chosen = is_chosen or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is None or is_chosen:
+        return
+    mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)  # larger tensors are still returned
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

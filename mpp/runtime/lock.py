@@ -1,8 +1,8 @@
 """One run, one folder: a second process that would write into it is refused.
 
-The lock is filelock's: the kernel lets go of it when the process dies, and loader processes do not inherit it. Where a
-file system has no such locks, the folder is refused. filelock's substitute, a file that says who holds it, would
-outlive a process that is killed, and would take what an earlier run left for a holder.
+The lock is filelock's: the kernel releases it when the process dies, and loader processes do not inherit it. A folder
+on a file system without such locks is refused: filelock's substitute, a file that names the holder, would outlive a
+killed process.
 """
 
 import os
@@ -17,8 +17,10 @@ from filelock import FileLock, Timeout
 from mpp.errors import UserError
 from mpp.runtime.processes import on_main_process
 
-LOCK, HOLDER = ".lock", ".lock.holder"
+LOCK = ".lock"
+HOLDER = ".lock.holder"
 FILES = {LOCK, HOLDER}
+"""Files of the lock in a folder that is or was held."""
 
 
 class Held(UserError):
@@ -27,13 +29,13 @@ class Held(UserError):
 
 @contextmanager
 def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
-    """Hold a folder while open.
+    """Hold a folder for the `with` block.
 
     Args:
         key: the setting that names the folder.
-        wait: until another process that holds it lets go.
+        wait: wait until another process that holds it releases it.
     Raises:
-        Held: another process does.
+        Held: another process holds it.
         UserError: the folder cannot be locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,7 @@ def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
         message = f"{key} is {folder}, which cannot be locked ({error}); choose a {key} on a file system that has locks"
         raise UserError(message) from error
     try:
-        with suppress(OSError):  # a courtesy
+        with suppress(OSError):  # for messages alone
             (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         yield
     finally:
@@ -57,7 +59,7 @@ def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
 
 
 def holder_of(folder: Path) -> str:
-    """Who holds it, for a message."""
+    """The holder of a folder, for a message."""
     try:
         return (folder / HOLDER).read_text(encoding="utf-8") or "another process"
     except (OSError, UnicodeDecodeError):
@@ -66,7 +68,7 @@ def holder_of(folder: Path) -> str:
 
 @contextmanager
 def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the run folder while open, for all processes of this run.
+    """Hold the run folder for the `with` block, for all processes of this run.
 
     Raises:
         Held: on every process, where another run holds it.

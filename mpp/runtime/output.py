@@ -1,8 +1,8 @@
 """Text in and out, whatever the locale and the terminal.
 
-Output ends no command: neither characters that a terminal cannot show, nor a terminal or a reader that is gone. Who
-closes a terminal, or interrupts `mpp ... | tee log`, ends what reads the output, too. A run then still has a step to
-finish and a checkpoint to write, and says so.
+Output never ends a command: neither characters that a terminal cannot show, nor a terminal or a reader that is gone.
+Closing a terminal, or interrupting `mpp ... | tee log`, ends the reader of the output, too. A run then still has a step
+to finish and a checkpoint to write.
 """
 
 import errno
@@ -11,7 +11,8 @@ import os
 import sys
 from typing import TextIO
 
-GONE = (errno.EIO, errno.EPIPE)  # of a closed terminal; of a pipe without a reader
+READER_IS_GONE = (errno.EIO, errno.EPIPE)
+"""Errors of a closed terminal, and of a pipe without a reader."""
 
 
 def use_utf8() -> None:
@@ -24,28 +25,28 @@ def use_utf8() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-class Output(io.FileIO):
-    """A stream's file, whose writes are lost where nothing reads them any more."""
+class SteadyFile(io.FileIO):
+    """File of a stream, whose writes are dropped when nothing reads them any more."""
 
     def write(self, data: bytes) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in READER_IS_GONE:
                 raise
             return len(data)
 
 
 def steady(stream: TextIO) -> TextIO:
-    """The same stream, which shows as an escape what its encoding lacks, and outlives its reader."""
+    """The same stream, which escapes characters that its encoding lacks, and outlives its reader."""
     stream.flush()
-    file = io.BufferedWriter(Output(stream.fileno(), "wb", closefd=False))
-    at_once = stream.line_buffering or stream.write_through
-    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=at_once)
+    file = io.BufferedWriter(SteadyFile(stream.fileno(), "wb", closefd=False))
+    by_line = stream.line_buffering or stream.write_through
+    return io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=by_line)
 
 
 def steady_output() -> None:
-    """Let no output end this process, whatever it writes and whoever reads it. What replaced sys.stdout stays."""
+    """Let no output end this process, whatever it writes and whatever reads it. Replacements of sys.stdout stay."""
     if sys.stdout is not None and sys.stdout is sys.__stdout__:
         sys.stdout = steady(sys.stdout)
     if sys.stderr is not None and sys.stderr is sys.__stderr__:
@@ -53,5 +54,5 @@ def steady_output() -> None:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what UTF-8 lacks: bytes in names of files that are not UTF-8."""
+    """The text with escapes for bytes that are not UTF-8, as in some names of files."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

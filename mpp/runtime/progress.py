@@ -1,4 +1,4 @@
-"""Progress of what takes a while, for whoever watches a terminal or reads a log."""
+"""Progress bars, in terminals and in logs."""
 
 import sys
 from typing import Any

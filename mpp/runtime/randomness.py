@@ -1,8 +1,8 @@
-"""Counter-based random numbers: what a sample draws is a pure function of (seed, stream, epoch, index).
+"""Counter-based random numbers: the numbers of a sample are a pure function of (seed, stream, epoch, index).
 
-No generator is carried from one sample to the next, so that nothing depends on batch size, workers, processes or on
-where a run was resumed. numpy's Philox is used for its raw 64-bit words alone: the methods built upon them may change
-between releases of numpy, the words may not.
+No generator is carried from one sample to the next, so that nothing depends on the batch size, workers, processes or
+the step at which a run was resumed. Only the raw 64-bit words of numpy's Philox are used: methods built upon them may
+change between releases of numpy, the words may not.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIXED = 2**64 - 1
-"""The epoch of held-out images: their corruption is the same whenever they are looked at."""
+"""The epoch of held-out images: their corruption is the same in every evaluation."""
 
 
 class Stream(IntEnum):
-    """What the numbers are for. Streams are independent: drawing more in one does not shift another."""
+    """Purposes of random numbers. Streams are independent: drawing more from one does not shift another."""
 
     ORDER = 0
     CROP = 1
@@ -29,9 +29,10 @@ class Stream(IntEnum):
 
 
 def philox(stream: Stream, seed: int, epoch: int, index: int) -> np.random.Philox:
-    """The source of a sample's numbers, at its beginning."""
+    """The source of a sample's numbers, at its start."""
+    key = np.array([seed, 0], dtype=np.uint64)
     counter = np.array([0, epoch, index, stream], dtype=np.uint64)  # the first word counts the draws
-    return np.random.Philox(key=np.array([seed, 0], dtype=np.uint64), counter=counter)
+    return np.random.Philox(key=key, counter=counter)
 
 
 def random_words(stream: Stream, seed: int, epoch: int, index: int, count: int) -> NDArray[np.uint64]:
@@ -40,13 +41,18 @@ def random_words(stream: Stream, seed: int, epoch: int, index: int, count: int) 
 
 
 Numbers = Callable[[int], NDArray[np.float64]]
-"""The next so many uniform numbers in [0, 1), shape (count,)."""
+"""A function of a count: the next numbers in [0, 1), shape (count,)."""
 
 
 def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> Numbers:
-    """A sequence of uniform numbers in [0, 1) without an end, for what does not know how many it will need."""
+    """An endless sequence of uniform numbers in [0, 1), where the count is not known beforehand."""
     source = philox(stream, seed, epoch, index)
-    return lambda count: (source.random_raw(count) >> np.uint64(11)) * 2.0**-53
+
+    def draw(count: int) -> NDArray[np.float64]:
+        leading_bits = source.random_raw(count) >> np.uint64(11)  # 53 of 64: those of a float64
+        return leading_bits * 2.0**-53
+
+    return draw
 
 
 def uniform(stream: Stream, seed: int, epoch: int, index: int, count: int) -> NDArray[np.float64]:
