@@ -18,7 +18,7 @@ from PIL import Image
 
 from evaluation import visualize
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig, VisualizeConfig
-from evaluation.figures import plot_map
+from evaluation.figures.charts import plot_map
 from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import format_percent, report_suffix
@@ -26,7 +26,7 @@ from evaluation.frozen.run_images import check_images_of_run, find_run
 from evaluation.pages.about import Missing, available, changed, machine_blocks, settings_rows
 from evaluation.pages.curves import curves_of_run, features_of_run
 from evaluation.pages.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
-from evaluation.pictures.gallery import look_at, losses_of, nearest_neighbours, plane, predicted, sheet
+from evaluation.pictures.gallery import look_at, losses_of, map_of, nearest_neighbours, predicted, sheet
 from mpp.config import Config, require
 from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, require_imports, saved_imports
@@ -284,7 +284,7 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
         Table(headings, listed, "file names, and cosine similarity", folded=True),
         chart(
             f"Map of {len(chosen)} held-out images: principal components of their features",
-            lambda: plot_map(plane(shown.features), shown.labels),
+            plot_map(map_of(shown.features), shown.labels),
         ),
     ]
 

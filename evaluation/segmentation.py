@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from evaluation.config import SegmentationConfig
-from evaluation.figures import DPI
+from evaluation.figures.style import DPI
 from evaluation.frozen.encoder import (
     CELLS_PER_SIDE,
     ColorBaseline,

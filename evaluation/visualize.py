@@ -20,8 +20,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from evaluation import fewshot, figures
+from evaluation import fewshot
 from evaluation.config import EncoderConfig, PrecisionConfig, VisualizeConfig
+from evaluation.figures import charts
+from evaluation.figures import images as image_figures
+from evaluation.figures.style import DPI
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
 from evaluation.frozen.extraction import extract_labelled_features, views_for
 from evaluation.frozen.parsing import parse_with_images
@@ -116,7 +119,7 @@ def predictions(subject: Subject) -> tuple[Figure, Numbers]:
     if entropy is not None:
         numbers["entropy"] = entropy.cpu().numpy()
         doubts = on_grid(numbers["entropy"], numbers["positions"], task.grid)
-    return figures.plot_predictions(shown, doubts, task.objective.shown), numbers
+    return image_figures.plot_predictions(shown, doubts, task.objective.shown), numbers
 
 
 def on_grid(values: np.ndarray, positions: np.ndarray, grid: Grid) -> np.ndarray:
@@ -134,7 +137,7 @@ def filters(subject: Subject) -> tuple[Figure, Numbers]:
     scaled = 0.5 + components / (2 * components.abs().amax((1, 2, 3), keepdim=True))
     shown = as_rgb(255 * scaled, subject.config.bands).movedim(1, -1).numpy()
     numbers = {"components": components.numpy(), "variance_share": shares.numpy()}
-    return figures.plot_filters(shown, numbers["variance_share"]), numbers
+    return image_figures.plot_filters(shown, numbers["variance_share"]), numbers
 
 
 def positions(subject: Subject) -> tuple[Figure, Numbers]:
@@ -143,7 +146,7 @@ def positions(subject: Subject) -> tuple[Figure, Numbers]:
     similarity = position_similarity(model).numpy()
     biases = getattr(model, "position", None) == "relative_bias"
     label = "bias of the logits, mean over heads and blocks" if biases else "cosine similarity"
-    return figures.plot_positions(similarity, label), {"similarity": similarity}
+    return image_figures.plot_positions(similarity, label), {"similarity": similarity}
 
 
 def attention_distances(subject: Subject) -> tuple[Figure, Numbers]:
@@ -157,7 +160,7 @@ def attention_distances(subject: Subject) -> tuple[Figure, Numbers]:
         found = attention_distance(encoder, batches)
     numbers = {"unit": "pixels", "images": count, "uniform_attention": uniform}
     numbers |= {"distance_by_depth_and_head": found.tolist()}
-    return figures.plot_attention_distance(found.numpy(), uniform, count), numbers
+    return image_figures.plot_attention_distance(found.numpy(), uniform, count), numbers
 
 
 def rollout(subject: Subject) -> tuple[Figure, Numbers]:
@@ -170,7 +173,7 @@ def rollout(subject: Subject) -> tuple[Figure, Numbers]:
             flows.append(attention_rollout(encoder, images, config.residual, begin))
         shown.append(subject.ground(images))
     pixels, flow = torch.cat(shown).numpy(), torch.cat(flows).numpy()
-    return figures.plot_rollout(pixels, flow, begin, config.residual), {"images": pixels, "rollout": flow}
+    return image_figures.plot_rollout(pixels, flow, begin, config.residual), {"images": pixels, "rollout": flow}
 
 
 def rollout_start(subject: Subject) -> Literal["class", "patches"]:
@@ -199,10 +202,14 @@ def pca(subject: Subject) -> tuple[Figure, Numbers]:
             found.append(patch_features(subject.encoder, images, depths.tolist()))
         shown.append(subject.ground(images))
     by_depth = components_by_depth([torch.cat(parts) for parts in zip(*found, strict=True)])
-    names = ("colors", "foreground", "shares", "coordinates")
-    numbers = {name: torch.stack([getattr(each, name) for each in by_depth]).numpy() for name in names}
+    numbers = {
+        "colors": torch.stack([each.colors for each in by_depth]).numpy(),
+        "foreground": torch.stack([each.foreground for each in by_depth]).numpy(),
+        "shares": torch.stack([each.variance_shares for each in by_depth]).numpy(),
+        "coordinates": torch.stack([each.coordinates for each in by_depth]).numpy(),
+    }
     pixels = torch.cat(shown).numpy()
-    figure = figures.plot_components(pixels, *(numbers[name] for name in names[:3]), depths)
+    figure = image_figures.plot_components(pixels, numbers["colors"], numbers["foreground"], numbers["shares"], depths)
     return figure, numbers | {"images": pixels, "depths": depths}
 
 
@@ -223,7 +230,7 @@ def similarity(subject: Subject) -> tuple[Figure, Numbers]:
         maps.append(patch_similarity(subject.patches(images), patches))
         shown.append(subject.ground(images))
     pixels, numbers = torch.cat(shown).numpy(), torch.cat(maps).numpy()
-    figure = figures.plot_similarity(pixels, numbers, patches)
+    figure = image_figures.plot_similarity(pixels, numbers, patches)
     return figure, {"images": pixels, "patches": np.array(patches), "similarity": numbers}
 
 
@@ -247,7 +254,7 @@ def neighbours(subject: Subject) -> tuple[Figure, Numbers]:
 
     numbers = {name: getattr(found, name).numpy() for name in found._fields}
     numbers |= {"names": np.array([through.name(index) for index in range(len(through))])}
-    figure = figures.plot_neighbours(
+    figure = image_figures.plot_neighbours(
         *(subject.ground(asked).numpy(), pixels(found.images), pixels(found.hosts), grid, patch, numbers)
     )
     return figure, numbers
@@ -263,7 +270,7 @@ def rank(subject: Subject) -> tuple[Figure, Numbers]:
     by_depth = [torch.cat(parts).float() for parts in zip(*found, strict=True)]
     ranks = dict(zip(depths, effective_ranks(by_depth, subject.accelerator.device), strict=True))
     shown = {"rank": (list(ranks), list(ranks.values()))}
-    figure = figures.plot_series(shown, f"effective rank of {count} images", across="depth (blocks)")
+    figure = charts.plot_series(shown, f"effective rank of {count} images", x_label="depth (blocks)")
     return figure, {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks}
 
 
@@ -283,7 +290,7 @@ def accuracy_by_depth(subject: Subject) -> tuple[Figure, Numbers]:
     if len(by_depth) == 1:
         raise Unavailable("this encoder has one depth")
     report = evaluate_by_depth(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
-    return figures.plot_by_depth(report["summary_by_depth"], "shots"), report
+    return charts.plot_by_depth(report["summary_by_depth"], "shots"), report
 
 
 PICTURES: dict[str, Callable[[Subject], tuple[Figure, Numbers]]] = {
@@ -302,7 +309,7 @@ PICTURES: dict[str, Callable[[Subject], tuple[Figure, Numbers]]] = {
 
 def write(folder: Path, name: str, figure: Figure, numbers: Numbers) -> None:
     """NAME.png, and NAME.npz where all numbers are arrays, else NAME.json."""
-    figure.savefig(folder / f"{name}.png", dpi=figures.DPI)
+    figure.savefig(folder / f"{name}.png", dpi=DPI)
     if all(isinstance(value, np.ndarray) for value in numbers.values()):
         np.savez_compressed(folder / f"{name}.npz", **numbers)
     else:

@@ -23,7 +23,7 @@ from evaluation.comparison.reports import divergence_of, training_pflop
 from evaluation.comparison.tables import markdown_of, numbers_of
 from evaluation.comparison.trainings import TRAININGS, executed_pflop, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
-from evaluation.figures import plot_depths, plot_lines
+from evaluation.figures.charts import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures

@@ -60,7 +60,7 @@ class Seen(HTMLParser):
         self.open.pop()
 
     def handle_data(self, data):
-        if not self.open or self.open[-1] not in ("style", "svg"):
+        if not self.open or self.open[-1] != "style":
             self.text.append(data)
 
     def values(self, name: str, of: str | None = None) -> list[str]:
@@ -81,10 +81,9 @@ def read(path: Path) -> tuple[Seen, str]:
         assert link == "data:," or (link[1:] in ids if link.startswith("#") else re.match(r"[\w.%-]+/|\.\./", link)), (
             link
         )
-    assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids) and not re.search(r"url\((?!#)", text)
+    assert "url(" not in text
     assert len(seen.values("alt", "img")) == seen.tags["img"] and all(seen.values("alt", "img"))
-    assert len(seen.values("aria-label", "svg")) == seen.tags["svg"]
-    assert not re.search(r"https?://(?!www\.w3\.org/)", text)  # but for SVG's name
+    assert not re.search(r"https?://", text)
     return seen, " ".join("".join(seen.text).split())
 
 
@@ -126,7 +125,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys
         *(SCRIPT, f"5 {SCRIPT}", IMAGE, "Gradient norm", "Waiting for data"),
     ):
         assert said in words, said
-    assert seen.tags["svg"] >= 9 and seen.tags["img"] >= 6
+    assert "svg" not in seen.tags and seen.tags["img"] >= 15
     assert "<title>" + str(hostile).replace("<", "&lt;").replace(">", "&gt;") in (hostile / "report.html").read_text()
 
 

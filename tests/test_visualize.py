@@ -160,7 +160,7 @@ def test_features_along_one_direction_have_one_color(sign):
     direction = torch.tensor([3.0, 0, -4.0, 0, 0])
     (found,) = components_by_depth([sign * strength[..., None] * direction + 7])
     torch.testing.assert_close(found.coordinates[..., 0], 5 * (strength - strength.mean()))
-    assert found.coordinates[..., 1:].abs().max() == 0 and found.shares.tolist() == pytest.approx([1, 0, 0])
+    assert found.coordinates[..., 1:].abs().max() == 0 and found.variance_shares.tolist() == pytest.approx([1, 0, 0])
     order = strength.flatten().argsort()
     red, green, blue = found.colors.flatten(0, 2)[order].unbind(1)
     assert (red.diff() >= 0).all() and (red[0], red[-1]) == (0, 1)
@@ -177,7 +177,7 @@ def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_t
     left, values, _ = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
     expected = (left * values)[:, :3].reshape(3, 4, 5, 3)
     np.testing.assert_allclose(above.coordinates.abs(), np.abs(expected), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(above.shares, values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(above.variance_shares, values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
     assert above.coordinates[:, 1:-1, 1:-1, 0].mean() > above.coordinates[..., 0].mean()
 
 
@@ -351,7 +351,9 @@ def test_looking_leaves_the_encoder_as_it_was():
 @pytest.mark.faults
 def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
     starts = []
-    monkeypatch.setattr("evaluation.figures.plot_rollout", lambda images, flow, start, residual: starts.append(start))
+    monkeypatch.setattr(
+        "evaluation.figures.images.plot_rollout", lambda images, flow, start, residual: starts.append(start)
+    )
     monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
     monkeypatch.setattr("mpp.training.log.SummaryWriter.add_figure", lambda *args: None)
     sized = [word for word in TINY if not word.startswith("--probe")]

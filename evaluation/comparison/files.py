@@ -26,7 +26,7 @@ from evaluation.comparison.tables import (
     spread,
     unique,
 )
-from evaluation.figures import DPI
+from evaluation.figures.style import DPI
 from evaluation.frozen.results import write_json
 from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_page
 from mpp.runtime.files import write_complete

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import Row
 from evaluation.comparison.tables import Numbers, columns_of, diverged_cases, of_kind, spread, unique, x_of
-from evaluation.figures import Curves, plot_bars, plot_depths, plot_lines
+from evaluation.figures.charts import Curves, plot_bars, plot_depths, plot_lines
 
 
 def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figure | None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import EncoderConfig
-from evaluation.figures import DPI, plot_by_depth
+from evaluation.figures.charts import plot_by_depth
+from evaluation.figures.style import DPI
 from evaluation.frozen.run_images import IMAGE_SETTINGS, find_run, holds_run_images
 from mpp.config import sides
 from mpp.data.identity import short_digest

@@ -1,10 +1,10 @@
-"""What a run logged as charts with their numbers: histories in, blocks of a page out."""
+"""Charts of a run's scalars, each with its numbers: histories in, blocks of a page out."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from evaluation.figures import plot_series
+from evaluation.figures.charts import plot_series
 from evaluation.pages.page import Chart, Table, chart
 from mpp.training.history import (
     EVALUATED,
@@ -16,93 +16,111 @@ from mpp.training.history import (
     values_by_depth,
 )
 
-POINTS = 200  # of a line, at most: more would not be seen
-ROWS = 12  # of a table
+MAX_POINTS_OF_A_LINE = 200
+MAX_ROWS_OF_A_TABLE = 12
+PROBE_TITLES = {"knn": "kNN accuracy", "agreement": "Neighbours that agree between two crops"}
 Lines = dict[str, tuple[Sequence[float], Sequence[float]]]
+"""Name -> (x values, y values)."""
 
 
 def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
     """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting."""
-    later = after_training_began(history)
-    trivial = {"two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
-    accuracy = {"held out": "heldout/accuracy", "training": "accuracy"}
-    accuracy |= {name: f"heldout/{each}" for name, each in trivial.items()}
+    trained = after_training_began(history)
+    accuracies = {
+        "held out": "heldout/accuracy",
+        "training": "accuracy",
+        "two nearest": "heldout/two_nearest",
+        "nearest": "heldout/nearest",
+        "most frequent": "heldout/most_frequent",
+    }
+    accuracy_chart = chart_of("Accuracy on masked patches", trained, accuracies, "accuracy", percent=True)
     deviations = {"targets": "target_deviation", "predictions": "prediction_deviation"}
     charts = [
-        drawn("Loss", later, {"training": "loss", "held out": EVALUATED}, "loss"),
-        drawn("Accuracy on masked patches", later, accuracy, "accuracy", percent=True),
-        drawn("How far features spread over patches", later, deviations, "deviation"),
-        drawn("Effective rank of the targets", later, {"targets": "target_rank"}, "effective rank"),
-        drawn("Learning rate", later, {"learning rate": "optim/lr"}, "learning rate"),
-        drawn("Gradient norm", later, {"gradient norm": "optim/grad_norm"}, "norm, before clipping", scale="log"),
-        drawn("Speed", later, {"images/s": "speed/images_per_second"}, "images/s"),
-        drawn("Waiting for data", later, {"waiting": "speed/data_wait"}, "share of the time", percent=True),
+        chart_of("Loss", trained, {"training": "loss", "held out": EVALUATED}, "loss"),
+        accuracy_chart,
+        chart_of("Deviation of features over patches", trained, deviations, "deviation"),
+        chart_of("Effective rank of the targets", trained, {"targets": "target_rank"}, "effective rank"),
+        chart_of("Learning rate", trained, {"learning rate": "optim/lr"}, "learning rate"),
+        chart_of("Gradient norm", trained, {"gradient norm": "optim/grad_norm"}, "norm, before clipping", scale="log"),
+        chart_of("Speed", trained, {"images/s": "speed/images_per_second"}, "images/s"),
+        chart_of("Waiting for data", trained, {"waiting": "speed/data_wait"}, "share of the time", percent=True),
     ]
-    if charts[1] is None:
-        missing["Accuracy on masked patches"] = "this run predicts no colours: look at the loss and at the features"
-    if not series(later, EVALUATED):
+    if accuracy_chart is None:
+        missing["Accuracy on masked patches"] = "this run predicts no colours: see the loss and the features"
+    if not series(trained, EVALUATED):
         missing["Held-out figures"] = "the run has not been evaluated yet"
     return [each for each in charts if each]
 
 
 def features_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
-    """kNN accuracy (without labels: the neighbours' agreement) and rank, while training and by depth."""
+    """kNN accuracy (without labels: the neighbours' agreement) and effective rank, over steps and by depth."""
     group, lines = probe_lines(history)
     if not lines:
         missing["kNN, agreement, rank"] = "nothing was probed (probe.every)"
         return []
-    title = {"knn": "kNN accuracy", "agreement": "Neighbours that agree between two crops"}[group]
     if group == "agreement":
         missing["kNN accuracy"] = "the images have no labels"
     depths = sorted(values_by_depth(lines[-1], group))
-    few = sorted({depths[0], depths[len(depths) // 2], depths[-1], best_depth(lines[-1], group)[0]})
-    names = {f"depth {depth}": f"{group}/depth_{depth:02d}" for depth in few}
-    ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in few}
+    best, _ = best_depth(lines[-1], group)
+    some_depths = sorted({depths[0], depths[len(depths) // 2], depths[-1], best})
+    probed = {f"depth {depth}": f"{group}/depth_{depth:02d}" for depth in some_depths}
+    ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in some_depths}
     charts = [
-        drawn(title, history, names, "share", percent=True),
-        by_depth(f"{title} by depth", lines, group),
-        drawn("Effective rank", history, ranks, "effective rank"),
+        chart_of(PROBE_TITLES[group], history, probed, "share", percent=True),
+        chart_by_depth(f"{PROBE_TITLES[group]} by depth", lines, group),
+        chart_of("Effective rank", history, ranks, "effective rank"),
     ]
     return [each for each in charts if each]
 
 
-def drawn(
-    title: str, history: History, names: dict[str, str], label: str, scale: str = "linear", percent: bool = False
+def chart_of(
+    title: str, history: History, scalars: dict[str, str], label: str, scale: str = "linear", percent: bool = False
 ) -> Chart | None:
-    """Scalars against updates; None where none of them was logged."""
+    """A chart of scalars over steps, name of the line -> name of the scalar; None where none of them was logged."""
     lines: Lines = {}
-    for name, scalar in names.items():
-        pairs = [(step, value) for step, value in series(history, scalar) if np.isfinite(value)]
-        if pairs:
-            kept = np.unique(np.linspace(0, len(pairs) - 1, min(POINTS, len(pairs))).round().astype(int))
-            lines[name] = tuple(zip(*(pairs[i] for i in kept), strict=True))
+    for name, scalar in scalars.items():
+        points = [(step, value) for step, value in series(history, scalar) if np.isfinite(value)]
+        if points:
+            points = evenly_chosen(points, MAX_POINTS_OF_A_LINE)
+            lines[name] = tuple(zip(*points, strict=True))
     if not lines:
         return None
-    return chart(title, lambda: plot_series(lines, label, scale, percent), numbers_of(lines, "updates", percent))
+    return chart(title, plot_series(lines, label, scale, percent), table_of(lines, "steps", percent))
 
 
-def by_depth(title: str, lines: History, group: str) -> Chart:
-    """The last probe against depth, beside the untrained encoder and colours."""
-    last, first = values_by_depth(lines[-1], group), lines[0]
-    shown: Lines = {f"after {int(lines[-1]['step'])} updates": (list(last), list(last.values()))}
+def chart_by_depth(title: str, lines: History, group: str) -> Chart:
+    """A chart of the last probe by depth, beside the untrained encoder and pixel colours."""
+    first, last = lines[0], lines[-1]
+    trained = values_by_depth(last, group)
+    curves: Lines = {f"after {int(last['step'])} steps": (list(trained), list(trained.values()))}
     if first["step"] == 0 and len(lines) > 1:
-        before = values_by_depth(first, group)
-        shown["before training"] = (list(before), list(before.values()))
-    floor = first.get(f"{group}/floor_pixels")
-    if floor is not None:
-        shown["colours alone"] = (list(last), [floor] * len(last))
-    numbers = numbers_of(shown, "depth", percent=True)
-    return chart(title, lambda: plot_series(shown, "share", percent=True, across="depth (blocks)"), numbers)
+        untrained = values_by_depth(first, group)
+        curves["random weights"] = (list(untrained), list(untrained.values()))
+    colors = first.get(f"{group}/floor_pixels")
+    if colors is not None:
+        curves["pixel colours"] = (list(trained), [colors] * len(trained))
+    figure = plot_series(curves, "share", percent=True, x_label="depth (blocks)")
+    return chart(title, figure, table_of(curves, "depth", percent=True))
 
 
-def numbers_of(lines: Lines, across: str, percent: bool) -> Table:
-    """A table of a chart's numbers: at some places, the last among them, what each line had last."""
-    places = sorted({step for steps, _ in lines.values() for step in steps})
-    kept = [places[i] for i in np.unique(np.linspace(0, len(places) - 1, min(ROWS, len(places))).round().astype(int))]
+def table_of(lines: Lines, x_label: str, percent: bool) -> Table:
+    """The numbers of a chart at some x values, the last among them: the latest value of each line."""
+    x_values = sorted({x for line, _ in lines.values() for x in line})
+    rows = []
+    for x in evenly_chosen(x_values, MAX_ROWS_OF_A_TABLE):
+        rows.append([f"{x:g}", *(latest_value(x, *line, percent) for line in lines.values())])
+    return Table([x_label, *lines], rows)
 
-    def said(place: float, steps: Sequence[float], values: Sequence[float]) -> str:
-        before = [value for step, value in zip(steps, values, strict=True) if step <= place]
-        return "-" if not before else f"{100 * before[-1]:.1f} %" if percent else f"{before[-1]:.4g}"
 
-    rows = [[f"{place:g}", *(said(place, *line) for line in lines.values())] for place in kept]
-    return Table([across, *lines], rows)
+def latest_value(x: float, x_values: Sequence[float], y_values: Sequence[float], percent: bool) -> str:
+    """The value of a line at `x` or last before it."""
+    before = [value for place, value in zip(x_values, y_values, strict=True) if place <= x]
+    if not before:
+        return "-"
+    return f"{100 * before[-1]:.1f} %" if percent else f"{before[-1]:.4g}"
+
+
+def evenly_chosen(values: Sequence, count: int) -> list:
+    """At most `count` of these, evenly, the first and the last among them."""
+    indices = np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int)
+    return [values[index] for index in np.unique(indices)]

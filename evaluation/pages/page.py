@@ -1,33 +1,24 @@
 """A self-contained HTML page: blocks in, one file out. It loads nothing, and runs nothing.
 
-Text is escaped by jinja2, whatever it is: a file name, a label, a setting. Charts are inline SVG, in the colour of the
-page's text; pictures are data URIs.
+Text is escaped by jinja2, whatever it is: a file name, a label, a setting. Charts (SVG) and pictures are data URIs.
 """
 
 import base64
 import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from evaluation.figures import DPI
+from evaluation.figures.style import DPI
 from mpp.runtime.files import write_complete
 
 TEMPLATE = "page.html"
-INK = "#010203"  # stands for the colour of the page's text, which no chart knows
-CHART_STYLE = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    **{"svg.fonttype": "none", "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none"},
-    **{"legend.facecolor": "none", "legend.edgecolor": "none", "legend.framealpha": 0.0, "text.parse_math": False},
-}
-QUALITY = 85  # of JPEG
+JPEG_QUALITY = 85
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,8 @@ class Chart:
     """A drawing of numbers, with the numbers below it."""
 
     title: str
-    svg: Markup
+    source: str
+    """A data URI."""
     table: Table | None = None
 
 
@@ -120,21 +112,17 @@ def write_page(path: Path, page: Page) -> None:
     write_complete(path, render(page))
 
 
-def chart(title: str, draw: Callable[[], Figure], table: Table | None = None) -> Chart:
-    """A figure as inline SVG: names that are its own, colours of the page."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({**CHART_STYLE, "svg.hashsalt": title}):
-        draw().savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    prefix = re.sub(r"\W+", "_", title)
-    text = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{prefix}_", text).replace(INK, "currentColor")
-    text = re.sub(r'(<svg)[^>]*?(viewBox="[^"]*")[^>]*>', r"\1 \2" + ROLE, text, count=1)
-    text = text.replace("xlink:href", "href").replace("@TITLE@", str(Markup.escape(title)))
-    return Chart(title, Markup(text), table)
+def chart(title: str, figure: Figure, table: Table | None = None) -> Chart:
+    """A figure as an SVG image, with the numbers behind it."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text, which is smaller
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return Chart(title, data_uri("svg+xml", buffer.getvalue()), table)
 
 
-ROLE = ' role="img" aria-label="@TITLE@" xmlns="http://www.w3.org/2000/svg">'
+def data_uri(kind: str, content: bytes) -> str:
+    """An image of a MIME type `image/kind` as the source of an <img>."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def picture_of(figure: Figure, alt: str, caption: str = "") -> Picture:
@@ -147,9 +135,9 @@ def picture_of(figure: Figure, alt: str, caption: str = "") -> Picture:
 
 def picture(image: Image.Image, alt: str, caption: str = "") -> Picture:
     """Pixels as a JPEG, or as a PNG where that is smaller, as of few colours."""
-    image, found = image.convert("RGB"), []
-    for kind, options in (("jpeg", {"quality": QUALITY, "subsampling": 0}), ("png", {"optimize": True})):
-        buffer = io.BytesIO()
-        image.save(buffer, kind, **options)
-        found.append(f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    return Picture(min(found, key=len), alt, caption)
+    image = image.convert("RGB")
+    jpeg, png = io.BytesIO(), io.BytesIO()
+    image.save(jpeg, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+    image.save(png, "png", optimize=True)
+    sources = data_uri("jpeg", jpeg.getvalue()), data_uri("png", png.getvalue())
+    return Picture(min(sources, key=len), alt, caption)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from evaluation.config import SegmentationConfig
-from evaluation.figures import plot_segmentation
+from evaluation.figures.images import plot_segmentation
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.results import format_percent, summarize_values, table
 from evaluation.patches.extraction import masked_views

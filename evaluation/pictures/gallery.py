@@ -17,6 +17,7 @@ from torch import Tensor
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder
 from evaluation.frozen.extraction import views_for
+from evaluation.pictures.pca import principal_components
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
 from mpp.features.neighbours import find_other_neighbours
@@ -73,14 +74,10 @@ def nearest_neighbours(
     return index.numpy(), similarity.numpy()
 
 
-def plane(features: Tensor) -> NDArray[np.float64]:
-    """The first two principal components of features of unit length, (N, 2)."""
-    units = F.normalize(features.double(), dim=-1)
-    centred = units - units.mean(0)
-    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
-    signs = directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()  # the same picture each time
-    found = (centred @ (directions * signs)[:2].T).numpy()
-    return np.pad(found, ((0, 0), (0, 2 - found.shape[1])))
+def map_of(features: Tensor) -> NDArray[np.float64]:
+    """Places (N, 2) of images on a map: the first two principal components of their features (N, D) of unit length."""
+    coordinates = principal_components(F.normalize(features.double(), dim=-1), 2).coordinates
+    return F.pad(coordinates, (0, 2 - coordinates.shape[1])).numpy()
 
 
 @torch.no_grad()

@@ -1,25 +1,48 @@
-"""What patches have in common: principal components of their features, by depth."""
+"""Principal components: of any vectors, and of patch features by depth."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-COLORS = 3  # principal components that are shown: red, green, blue
-NOISE = 1e-10  # a component with so small a share of the first one's variance is rounding
+COMPONENTS_SHOWN = 3  # as red, green and blue
+ROUNDING = 1e-10  # share of the first component's variance below which another one is rounding
+PERCENTILES = (0.02, 0.98)  # of the coordinates, the darkest and the brightest colour
 
 
-class Components(NamedTuple):
-    """The first principal components of patch features at one depth, over all images together."""
+class PrincipalComponents(NamedTuple):
+    """The first components of n vectors, at most as many as vectors or dimensions."""
 
-    coordinates: Tensor  # (B, h, w, 3) of each patch; 0 on average
-    shares: Tensor  # (3,) of the variance
+    axes: Tensor  # (components, D) float64, of unit length; of each the number that is largest in size is positive
+    coordinates: Tensor  # (n, components) float64, 0 on average
+    variance_shares: Tensor  # (components,) float64
+
+
+def principal_components(vectors: Tensor, count: int) -> PrincipalComponents:
+    """The first `count` principal components of vectors (n, D)."""
+    centred = vectors.double() - vectors.double().mean(0)
+    _, deviations, axes = torch.linalg.svd(centred, full_matrices=False)
+    variances = deviations**2
+    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
+    axes = (axes * largest.sign())[:count]
+    coordinates = centred @ axes.T
+    coordinates[:, variances[:count] <= ROUNDING * variances[0]] = 0
+    total = variances.sum().clamp(min=torch.finfo(torch.double).tiny)
+    return PrincipalComponents(axes, coordinates, variances[:count] / total)
+
+
+class PatchComponents(NamedTuple):
+    """The first three principal components of patch features at one depth, over all images together."""
+
+    coordinates: Tensor  # (B, h, w, 3)
+    variance_shares: Tensor  # (3,)
 
     @property
     def colors(self) -> Tensor:
         """(B, h, w, 3) in [0, 1]: red, green, blue are the components, from the 2nd to the 98th percentile of each."""
-        low, high = self.coordinates.flatten(0, 2).quantile(torch.tensor([0.02, 0.98]), dim=0)
+        low, high = self.coordinates.flatten(0, 2).quantile(torch.tensor(PERCENTILES), dim=0)
         scaled = (self.coordinates - low) / (high - low)
         return torch.where(high > low, scaled, 0.5).clamp(0, 1)
 
@@ -29,35 +52,37 @@ class Components(NamedTuple):
         return self.coordinates[..., 0] > 0
 
 
-def components_by_depth(features: Sequence[Tensor]) -> list[Components]:
+def components_by_depth(features: Sequence[Tensor]) -> list[PatchComponents]:
     """Principal components of patch features, (B, h, w, D) for each depth.
 
-    Signs are fixed, so that a picture can be drawn again. At the last depth the first component is larger in the middle
-    of the images than at their border, where the background is; of the others' axes the number that is largest in size
-    is positive. At each depth before, a component has the sign by which it is more like that of the depth after it.
+    At the last depth the first component is turned so that it is larger in the middle of the images than at their
+    border, where the background is. At each depth before, a component has the sign by which it is more like that of
+    the depth after it.
     """
-    found: list[Components] = []
+    by_depth: list[PatchComponents] = []
     for of_depth in reversed(features):
-        coordinates, shares = principal_components(of_depth)
-        if found:
-            like = (coordinates * found[-1].coordinates).sum((0, 1, 2))
+        components = patch_components(of_depth)
+        if by_depth:
+            agreement = (components.coordinates * by_depth[-1].coordinates).sum((0, 1, 2))
         else:
-            inside = torch.zeros(coordinates.shape[1:3], dtype=torch.bool)
-            inside[1:-1, 1:-1] = True
-            like = torch.ones(COLORS)
-            like[0] = -coordinates[..., 0][:, ~inside].mean()  # the mean of all is 0
-        found.append(Components(coordinates * torch.where(like < 0, -1, 1), shares))
-    return found[::-1]
+            agreement = torch.ones(COMPONENTS_SHOWN)
+            agreement[0] = -mean_at_the_border(components.coordinates[..., 0])  # the mean over all patches is 0
+        signs = torch.where(agreement < 0, -1, 1)
+        by_depth.append(components._replace(coordinates=components.coordinates * signs))
+    return by_depth[::-1]
 
 
-def principal_components(features: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, h, w, D) to coordinates (B, h, w, 3), and shares of the variance (3,); rounding has the coordinate 0."""
-    flat = features.double().flatten(0, 2)
-    centred = flat - flat.mean(0)
-    variances, axes = torch.linalg.eigh(centred.T @ centred)
-    variances, axes = variances.flip(0).clamp(min=0), axes.flip(1)[:, :COLORS]  # (D,), (D, 3)
-    largest = axes.gather(0, axes.abs().argmax(0, keepdim=True))
-    coordinates = (centred @ (axes * largest.sign())).view(*features.shape[:3], COLORS)
-    coordinates[..., variances[:COLORS] <= NOISE * variances[0]] = 0
-    shares = variances[:COLORS] / variances.sum().clamp(min=torch.finfo(torch.double).tiny)
-    return coordinates.float(), shares.float()
+def patch_components(features: Tensor) -> PatchComponents:
+    """Principal components of patch features (B, h, w, D); components that the features lack are 0."""
+    components = principal_components(features.flatten(0, 2), COMPONENTS_SHOWN)
+    missing = COMPONENTS_SHOWN - len(components.variance_shares)
+    coordinates = F.pad(components.coordinates, (0, missing)).float()
+    shares = F.pad(components.variance_shares, (0, missing)).float()
+    return PatchComponents(coordinates.view(*features.shape[:3], COMPONENTS_SHOWN), shares)
+
+
+def mean_at_the_border(values: Tensor) -> Tensor:
+    """Mean of the values (B, h, w) of the patches along the edges of the images."""
+    border = torch.ones(values.shape[1:], dtype=torch.bool)
+    border[1:-1, 1:-1] = False
+    return values[:, border].mean()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.frozen.encoder import Unavailable, patch_grid
+from evaluation.pictures.pca import principal_components
 from mpp.models.attention import RELATIVE, RelativeBiases, RelativeKeys
 
 
@@ -18,12 +19,9 @@ def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if first is None:
         raise Unavailable(f"{type(model).__name__} has no convolution on pixels")
-    filters = first.weight.detach().double().cpu()  # (D, C, P, P)
-    flat = filters.flatten(1)
-    _, values, components = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    largest = components.gather(1, components.abs().argmax(1, keepdim=True))
-    components = (components * largest.sign())[:count]
-    return components.unflatten(1, filters.shape[1:]).float(), (values**2 / (values**2).sum())[:count].float()
+    filters = first.weight.detach().cpu()  # (D, C, P, P)
+    components = principal_components(filters.flatten(1), count)
+    return components.axes.unflatten(1, filters.shape[1:]).float(), components.variance_shares.float()
 
 
 def position_similarity(model: nn.Module) -> Tensor:

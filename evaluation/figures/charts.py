@@ -1,0 +1,198 @@
+"""Charts of numbers: scalars over steps, accuracies by depth or compute, bars, and a map of features."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from numpy.typing import NDArray
+
+from evaluation.figures.style import (
+    VALUE_COLORS,
+    WIDTH,
+    color_of_line,
+    marker_of_line,
+)
+
+SERIES_COLORS = ["#1b7fd6", "#e07b00", "#8c96a0", "#c2569c", "#2aa198", "#b58900", "#6c5fc7"]
+MAX_MARKED_POINTS = 30
+PANELS_IN_A_ROW = 4
+MAX_CLASSES_NAMED = 24
+MIN_TICK_DISTANCE = 0.06  # of the length of a logarithmic axis
+Statistics = dict[str, float]
+"""`mean` and `std` of an accuracy."""
+Curves = dict[str, dict[str, dict[float, Statistics]]]
+"""Panel -> line -> x -> statistics of an accuracy."""
+
+
+def plot_series(
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]],
+    y_label: str,
+    scale: str = "linear",
+    percent: bool = False,
+    x_label: str = "steps",
+) -> Figure:
+    """Scalars that a run logged: name -> (x values, y values).
+
+    Args:
+        percent: the y values are shares, and shown in percent.
+    """
+    figure = Figure(figsize=(4.6, 2.9), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, (x_values, y_values)) in enumerate(lines.items()):
+        if percent:
+            y_values = 100 * np.asarray(y_values, float)
+        marker = marker_of_line(number) if len(x_values) <= MAX_MARKED_POINTS else None
+        color = SERIES_COLORS[number % len(SERIES_COLORS)]
+        axes.plot(x_values, y_values, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.set(xlabel=x_label, ylabel=f"{y_label} (%)" if percent else y_label, yscale=scale)
+    if scale == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    if len(lines) > 4:  # a legend inside would hide lines
+        axes.legend(fontsize=7.5, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    elif len(lines) > 1:
+        axes.legend(fontsize=7.5)
+    return figure
+
+
+def plot_map(places: NDArray, labels: NDArray | None) -> Figure:
+    """Images as dots on a plane, coloured by their classes.
+
+    Args:
+        places: (N, 2).
+        labels: (N,), -1: no class; None: no image has one.
+    """
+    if labels is None:
+        labels = np.full(len(places), -1)
+    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.scatter(*places[labels < 0].T, s=12, color="0.55", alpha=0.7, linewidths=0)
+    classes = np.unique(labels[labels >= 0])
+    colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, max(1, len(classes))))
+    for number, label in enumerate(classes):
+        of_class = places[labels == label]
+        marker = marker_of_line(number)
+        axes.scatter(*of_class.T, s=16, color=[colors[number]], marker=marker, linewidths=0, label=f"class {label}")
+    axes.set(xticks=[], yticks=[], xlabel="first principal component", ylabel="second")
+    axes.spines[["top", "right"]].set_visible(False)
+    if 0 < len(classes) <= MAX_CLASSES_NAMED:
+        axes.legend(fontsize=7, ncols=1 + len(classes) // 12, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str) -> Figure:
+    """Accuracy on test images by depth, a line for each case; for readings of patch features, mean IoU.
+
+    Args:
+        by_depth: depth -> value of the case -> accuracy.
+        case: name of the case, such as `shots` or `reading`.
+    """
+    values = next(iter(by_depth.values()))
+    lines = {}
+    for value in values:
+        lines[f"{case} {value}"] = {depth: accuracies[value] for depth, accuracies in by_depth.items()}
+    return plot_depths({"": lines}, "test mean IoU (%)" if case == "reading" else "test accuracy (%)")
+
+
+def plot_depths(curves: Curves, y_label: str = "accuracy on the dev split (%)") -> Figure:
+    """Evaluation -> encoder -> depth -> accuracy; an encoder with one depth is a horizontal line."""
+    figure, panels = panels_side_by_side(curves, "depth (blocks)")
+    names = list(dict.fromkeys(name for encoders in curves.values() for name in encoders))
+    for panel, encoders in zip(panels, curves.values(), strict=True):
+        for name, accuracies in encoders.items():
+            number = names.index(name)
+            if len(accuracies) == 1:
+                (accuracy,) = accuracies.values()
+                panel.axhline(100 * accuracy["mean"], linestyle="--", color=color_of_line(number), label=name)
+            else:
+                draw_line(panel, accuracies, name, number)
+                panel.set_xticks(list(accuracies))
+    panels[0].set_ylabel(y_label)
+    handles = {}
+    for panel in panels:
+        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles[name] = handle
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
+def plot_lines(curves: Curves, x_label: str) -> Figure:
+    """Evaluation -> case -> x -> accuracy, with a logarithmic x-axis."""
+    figure, panels = panels_side_by_side(curves, x_label)
+    for panel, cases in zip(panels, curves.values(), strict=True):
+        for number, (name, accuracies) in enumerate(cases.items()):
+            draw_line(panel, accuracies, name, number)
+        panel.set_xscale("log")
+        places = {place for accuracies in cases.values() for place in accuracies if place > 0}
+        ticks = readable_ticks(sorted(places))
+        panel.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks], fontsize=7)
+        panel.minorticks_off()
+        if any(cases):
+            panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below the error bars
+    panels[0].set_ylabel("accuracy (%)")
+    return figure
+
+
+def readable_ticks(places: list[float]) -> list[float]:
+    """Those of ascending places whose names do not overlap on a logarithmic axis."""
+    ticks = places[:1]
+    for place in places[1:]:
+        if math.log(place / ticks[-1]) >= MIN_TICK_DISTANCE * math.log(places[-1] / places[0]):
+            ticks.append(place)
+    return ticks
+
+
+def panels_side_by_side(curves: Curves, x_label: str) -> tuple[Figure, list[Axes]]:
+    """A figure with a titled panel for each key, four in a row."""
+    rows = math.ceil(len(curves) / PANELS_IN_A_ROW)
+    size = (WIDTH, 4.4) if len(curves) == 1 else (WIDTH * 1.2, 0.8 + 2.6 * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)  # tick labels keep clear of the panel before
+    panels = list(figure.subplots(rows, min(PANELS_IN_A_ROW, len(curves)), squeeze=False).flat)
+    for panel in panels[len(curves) :]:
+        panel.set_visible(False)
+    for panel, name in zip(panels, curves, strict=False):
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel(x_label, fontsize=9)
+        panel.grid(alpha=0.3)
+    return figure, panels[: len(curves)]
+
+
+def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, number: int) -> None:
+    """Draw x -> mean and standard deviation as a line with error bars.
+
+    A band would shrink towards points that were measured once.
+    """
+    means = [100 * each["mean"] for each in accuracies.values()]
+    deviations = [100 * each["std"] for each in accuracies.values()]
+    color, marker = color_of_line(number), marker_of_line(number)
+    panel.errorbar(list(accuracies), means, deviations, marker=marker, ms=5, color=color, label=name)
+
+
+def plot_bars(accuracies: dict[str, dict[str, Statistics]]) -> Figure:
+    """Encoder -> column -> accuracy: a panel for each column, a bar for each encoder with its standard deviation."""
+    columns = list(dict.fromkeys(column for cells in accuracies.values() for column in cells))
+    figure = Figure(figsize=(2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(accuracies)), layout="constrained")
+    panels = figure.subplots(1, len(columns), sharex=True, sharey=True, squeeze=False)[0]
+    colors = VALUE_COLORS(np.linspace(0, 0.9, len(accuracies)))
+    for panel, column in zip(panels, columns, strict=True):
+        means, deviations = [], []
+        for cells in accuracies.values():
+            cell = cells.get(column, {})
+            means.append(100 * cell.get("mean", np.nan))
+            deviations.append(100 * cell.get("std", 0))
+        bars = panel.barh(list(accuracies), means, xerr=deviations, color=colors)
+        panel.bar_label(bars, fmt="%.1f", padding=4, fontsize=8)
+        panel.set(title=textwrap.fill(column, 20), xlabel="accuracy (%)")
+        panel.margins(x=0.28)
+    panels[0].invert_yaxis()
+    return figure
