@@ -160,10 +160,10 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
     waiting = timing.waiting / timing.step
     history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
     messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
-    if surveyed and len(surveyed.broken) > MAX_UNREADABLE_SHARE * surveyed.looked_at:
+    if surveyed and len(surveyed.broken) > MAX_UNREADABLE_SHARE * surveyed.sample_size:
         count = len(surveyed.broken)
         messages.append(
-            f"unreadable images: {count} of {surveyed.looked_at} in the sample, such as {surveyed.broken[0]}"
+            f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.broken[0]}"
         )
     if free_bytes(Path(run.dir)) < run_folder_bytes(config, timing):
         messages.append("disk too small for the checkpoints; choose another run.dir, or lower run.keep_checkpoints")

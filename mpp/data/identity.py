@@ -20,7 +20,7 @@ from mpp.errors import UnreadableImage
 
 SAMPLED_FILES = 64  # image files of a split whose bytes enter its record
 NAMES_PER_PIECE = 100_000  # file names in memory at a time
-FILES_IN_WORDS = "the files (their names, or the bytes of one of those that are looked at)"
+FILES_IN_WORDS = "the files (their names, or the bytes of one that was sampled)"
 FIELDS_IN_WORDS = {
     "split": "split",
     "images": "number of images",

@@ -10,7 +10,7 @@ from mpp.data.columns import find_image_column, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.data.kept_samples import FileStamps, keep_rows, list_stream_files
-from mpp.data.labels import find_label_column, number_labels, read_labels
+from mpp.data.labels import LabelColumn, find_label_column, number_labels, read_labels
 from mpp.data.overview import announce_stream
 from mpp.data.shards import SHARDS_PER_TURN, Row, Shards
 from mpp.data.sources import find_held_out_split, load_splits
@@ -34,13 +34,21 @@ class OpenedStreams:
 
 
 @dataclass
-class LabelColumn:
-    """The column of a split's labels."""
+class LabelSetting:
+    """The setting that may name the column of a split's labels, and its value."""
 
-    name: str | None
-    """As the user has named it."""
+    column: str | None
     setting: str
-    """The setting that names it."""
+    source: str
+    """Name of the dataset, for messages."""
+
+    def find(self, shards: Shards) -> str | None:
+        """The column in these shards; None: there is none."""
+        return find_label_column(self.column, shards.stream.features, self.source, self.setting)
+
+    def read(self, rows: datasets.Dataset) -> LabelColumn | None:
+        """The labels of these rows; None: there are none."""
+        return read_labels(rows, self.column, self.source, self.setting)
 
 
 def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Shards, ImageDataset, ImageDataset]:
@@ -53,22 +61,22 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     """
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
-    streams = open_streams(config)
-    shards, held_out = split_shards(config, streams)
-    train_labels = LabelColumn(config.label_column, "data.label_column")
-    held_out_labels = train_labels
+    source = describe_source(config)
+    shards, held_out = split_shards(config, open_streams(config))
+    train_labels = held_out_labels = LabelSetting(config.label_column, "data.label_column", source)
     if config.eval_label_column:
-        held_out_labels = LabelColumn(config.eval_label_column, "data.eval_label_column")
-    if find_label_column(config.label_column, shards.stream.features, describe_source(config)) is None:
+        held_out_labels = LabelSetting(config.eval_label_column, "data.eval_label_column", source)
+    if train_labels.find(shards) is None:
         probed = 0
-    samples = label_samples(
-        config,
-        [
-            (shards, train_labels, sample_rows(config, shards, train_labels, probed, config.eval_seed)),
-            (held_out, held_out_labels, sample_rows(config, held_out, held_out_labels, evaluated, config.cut_seed)),
-        ],
-    )
-    announce_stream(describe_source(config), shards.count, held_out.count, samples)
+    train_rows = sample_rows(config, shards, train_labels, probed, config.eval_seed)
+    held_out_rows = sample_rows(config, held_out, held_out_labels, evaluated, config.cut_seed)
+    labels = number_labels([train_labels.read(train_rows), held_out_labels.read(held_out_rows)])
+    samples = []
+    for part, rows, numbers in zip((shards, held_out), (train_rows, held_out_rows), labels.parts, strict=True):
+        samples.append(
+            ImageDataset.from_column(rows, part.image_column, numbers, part.split, labels.names, labels.classes)
+        )
+    announce_stream(source, shards.count, held_out.count, samples)
     images_only = replace(shards, stream=shards.stream.select_columns([shards.image_column]))
     return images_only, samples[0], samples[1]
 
@@ -125,13 +133,13 @@ def without_decoding_all(stream: datasets.IterableDataset, column: str) -> datas
 
 
 def sample_rows(
-    config: SourceConfig, shards: Shards, label_column: LabelColumn, limit: int, seed: int
+    config: SourceConfig, shards: Shards, label_setting: LabelSetting, limit: int, seed: int
 ) -> datasets.Dataset:
     """A sample of the rows, images and labels, mapped from disk; see mpp/data/kept_samples.py.
 
     The sample of a stream whose files are not known is not kept on disk, but in memory.
     """
-    label = find_label_column(label_column.name, shards.stream.features, describe_source(config), label_column.setting)
+    label = label_setting.find(shards)
     columns = [shards.image_column]
     if label:
         columns.append(label)
@@ -162,15 +170,3 @@ def in_memory(rows: list[Row], features: datasets.Features) -> datasets.Dataset:
     """Rows as a dataset. Of no rows, the library's `from_list` makes no columns."""
     columns = {name: [row[name] for row in rows] for name in features}
     return datasets.Dataset.from_dict(columns, features=features)
-
-
-def label_samples(
-    config: SourceConfig, samples: list[tuple[Shards, LabelColumn, datasets.Dataset]]
-) -> list[ImageDataset]:
-    """Samples with their labels, which are numbered together."""
-    read = [read_labels(rows, column.name, describe_source(config), column.setting) for _, column, rows in samples]
-    labels = number_labels(read)
-    return [
-        ImageDataset.from_column(rows, shards.image_column, numbers, shards.split, labels.names, labels.classes)
-        for (shards, _, rows), numbers in zip(samples, labels.parts, strict=True)
-    ]

@@ -77,7 +77,7 @@ class Survey:
     """Class -> its share of all labelled training images."""
 
     @property
-    def looked_at(self) -> int:
+    def sample_size(self) -> int:
         """Images of the sample, including those that cannot be decoded."""
         return self.training + self.held_out + len(self.broken)
 
