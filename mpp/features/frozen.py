@@ -217,7 +217,7 @@ def interleave(own: NDArray, count: int, processes: int, in_file: bool = False) 
     """
     whole = Rows((count, *own.shape[1:]), own.dtype, in_file)
     for block in in_blocks(own, ROWS):
-        rows = np.empty((min(ROWS * processes, count - whole.done), *own.shape[1:]), own.dtype)
+        rows = np.empty((min(ROWS * processes, count - whole.row_count), *own.shape[1:]), own.dtype)
         rows[::processes] = block
         for rank in range(1, min(processes, len(rows))):
             part = torch.from_numpy(np.empty(rows[rank::processes].shape, rows.dtype))
