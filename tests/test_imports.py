@@ -151,7 +151,8 @@ def test_other_words_stay_and_a_file_is_imported_once(tmp_path):
 @pytest.mark.parametrize("kind", ["pattern", "network"])
 def test_patterns_and_networks_are_registered_too(pretrain, tmp_path, kind):
     code = {
-        "pattern": "from mpp.corruption import PATTERNS, anywhere\nPATTERNS['mine'] = lambda *a: anywhere(*a)\n",
+        "pattern": "from mpp.corruption import PATTERNS, random_patches\n"
+        "PATTERNS['mine'] = lambda *a: random_patches(*a)\n",
         "network": "from mpp.models.networks import NETWORKS\n"
         "NETWORKS['mine'] = lambda *parts, config: NETWORKS['predictor'](*parts, config=config)\n",
     }
