@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
 from mpp.corruption import Corruption, Kind, draw
-from mpp.features.metrics import add, measure, nearest_visible, summarize
+from mpp.features.metrics import add_sums, measure, nearest_visible, summarize
 from mpp.objectives import build_objective, patchify
 
 
@@ -57,12 +57,11 @@ def test_neighbours_of_many_images_take_as_many_operations_as_of_few(monkeypatch
             found = nearest_visible(positions[:images], (8, 8))
         counts[images] = operations.count
     assert counts[8] == counts[128]
-    monkeypatch.setattr(
-        "mpp.features.metrics.DISTANCES", 5 * 32 * 64
-    )  # five images of 32 patches and their 64 distances
+    five_images = 5 * 32 * 64  # of 32 patches and their 64 distances
+    monkeypatch.setattr("mpp.features.metrics.DISTANCES_PER_BLOCK", five_images)
     with Operations() as operations:
         assert torch.equal(nearest_visible(positions, (8, 8)), found)
-    assert operations.largest == 5 * 32 * 64
+    assert operations.largest == five_images
 
 
 @pytest.mark.parametrize("name", ["mean_color", "grid_color", "pixels"])
@@ -77,7 +76,7 @@ def test_measures_against_a_loop(name):
     sums = {}
     for half in halves:
         part = Corruption(*(field[half] for field in corruption))
-        sums = add(sums, measure(objective, predictions[half], images[half], part))
+        sums = add_sums(sums, measure(objective, predictions[half], images[half], part))
     result = summarize(sums)
     truth = objective.labels(objective.targets(images, torch.arange(16).expand(6, -1)))
     guess = objective.labels(objective.decide(predictions))

@@ -232,11 +232,11 @@ SHARES = [(11, False), (12, True), (2, False), (2, True)]  # rows of all, and wh
 def share_out(rank: int, store: str) -> None:
     """One of three processes, which send their rows two at a time, and agree on the largest number."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
-    frozen.ROWS = 2
+    frozen.ROWS_PER_MESSAGE = 2
     for count, in_file in SHARES:
         whole = np.arange(2 * count).reshape(count, 2)
         if rank:
-            frozen.send(whole[rank::3].copy())
+            frozen.send_rows(whole[rank::3].copy())
         else:
             assert (frozen.interleave(whole[::3].copy(), count, 3, in_file) == whole).all()
     assert maximum_of_all(rank / 3) == 2 / 3

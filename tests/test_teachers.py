@@ -19,7 +19,7 @@ from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, Obj
 from mpp.config.saved import to_yaml
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError
-from mpp.features.metrics import add, measure_features, spread_of, summarize
+from mpp.features.metrics import add_sums, feature_spread, measure_features, summarize
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.networks import build_model
 from mpp.models.teachers import FeatureTeacher, as_targets, moving_average_decay, update_moving_average
@@ -257,16 +257,16 @@ def test_spread_is_that_of_all_patches_together():
     """Against torch over everything at once; constant features have none."""
     rows = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double) * 2 + 1
     places = torch.arange(5).expand(6, -1)
-    sums = add(*(measure_features(part, part * 3, places[: len(part)], 7) for part in (rows[:2], rows[2:])))
-    flat, found = rows.flatten(0, 1), spread_of(sums, "prediction")
+    sums = add_sums(*(measure_features(part, part * 3, places[: len(part)], 7) for part in (rows[:2], rows[2:])))
+    flat, found = rows.flatten(0, 1), feature_spread(sums, "prediction")
     variance = flat.var(0, unbiased=False).mean()
     assert found["prediction_deviation"] == pytest.approx(float(variance.sqrt()))
     assert found["prediction_share"] == pytest.approx(float(variance / flat.square().mean()))
     values = torch.linalg.svdvals(flat - flat.mean(0))
     entropy = torch.special.entr(values / values.sum()).sum()
     assert found["prediction_rank"] == pytest.approx(float(entropy.exp()))
-    assert spread_of(sums, "target")["target_deviation"] == pytest.approx(3 * float(variance.sqrt()))
-    constant = spread_of(measure_features(rows, torch.ones(6, 5, 8), places, 7), "target")
+    assert feature_spread(sums, "target")["target_deviation"] == pytest.approx(3 * float(variance.sqrt()))
+    constant = feature_spread(measure_features(rows, torch.ones(6, 5, 8), places, 7), "target")
     assert constant == {"target_deviation": 0, "target_share": 0, "target_rank": 0}
 
 
@@ -484,7 +484,7 @@ def test_no_norm_hides_a_collapse(kind):
     feature_maps = model.teacher.feature_maps
     model.teacher.feature_maps = lambda shown: [constant[:, None, None] + 1e-3 * each for each in feature_maps(shown)]
     _, targets, shown = model(images, corruption)
-    assert spread_of(measure_features(targets, shown, corruption.positions, 16), "target")["target_share"] < 1e-4
+    assert feature_spread(measure_features(targets, shown, corruption.positions, 16), "target")["target_share"] < 1e-4
     assert kind != "instance" or targets.std() > 0.5
 
 

@@ -1,4 +1,4 @@
-"""Pictures of what the model saw and what it predicted."""
+"""Pictures of images, of their corruption as the model sees it, and of predictions."""
 
 from collections.abc import Sequence
 
@@ -10,18 +10,16 @@ from mpp.corruption import Corruption, corrupt
 from mpp.data.crops import to_8_bits
 from mpp.objectives import GREY, Objective, patchify, select_patches
 
-PANEL_SIDE = 128  # of an image in a panel, at least half of it
-
-
+PANEL_SIDE = 128  # pixels of an image in a panel, at least half of it
 COLUMNS = ("original", "corrupted", "predicted", "true")
 
 
 def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
-    """Images as a person sees them.
+    """Images in colours for display.
 
     Args:
         images: (..., C, H, W) from 0 to 255.
-        bands: which channels are red, green and blue, or the one that is grey, counted from 1. None: RGB and grey as
+        bands: the channels that are red, green and blue, or the one that is grey, counted from 1. None: RGB and grey as
             they are; several others side by side, each of them grey.
     Returns:
         (..., 3, H, W) uint8, or (..., 3, H, C * W).
@@ -37,9 +35,9 @@ def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
 def prediction_columns(
     objective: Objective, predictions: Tensor, targets: Tensor, images: Tensor, corruption: Corruption
 ) -> Tensor:
-    """Each image as COLUMNS: what it is, what the model saw, what it predicted, what was to be predicted.
+    """Each image as COLUMNS: itself, as the model saw it, with predictions, with targets.
 
-    Uncorrupted patches are shown as they are in all four.
+    Uncorrupted patches are the image's in all four.
 
     Args:
         predictions, targets: (B, K, outputs) and (B, K, ...) of these images and this corruption.
@@ -48,33 +46,38 @@ def prediction_columns(
         (4, B, C, H, W) from 0 to 255, s times as large where the objective paints s times as large.
     """
     patches = patchify(images, objective.patch_size)
-    painted = objective.pictures(predictions, targets, select_patches(patches, corruption.positions))
-    patches = enlarge(patches, painted[0].shape[-1] // objective.patch_size)
+    clean = select_patches(patches, corruption.positions)
+    predicted, true = objective.pictures(predictions, targets, clean)
+    patches = enlarge(patches, predicted.shape[-1] // objective.patch_size)
     columns = [
         patches,
         seen_patches(patches, corruption),
-        *(put(patches, corruption.positions, each.to(patches.dtype)) for each in painted),
+        replace_patches(patches, corruption.positions, predicted.to(patches.dtype)),
+        replace_patches(patches, corruption.positions, true.to(patches.dtype)),
     ]
     rows = images.shape[-2] // objective.patch_size
     return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
 
 
 def seen_patches(patches: Tensor, corruption: Corruption) -> Tensor:
-    """Patches (B, N, C, P, P) as the model sees them: grey in place of [mask]."""
+    """Patches (B, N, C, P, P) as the model sees them: [mask] is grey."""
     grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
-    return corrupt(patches.flatten(2).float(), grey, corruption).to(patches.dtype).view(patches.shape)
+    corrupted = corrupt(patches.flatten(2).float(), grey, corruption)
+    return corrupted.to(patches.dtype).view(patches.shape)
 
 
 def as_seen(images: Tensor, corruption: Corruption, patch_size: int) -> Tensor:
     """Images (B, C, H, W) as the model sees them."""
     seen = seen_patches(patchify(images, patch_size), corruption)
-    return rearrange(seen, "b (h w) c p q -> b c (h p) (w q)", h=images.shape[-2] // patch_size)
+    rows = images.shape[-2] // patch_size
+    return rearrange(seen, "b (h w) c p q -> b c (h p) (w q)", h=rows)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:
     """Columns (n, B, C, H, W) as one picture with a row for each image, (3, B * H, n * W); small W are enlarged."""
     columns = as_rgb(columns)
-    return rearrange(enlarge(columns, max(1, PANEL_SIDE // columns.shape[-1])), "n b c h w -> c (b h) (n w)")
+    columns = enlarge(columns, max(1, PANEL_SIDE // columns.shape[-1]))
+    return rearrange(columns, "n b c h w -> c (b h) (n w)")
 
 
 def enlarge(pixels: Tensor, times: int) -> Tensor:
@@ -82,7 +85,7 @@ def enlarge(pixels: Tensor, times: int) -> Tensor:
     return pixels.repeat_interleave(times, -2).repeat_interleave(times, -1)
 
 
-def put(patches: Tensor, positions: Tensor, replaced: Tensor) -> Tensor:
-    """patches (B, N, C, P, P) with those at positions (B, K) replaced by (B, K, C, P, P)."""
+def replace_patches(patches: Tensor, positions: Tensor, replacements: Tensor) -> Tensor:
+    """Patches (B, N, C, P, P) with those at positions (B, K) replaced by (B, K, C, P, P)."""
     index = positions[..., None].expand(-1, -1, patches[0, 0].numel())
-    return patches.flatten(2).scatter(1, index, replaced.flatten(2)).view(patches.shape)
+    return patches.flatten(2).scatter(1, index, replacements.flatten(2)).view(patches.shape)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
-from mpp.features.metrics import Sums, total
+from mpp.features.metrics import Sums, sum_over_processes
 from mpp.runtime.processes import maximum_of_all
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.signals import Ending, Preemption
@@ -127,7 +127,7 @@ class Loop:
     def log_step(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> None:
         """Log the scalars of the step that was done last."""
         scalars = {name: float(value) for name, value in values.items()}
-        scalars |= self.task.describe(total(sums))
+        scalars |= self.task.describe(sum_over_processes(sums))
         waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
         scalars |= self.speed.read(waited)
         scalars["compute/pflop"] = self.flops * done / 1e15

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpp.config import OptimConfig
 from mpp.data.views import Batch
 from mpp.errors import Diverged
-from mpp.features.metrics import Sums, add
+from mpp.features.metrics import Sums, add_sums
 from mpp.runtime.randomness import Stream, random_words
 from mpp.training.optim import learning_rate, skips_nonfinite_steps
 from mpp.training.parallel import prepare, whole_tensor
@@ -48,7 +48,7 @@ class Update:
                 loss, measured = self.task.loss(self.wrapped, batch, measure)
                 self.accelerator.backward(loss / self.layout.loss_divisor(number))
             losses.append(loss.detach())
-            sums = add(sums, measured)
+            sums = add_sums(sums, measured)
         norm = whole_tensor(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim.clip or math.inf))
         own_loss = sum(each / self.layout.loss_divisor(number) for number, each in enumerate(losses))
         loss = self.accelerator.reduce(own_loss, "mean")

@@ -20,7 +20,7 @@ from mpp.data.shards import Shards
 from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import WORKERS_ARE_FORKS
-from mpp.features.metrics import Sums, add, total
+from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.features.probe import Probe
 from mpp.models.exporting import export_encoder
 from mpp.training.card import model_card
@@ -136,8 +136,8 @@ class ImageTask:
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
-            sums = add(sums, measured | {"loss": loss.double() * count, "images": count})
-        sums = total(sums)
+            sums = add_sums(sums, measured | {"loss": loss.double() * count, "images": count})
+        sums = sum_over_processes(sums)
         mean_loss = float(sums["loss"] / sums["images"])
         return {"loss": mean_loss} | self.describe(sums)
 
