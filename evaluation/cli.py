@@ -57,20 +57,25 @@ def places(name: str) -> tuple[str, str, str]:
     return f"evaluation.{'_'.join(words)}", "evaluation.config", f"{''.join(map(str.capitalize, words))}Config"
 
 
+def usage() -> str:
+    """The text of `mpp --help`."""
+    lines = ["usage: mpp COMMAND [--config FILE_OR_NAME ...] [--import FILE ...] [--SETTING VALUE ...]", ""]
+    lines += [f"  {name:12} {help}" for name, help in commands().items()]
+    lines += ["", "`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ..."]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Carry out the command that the command line names."""
     use_utf8()
     steady_output()
     name, *words = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
-        lines = ["usage: mpp COMMAND [--config FILE_OR_NAME ...] [--SETTING VALUE ...]", ""]
-        lines += [f"  {each:12} {does}" for each, does in commands().items()]
-        lines += ["", "`mpp COMMAND --help` lists the settings. On several GPUs: accelerate launch -m mpp.pretrain ..."]
-        show_help("\n".join(lines))
-    if name == "--version":
-        show_help(f"mpp {mpp.__version__}")
     try:
-        words = take_imports(words)  # before all else: they may register a command
+        words = take_imports(words)  # first: they may register a command
+        if name in ("-h", "--help"):
+            show_help(usage())
+        if name == "--version":
+            show_help(f"mpp {mpp.__version__}")
         if name not in commands():
             near = difflib.get_close_matches(name, commands(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""

@@ -8,6 +8,10 @@ import pytest
 from conftest import ROOT, TINY
 
 from evaluation import report, visualize
+from evaluation.comparison.cases import cases_of
+from evaluation.comparison.digests import identity
+from evaluation.comparison.entries import read_entries
+from evaluation.config import CompareConfig
 from mpp.config import Config, imports
 from mpp.config.imports import import_words, take_imports, user_imports
 from mpp.config.parsing import parse
@@ -170,3 +174,28 @@ def test_several_processes_and_the_runs_own_report_know_the_code(brightness, tmp
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "run" / "report.html").is_file(), ended.stderr
+
+
+def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
+    """A case's digest depends on the code that the case uses, and on no other."""
+    own = {"name": "own", "encoder": str(tmp_path / "own"), "train": "pretrain"}
+    colours = {"name": "colours", "encoder": str(tmp_path / "colours"), "train": "pretrain"}
+    own["train_options"] = {"objective.name": "brightness"}
+    page = {
+        "dir": str(tmp_path / "compared"),
+        "encoders": [own, colours],
+        "evaluations": [{"name": "few-shot", "command": "fewshot"}],
+        "datasets": [{"name": "birds"}],
+    }
+    (tmp_path / "compare.yaml").write_text(json.dumps(page))
+
+    def digests() -> dict[str, str]:
+        identity.cache_clear()
+        config = parse(CompareConfig, [f"--import={brightness}", "--config", str(tmp_path / "compare.yaml")])
+        return {case.encoder.entry.name: identity(case) for case in cases_of(read_entries(config))}
+
+    before = digests()
+    start_a_new_process()
+    brightness.write_text(brightness.read_text() + "\n# changed\n")
+    after = digests()
+    assert before["own"] != after["own"] and before["colours"] == after["colours"]

@@ -9,6 +9,7 @@ from conftest import ROOT, encoded, picture
 
 from evaluation import cli, compare, registry
 from evaluation.registry import EVALUATIONS, Evaluation
+from mpp.config import imports
 from mpp.errors import UserError
 
 
@@ -29,13 +30,14 @@ def test_a_name_is_given_once():
 
 @pytest.fixture
 def nearest_centroid(tmp_path, monkeypatch):
-    """The module that evaluation/README.md shows, imported from a user's folder."""
+    """The file that evaluation/README.md shows, in a user's folder."""
     page = (ROOT / "evaluation" / "README.md").read_text()
     _, section = page.split("\n## Your own evaluation\n")
     code = section.split("```python\n", 1)[1].split("```\n", 1)[0]
-    (tmp_path / "nearest_centroid.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield import_module("nearest_centroid")
+    file = tmp_path / "nearest_centroid.py"
+    file.write_text(code)
+    monkeypatch.setattr(imports, "_imports", {})
+    yield file
     del EVALUATIONS["centroid"]
     del sys.modules["nearest_centroid"]
 
@@ -55,11 +57,12 @@ def images(tmp_path):
 
 def test_the_evaluation_that_the_page_shows_is_a_command(nearest_centroid, images, tmp_path, monkeypatch, capsys):
     words = ["--encoder=floor:pixels", "--img_size=32", f"--data.path={images}", "--data.eval_fraction=0.25"]
+    words.append(f"--import={nearest_centroid}")
     monkeypatch.setattr(sys, "argv", ["mpp", "centroid", *words, "--threads=1", f"--out={tmp_path / 'report.json'}"])
     cli.main()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["results"] == [{"order": 2, "accuracy": 1.0, "depth": 1}]
-    monkeypatch.setattr(sys, "argv", ["mpp", "--help"])
+    monkeypatch.setattr(sys, "argv", ["mpp", "--help", f"--import={nearest_centroid}"])
     with pytest.raises(SystemExit):
         cli.main()
     assert "  centroid     nearest-centroid accuracy\n" in capsys.readouterr().out
@@ -74,6 +77,7 @@ def test_the_evaluation_that_the_page_shows_is_compared(nearest_centroid, images
         datasets: [{{name: pets, options: {{data.path: {images}, data.eval_fraction: 0.25}}}}]
         """
     )
-    compare.main(["--config", str(tmp_path / "compare.yaml")])
+    words = [f"--import={nearest_centroid}", "--config", str(tmp_path / "compare.yaml")]
+    compare.main(words)
     summary = json.loads((tmp_path / "compared" / "results.json").read_text())["summary"]
     assert summary["comparison"]["colours"]["nearest centroid"] == {"mean": 1.0, "std": 0.0, "count": 1}

@@ -1,6 +1,7 @@
 """Digests that results are known by: of the settings of an evaluation, and of those of the encoder's training."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,9 +11,11 @@ from timm import is_model
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.run_images import record_images
+from mpp.config.imports import UserImport, user_imports
 from mpp.config.keys import changed_settings, iterate_settings, plain
 from mpp.data.identity import short_digest
 from mpp.runtime.weights import fingerprint
+from mpp.training.user_code import imports_used
 
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that say where something is: a result depends on what is there."""
@@ -34,6 +37,8 @@ def identity(case: Case) -> str:
         "random": encoder.entry.random,
         "seed": encoder.seed,
     }
+    if case.command.module.partition(".")[0] != "evaluation":
+        content["imports"] = code_digests(user_imports())
     return digest_of(content)
 
 
@@ -45,7 +50,16 @@ def training_digest(encoder: Encoder) -> str | None:
     if encoder.teacher is not None:
         of_training["objective.teacher"] = training_digest(encoder.teacher)
     entry = encoder.entry
-    return digest_of({"command": entry.train, "settings": of_training, "compute": entry.compute})
+    content = {"command": entry.train, "settings": of_training, "compute": entry.compute}
+    imports = imports_used(encoder.training)
+    if imports:
+        content["imports"] = code_digests(imports)
+    return digest_of(content)
+
+
+def code_digests(imports: Iterable[UserImport]) -> list[str]:
+    """Digests of the user's files that a result depends on, in any order of their imports."""
+    return sorted(each.sha256 for each in imports)
 
 
 def checkpoint_name(encoder: Encoder) -> str | None:
