@@ -57,11 +57,14 @@ KINDS = {
 @pytest.fixture(scope="module")
 def bands(tmp_path_factory):
     """16 images of four bands of 16 bits, the fourth a copy of the first, in two classes and two splits."""
-    folder, rng = tmp_path_factory.mktemp("bands"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("bands")
+    rng = np.random.default_rng(0)
     for number in range(32):
-        low = rng.integers(1000, 9000, (3, 3, 3)) + 5000 * (number // 2 % 2)
+        kind = number // 2 % 2
+        low = rng.integers(1000, 9000, (3, 3, 3)) + 5000 * kind
         pixels = np.kron(low, np.ones((8, 14, 1), np.int64)).astype(np.uint16)
-        file = folder / ("train", "test")[number % 2] / ("a", "b")[number // 2 % 2] / f"{number:02d}.tif"
+        split = ("train", "test")[number % 2]
+        file = folder / split / ("a", "b")[kind] / f"{number:02d}.tif"
         file.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.concatenate([pixels, pixels[..., :1]], -1)
         tifffile.imwrite(file, pixels, photometric="minisblack", planarconfig="contig")
@@ -75,8 +78,9 @@ def four(bands):
 
 
 def images_of(channels, *shape, whole=False):
-    drawn = torch.rand(2, channels, *(shape or (16, 24)), generator=torch.Generator().manual_seed(0)) * 255
-    return drawn.to(torch.uint8) if whole else drawn
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(2, channels, *(shape or (16, 24)), generator=generator) * 255
+    return images.to(torch.uint8) if whole else images
 
 
 def objective_of(channels, settings, patch_size=8):
@@ -90,20 +94,25 @@ def model_of(objective, channels):
 
 
 def corruption_of():
-    drawn = [draw(CorruptionConfig(mask=1.0, random=0.0, keep=0.0), (2, 3), 0, 0, index) for index in range(2)]
+    config = CorruptionConfig(mask=1.0, random=0.0, keep=0.0)
+    drawn = [draw(config, (2, 3), 0, 0, index) for index in range(2)]
     return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("channels", [1, 2, 4])
 def test_mean_colors_by_hand(channels, whole):
-    images, positions = images_of(channels, whole=whole), corruption_of().positions
+    images = images_of(channels, whole=whole)
+    positions = corruption_of().positions
     targets = objective_of(channels, {}).targets(images, positions)
     apart = objective_of(channels, {"factorized": True}).targets(images, positions)
     means = patches_at(images, positions, 8).double().mean((-2, -1)) / 255
     levels = (means * 8).long()
     assert torch.equal(apart, levels)
-    assert torch.equal(targets[..., 0], sum(levels[..., c] * 8 ** (channels - 1 - c) for c in range(channels)))
+    combined = torch.zeros_like(levels[..., 0])
+    for channel in range(channels):
+        combined = combined * 8 + levels[..., channel]
+    assert torch.equal(targets[..., 0], combined)
 
 
 def test_a_mean_on_the_edge_of_a_bin_is_in_the_one_above_for_floats_too():
@@ -119,12 +128,16 @@ def test_a_mean_on_the_edge_of_a_bin_is_in_the_one_above_for_floats_too():
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_permuted_bands_have_permuted_targets_and_gradients(settings):
     """What a channel is called does not matter: permuted with its filters and its outputs, the loss is the same."""
-    order, channels = [2, 0, 3, 1], 4
-    objective, images, corruption = objective_of(channels, settings), images_of(channels), corruption_of()
+    order = [2, 0, 3, 1]
+    channels = 4
+    objective = objective_of(channels, settings)
+    images = images_of(channels)
+    corruption = corruption_of()
     targets = objective.targets(images, corruption.positions)
     permuted = objective.targets(images[:, order], corruption.positions)
     if settings.get("name") == "hog":
-        assert torch.equal(permuted.unflatten(-1, (4, 4, 9)), targets.unflatten(-1, (4, 4, 9))[:, :, :, order])
+        by_cell = (4, 4, 9)
+        assert torch.equal(permuted.unflatten(-1, by_cell), targets.unflatten(-1, by_cell)[:, :, :, order])
     elif settings.get("normalize") or settings.get("name") == "pixels":
         torch.testing.assert_close(permuted, targets[:, :, order])
     else:
@@ -144,7 +157,9 @@ def test_permuted_bands_have_permuted_targets_and_gradients(settings):
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_a_copied_band_by_hand(settings):
     """Its targets and the gradient of its filters are those of the band that it copies."""
-    objective, images, corruption = objective_of(4, settings), images_of(4), corruption_of()
+    objective = objective_of(4, settings)
+    images = images_of(4)
+    corruption = corruption_of()
     images[:, 3] = images[:, 0]
     targets = objective.targets(images, corruption.positions)
     shown = objective.paint(targets, patches_at(images, corruption.positions, 8))
@@ -165,14 +180,16 @@ def test_a_copied_band_by_hand(settings):
 def test_factorized_accuracy_by_hand():
     """The share of channels that are right; the most frequent is chosen for each channel."""
     objective = objective_of(5, {"factorized": True, "bits": 3})
-    images, corruption = images_of(5), corruption_of()
+    images = images_of(5)
+    corruption = corruption_of()
     truth = objective.targets(images, corruption.positions)
     predictions = torch.nn.functional.one_hot(truth, 8).float().flatten(2)
-    predictions[0, 0, :8] = torch.nn.functional.one_hot((truth[0, 0, 0] + 1) % 8, 8)  # one of 30 is wrong
-    found = summarize(measure(objective, predictions, images, corruption))
-    assert found["accuracy"] == pytest.approx(29 / 30)
+    wrong = (truth[0, 0, 0] + 1) % 8
+    predictions[0, 0, :8] = torch.nn.functional.one_hot(wrong, 8)  # one of 30
+    metrics = summarize(measure(objective, predictions, images, corruption))
+    assert metrics["accuracy"] == pytest.approx(29 / 30)
     counts = [np.bincount(truth[..., channel].flatten(), minlength=8).max() for channel in range(5)]
-    assert found["most_frequent"] == pytest.approx(sum(counts) / 30)
+    assert metrics["most_frequent"] == pytest.approx(sum(counts) / 30)
     assert objective.entropy(torch.zeros_like(predictions))[0, 0].tolist() == pytest.approx([15.0])  # 5 x 3 bits
 
 
@@ -202,19 +219,22 @@ def test_every_kind_trains_resumes_and_is_loaded_by_timm(pretrain, monkeypatch, 
     words += four if channels == 4 else ["--data.channels=1"]
     folder = pretrain(*words)
     if channels == 4:
-        losses, bits = read_metrics(folder), (folder / "encoder" / "model.safetensors").read_bytes()
+        losses = read_metrics(folder)
+        bits = (folder / "encoder" / "model.safetensors").read_bytes()
         shutil.rmtree(folder)
         with monkeypatch.context() as patched, pytest.raises(BaseException, match="killed"):
             kill_at(patched, 3)
             pretrain(*words)
         pretrain(*words)
-        assert (folder / "encoder" / "model.safetensors").read_bytes() == bits and read_metrics(folder) == losses
+        assert (folder / "encoder" / "model.safetensors").read_bytes() == bits
+        assert read_metrics(folder) == losses
     config = json.loads((folder / "encoder" / "config.json").read_text())
     assert config["pretrained_cfg"]["input_size"] == [channels, 16, 32]
     images = torch.rand(1, channels, 16, 32)
     plain = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
     torch.testing.assert_close(mpp.load_encoder(folder)(images), plain(images))
-    assert mpp.load_encoder(folder, img_size=(24, 16))(torch.rand(1, channels, 24, 16)).shape == (1, 16)
+    turned = mpp.load_encoder(folder, img_size=(24, 16))
+    assert turned(torch.rand(1, channels, 24, 16)).shape == (1, 16)
 
 
 @pytest.mark.faults
@@ -240,7 +260,8 @@ def die_once():
 def test_moments_by_hand(bands):
     config = DataConfig(path=str(bands), channels=4, range=(0.0, 16000.0), eval_split="test")
     files = sorted((bands / "train").rglob("*.tif"))
-    values = np.stack([tifffile.imread(file) for file in files]).astype(np.float64).reshape(-1, 4) / 16000
+    pixels = np.stack([tifffile.imread(file) for file in files])
+    values = pixels.astype(np.float64).reshape(-1, 4) / 16000
     mean, std = channel_moments(config)
     np.testing.assert_allclose(mean, values.mean(0), atol=1e-6)
     np.testing.assert_allclose(std, values.std(0), atol=1e-6)
@@ -272,7 +293,8 @@ def test_one_of_both_may_be_measured(pretrain, four, capsys):
 
 def test_a_channel_without_contrast_is_named(tmp_path):
     for number in range(10):
-        np.save(tmp_path / f"{number}.npy", np.dstack([np.eye(16), np.ones((16, 16))]).astype(np.uint8))
+        pixels = np.dstack([np.eye(16), np.ones((16, 16))])
+        np.save(tmp_path / f"{number}.npy", pixels.astype(np.uint8))
     with pytest.raises(UserError, match=r"the same everywhere: \[2\]"):
         channel_moments(DataConfig(path=str(tmp_path), channels=2))
 
@@ -352,17 +374,21 @@ def test_color_operations_round_what_is_deeper_than_8_bits():
     """One 16-bit photograph among others does not end a run."""
     image = images_of(3, whole=True)[0]
     for index in range(6):
-        assert torch.equal(augment(image.float() + 0.2, 9, 0, 0, index), augment(image, 9, 0, 0, index))
+        deeper = augment(image.float() + 0.2, 9, 0, 0, index)
+        assert torch.equal(deeper, augment(image, 9, 0, 0, index))
 
 
 def test_features_of_images_in_memory(pretrain, four, bands):
     folder = pretrain(*four, "--model.img_size=[16,32]")
     _, held_out = load_image_datasets(SourceConfig(path=str(bands), channels=4, eval_split="test"))
     encoder = mpp.load_encoder(folder, drop_path_rate=0.9)
-    images = torch.stack([held_out.decode(i, DataConfig(channels=4, range=(0.0, 16000.0))) for i in range(3)])
-    found = mpp.extract_features(encoder, images)
-    assert found.shape == (3, 16)
-    assert torch.equal(mpp.extract_features(encoder.train(), images), found) and encoder.training  # as timm builds them
+    config = DataConfig(channels=4, range=(0.0, 16000.0))
+    images = torch.stack([held_out.decode(index, config) for index in range(3)])
+    features = mpp.extract_features(encoder, images)
+    assert features.shape == (3, 16)
+    encoder.train()  # as timm builds them
+    assert torch.equal(mpp.extract_features(encoder, images), features)
+    assert encoder.training
     with pytest.raises(UserError, match=r"a tensor \(B, 4, H, W\), of torch\.uint8 or from 0 to 255"):
         mpp.extract_features(encoder, images[:, :3])
     with pytest.raises(UserError, match="up to"):
@@ -377,7 +403,8 @@ def test_what_a_person_sees():
     ramp = torch.arange(4 * 2 * 3).view(1, 4, 2, 3).float() * 10.4
     rounded = ramp.round().to(torch.uint8)
     beside = as_rgb(ramp)
-    assert beside.shape == (1, 3, 2, 12) and torch.equal(beside[0, 0, :, 3:6], rounded[0, 1])
+    assert beside.shape == (1, 3, 2, 12)
+    assert torch.equal(beside[0, 0, :, 3:6], rounded[0, 1])
     assert torch.equal(as_rgb(ramp, (3, 2, 1)), rounded[:, [2, 1, 0]])
     assert torch.equal(as_rgb(ramp, (4,)), rounded[:, [3, 3, 3]])
     assert torch.equal(as_rgb(ramp[:, :1]), rounded[:, [0, 0, 0]])
@@ -386,7 +413,9 @@ def test_what_a_person_sees():
 
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_panels_of_four_bands(settings):
-    objective, images, corruption = objective_of(4, settings), images_of(4), corruption_of()
+    objective = objective_of(4, settings)
+    images = images_of(4)
+    corruption = corruption_of()
     predictions = torch.zeros(2, 3, objective.outputs)
     targets = objective.targets(images, corruption.positions)
     columns = prediction_columns(objective, predictions, targets, images, corruption)
@@ -410,7 +439,8 @@ def test_color_floors_of_many_channels():
 @pytest.mark.faults
 def test_memory_is_counted_for_these_channels():
     pixels = ObjectiveConfig(name="pixels")
-    few, many = (peak_memory(Config(data=DataConfig(channels=count), objective=pixels), 4) for count in (1, 8))
+    few = peak_memory(Config(data=DataConfig(channels=1), objective=pixels), 4)
+    many = peak_memory(Config(data=DataConfig(channels=8), objective=pixels), 4)
     assert many["weights"] > few["weights"] and many["total"] > few["total"]
 
 

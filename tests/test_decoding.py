@@ -31,7 +31,8 @@ HALF = DEEP.astype(np.float32) / 65535
 
 def scaled(pixels: np.ndarray, low: float = 0, high: float = 65535) -> torch.Tensor:
     """(H, W, C) to what is expected."""
-    return torch.from_numpy(np.clip((pixels.astype(np.float64) - low) * 255 / (high - low), 0, 255)).permute(2, 0, 1)
+    values = (pixels.astype(np.float64) - low) * 255 / (high - low)
+    return torch.from_numpy(np.clip(values, 0, 255)).permute(2, 0, 1)
 
 
 GREY = dict(photometric="minisblack")
@@ -54,23 +55,23 @@ FIVE = {
 
 @pytest.mark.parametrize("data", FIVE.values(), ids=FIVE)
 def test_five_bands_of_16_bits(data):
-    found = decode(data, ImagesConfig(channels=5))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), scaled(DEEP), rtol=1e-6, atol=1e-5)
+    decoded = decode(data, ImagesConfig(channels=5))
+    assert decoded.dtype == torch.float32
+    torch.testing.assert_close(decoded.double(), scaled(DEEP), rtol=1e-6, atol=1e-5)
     chosen = decode(data, ImagesConfig(bands=(5, 1, 2)))
-    assert torch.equal(chosen, found[[4, 0, 1]])
+    assert torch.equal(chosen, decoded[[4, 0, 1]])
 
 
 @pytest.mark.parametrize("kind", [tiff, npy, npz, encoded])
 def test_8_bits_stay_8_bits(kind):
-    found = decode(kind(RGB), ImagesConfig())
-    assert found.dtype == torch.uint8 and np.array_equal(found.permute(1, 2, 0), RGB)
+    decoded = decode(kind(RGB), ImagesConfig())
+    assert decoded.dtype == torch.uint8 and np.array_equal(decoded.permute(1, 2, 0), RGB)
 
 
 @pytest.mark.parametrize("kind", [tiff, npy, npz])
 def test_values_times_257_are_the_same_values(kind):
-    found = decode(kind(RGB.astype(np.uint16) * 257), ImagesConfig())
-    assert found.dtype == torch.float32 and np.array_equal(found.permute(1, 2, 0), RGB.astype(np.float32))
+    decoded = decode(kind(RGB.astype(np.uint16) * 257), ImagesConfig())
+    assert decoded.dtype == torch.float32 and np.array_equal(decoded.permute(1, 2, 0), RGB.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -86,25 +87,27 @@ def test_values_times_257_are_the_same_values(kind):
     ],
 )
 def test_range(pixels, limits, low_high):
-    found = decode(npy(pixels), ImagesConfig(channels=5, range=limits))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), scaled(pixels, *low_high), rtol=1e-6, atol=2e-5)
+    decoded = decode(npy(pixels), ImagesConfig(channels=5, range=limits))
+    assert decoded.dtype == torch.float32
+    torch.testing.assert_close(decoded.double(), scaled(pixels, *low_high), rtol=1e-6, atol=2e-5)
 
 
 def test_range_of_each_channel():
     pairs = ((0.0, 1000.0), (500.0, 65535.0))
-    found = decode(npy(DEEP[..., :2]), ImagesConfig(channels=2, range=pairs)).double()
+    decoded = decode(npy(DEEP[..., :2]), ImagesConfig(channels=2, range=pairs)).double()
     for number, pair in enumerate(pairs):
         expected = scaled(DEEP[..., number : number + 1], *pair)[0]
-        torch.testing.assert_close(found[number], expected, rtol=1e-6, atol=2e-5)
-    assert (decode(encoded(RGB), ImagesConfig(range=(0.0, 255.0))).numpy() == RGB.transpose(2, 0, 1)).all()
+        torch.testing.assert_close(decoded[number], expected, rtol=1e-6, atol=2e-5)
+    photograph = decode(encoded(RGB), ImagesConfig(range=(0.0, 255.0)))
+    assert (photograph.numpy() == RGB.transpose(2, 0, 1)).all()
 
 
 def test_grey_and_rgb_become_each_other():
     grey = np.array(Image.fromarray(RGB).convert("L"))
     for data in (encoded(RGB), tiff(RGB), npy(RGB)):
-        found = decode(data, ImagesConfig(channels=1))
-        assert found.shape == (1, 40, 48) and abs(found[0].numpy().astype(int) - grey).max() <= 1
+        decoded = decode(data, ImagesConfig(channels=1))
+        assert decoded.shape == (1, 40, 48)
+        assert abs(decoded[0].numpy().astype(int) - grey).max() <= 1
     assert decode(encoded(RGB, "JPEG"), ImagesConfig(channels=1)).shape == (1, 40, 48)
     for data in (encoded(grey), tiff(grey), npy(grey)):
         assert (decode(data, ImagesConfig()).numpy() == grey).all()
@@ -121,42 +124,51 @@ def test_bands_of_pictures():
     rgba = np.dstack([RGB, np.full(RGB.shape[:2], 7, np.uint8)])
     for data in (encoded(rgba), tiff(rgba), npy(rgba)):
         assert np.array_equal(decode(data, ImagesConfig(channels=4)).permute(1, 2, 0), rgba)  # nothing is laid on white
-        assert np.array_equal(decode(data, ImagesConfig(bands=(3, 2, 1))).permute(1, 2, 0), RGB[..., ::-1])
+        backwards = decode(data, ImagesConfig(bands=(3, 2, 1)))
+        assert np.array_equal(backwards.permute(1, 2, 0), RGB[..., ::-1])
         assert (decode(data, ImagesConfig(channels=1, bands=(4,))) == 7).all()
     palette = Image.fromarray(RGB).convert("P")
-    assert np.array_equal(
-        decode(encoded(palette), ImagesConfig(bands=(1, 2, 3))).permute(1, 2, 0), palette.convert("RGB")
-    )
+    bands = decode(encoded(palette), ImagesConfig(bands=(1, 2, 3)))
+    assert np.array_equal(bands.permute(1, 2, 0), palette.convert("RGB"))
 
 
 def test_photographs_of_16_bits_are_seen_as_those_of_8():
     """Opacity is laid on white, the orientation is applied, and white may be 0."""
-    alpha = np.linspace(0, 255, RGB[..., 0].size).reshape(RGB.shape[:2]).astype(np.uint8)
+    height, width, _ = RGB.shape
+    alpha = np.linspace(0, 255, height * width).reshape(height, width).astype(np.uint8)
     rgba = np.dstack([RGB, alpha])
     expected = decode(encoded(rgba), ImagesConfig())
     opacity = dict(photometric="rgb", extrasamples=["unassalpha"])
-    laid = np.rint(RGB * (alpha / 255)[..., None])  # premultiplied
-    laid = tiff(np.dstack([laid, alpha]).astype(np.uint16) * 257, photometric="rgb", extrasamples=["assocalpha"])
-    for data in (laid, tiff(rgba.astype(np.uint16) * 257, **opacity), png_encode(rgba.astype(np.uint16) * 257)):
-        found = decode(data, ImagesConfig())
-        assert found.dtype == torch.float32 and (found - expected).abs().max() <= 1
+    premultiplied = np.dstack([np.rint(RGB * (alpha / 255)[..., None]), alpha])
+    deep = rgba.astype(np.uint16) * 257
+    files = [
+        tiff(premultiplied.astype(np.uint16) * 257, photometric="rgb", extrasamples=["assocalpha"]),
+        tiff(deep, **opacity),
+        png_encode(deep),
+    ]
+    for data in files:
+        decoded = decode(data, ImagesConfig())
+        assert decoded.dtype == torch.float32 and (decoded - expected).abs().max() <= 1
         assert decode(data, ImagesConfig(channels=4)).shape == (4, 40, 48)
     for orientation in range(1, 9):
-        turned = [(274, "H", 1, orientation, True)]
-        shallow, deep = (tiff(p, extratags=turned) for p in (RGB, RGB.astype(np.uint16) * 257))
+        tags = [(274, "H", 1, orientation, True)]
+        shallow = tiff(RGB, extratags=tags)
+        deep = tiff(RGB.astype(np.uint16) * 257, extratags=tags)
         assert torch.equal(decode(deep, ImagesConfig()), decode(shallow, ImagesConfig()).float())
     grey = RGB[..., 0]
-    shallow, deep = (tiff(p, photometric="miniswhite") for p in (grey, grey.astype(np.uint16) * 257))
+    shallow = tiff(grey, photometric="miniswhite")
+    deep = tiff(grey.astype(np.uint16) * 257, photometric="miniswhite")
     assert torch.equal(decode(deep, ImagesConfig()), decode(shallow, ImagesConfig()).float())
     scan = tiff(grey.astype(np.uint16) * 16, photometric="miniswhite")  # 12 bits in 16
-    found = decode(scan, ImagesConfig(range=(0.0, 4080.0)))
-    assert torch.equal(found, decode(shallow, ImagesConfig()).float())
+    decoded = decode(scan, ImagesConfig(range=(0.0, 4080.0)))
+    assert torch.equal(decoded, decode(shallow, ImagesConfig()).float())
     flat = decode(tiff(grey, photometric="miniswhite"), ImagesConfig(channels=1, range=(0.0, 255.0)))[0]
     assert torch.equal(flat, 255 - torch.from_numpy(grey).float())
     without = grey == next(v for v in grey.flat if 255 - v in grey)  # a value, and not what it is the opposite of
     config = ImagesConfig(channels=1, range=(0.0, 4080.0), nodata=float(grey[without][0]) * 16)
     missing = decode(scan, config)[0]
-    assert len(missing[without].unique()) == 1 and torch.equal(missing[~without], found[0][~without])
+    assert len(missing[without].unique()) == 1
+    assert torch.equal(missing[~without], decoded[0][~without])
     with pytest.raises(UnreadableImage, match=r"opacity of floating-point pixels .*; data\.bands chooses"):
         decode(tiff(rgba.astype(np.float32), **opacity), ImagesConfig(range=(0.0, 255.0)))
 
@@ -172,8 +184,8 @@ def test_black_and_white():
 
 def test_compressions_that_pil_does_not_know():
     for compression in ("jpeg2000", "zstd", "png"):
-        found = decode(tiff(RGB, compression=compression, photometric="rgb"), ImagesConfig())
-        assert found.dtype == torch.uint8 and (found.int().permute(1, 2, 0) - RGB).abs().max() <= 8
+        decoded = decode(tiff(RGB, compression=compression, photometric="rgb"), ImagesConfig())
+        assert decoded.dtype == torch.uint8 and (decoded.int().permute(1, 2, 0) - RGB).abs().max() <= 8
     three = tiff(RGB, planarconfig="contig", **GREY)
     assert np.array_equal(decode(three, ImagesConfig()).permute(1, 2, 0), RGB)
 
@@ -182,8 +194,8 @@ def test_channels_of_a_microscope_are_no_frames():
     for bits in (np.uint8, np.uint16):
         planes = DEEP[..., :3].astype(bits)
         data = tiff(planes.transpose(2, 0, 1), imagej=True, metadata={"axes": "CYX"})
-        found = decode(data, ImagesConfig())
-        assert torch.equal(found, decode(npy(planes), ImagesConfig()))
+        decoded = decode(data, ImagesConfig())
+        assert torch.equal(decoded, decode(npy(planes), ImagesConfig()))
     for axes in (dict(imagej=True), dict(ome=True, **GREY)):
         two = tiff(DEEP[..., :2].transpose(2, 0, 1), metadata={"axes": "CYX"}, **axes)
         with pytest.raises(UnreadableImage, match=r"2 bands; data\.channels is 3, and data\.bands can choose so many"):
@@ -194,26 +206,27 @@ def test_channels_of_a_microscope_are_no_frames():
 
 def test_bands_of_arrays_are_what_a_square_leaves():
     cube = DEEP[:32, :32, [0] * 60 + [1, 2, 3, 4]]
-    found = decode(npy(cube), ImagesConfig(bands=(64, 62, 61), range=(0.0, 65535.0)))
+    decoded = decode(npy(cube), ImagesConfig(bands=(64, 62, 61), range=(0.0, 65535.0)))
     expected = scaled(DEEP[:32, :32, [4, 2, 1]]).float()
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(decode(npy(cube.transpose(2, 0, 1)), ImagesConfig(bands=(64, 62, 61))), expected)
+    torch.testing.assert_close(decoded, expected)
+    first = decode(npy(cube.transpose(2, 0, 1)), ImagesConfig(bands=(64, 62, 61)))
+    torch.testing.assert_close(first, expected)
     assert ImagesConfig(channels=1, bands=2) == ImagesConfig(channels=1, bands=(2,))
 
 
 def test_a_hole_in_one_band_is_filled_before_it_becomes_grey():
     holes = HALF[..., :3].copy()
     holes[0, 0, 0] = -1
-    found = decode(npy(holes), ImagesConfig(channels=1, range=(0.0, 1.0), nodata=-1.0))
+    decoded = decode(npy(holes), ImagesConfig(channels=1, range=(0.0, 1.0), nodata=-1.0))
     filled = holes.copy()
     filled[0, 0, 0] = HALF[..., 0].ravel()[1:].mean()
     expected = decode(npy(filled), ImagesConfig(channels=1, range=(0.0, 1.0)))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_16_bit_png():
-    found = decode(encoded(Image.fromarray(DEEP[..., 0])), ImagesConfig(channels=1))
-    torch.testing.assert_close(found.double(), scaled(DEEP[..., :1]), rtol=1e-6, atol=1e-5)
+    decoded = decode(encoded(Image.fromarray(DEEP[..., 0])), ImagesConfig(channels=1))
+    torch.testing.assert_close(decoded.double(), scaled(DEEP[..., :1]), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("nodata", [-9999.0, float("nan")])
@@ -221,22 +234,22 @@ def test_what_has_no_value_gets_the_mean_of_its_channel(nodata):
     holes = HALF[..., :2].copy()
     holes[3:9, 4:20, 1] = nodata
     config = ImagesConfig(channels=2, range=(0.0, 1.0), nodata=nodata)
-    found = decode(npy(holes), config).double()
+    decoded = decode(npy(holes), config).double()
     whole = scaled(HALF[..., :2], 0, 1)
     valid = torch.ones(40, 48, dtype=torch.bool)
     valid[3:9, 4:20] = False
-    torch.testing.assert_close(found[0], whole[0], rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(found[1][valid], whole[1][valid], rtol=1e-5, atol=1e-4)
-    assert (found[1][~valid] - whole[1][valid].mean()).abs().max() < 1e-3
+    torch.testing.assert_close(decoded[0], whole[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(decoded[1][valid], whole[1][valid], rtol=1e-5, atol=1e-4)
+    assert (decoded[1][~valid] - whole[1][valid].mean()).abs().max() < 1e-3
     assert config == ImagesConfig(channels=2, range=(0.0, 1.0), nodata=nodata)  # a run can be resumed
 
 
 def test_nodata_of_integers():
     holes = DEEP[..., :1].copy()
     holes[0] = 0
-    found = decode(npy(holes), ImagesConfig(channels=1, nodata=0))
+    decoded = decode(npy(holes), ImagesConfig(channels=1, nodata=0))
     mean = np.rint(holes[holes > 0].mean())
-    assert (found[0, 0] - mean * 255 / 65535).abs().max() < 1e-3
+    assert (decoded[0, 0] - mean * 255 / 65535).abs().max() < 1e-3
 
 
 HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (5000, 5000, 5)}"
@@ -363,12 +376,15 @@ def test_all_sources_hold_the_same_images(tmp_path, source):
     path = SOURCES[source](folder)
     source_config = SourceConfig(path=path, channels=4, label_column=column, eval_split="test")
     for start, dataset in enumerate(load_image_datasets(source_config)):
-        found = {tuple(dataset.decode(i, ImagesConfig(channels=4))[:, 0, 0].tolist()) for i in range(len(dataset))}
-        expected = {tuple(scaled(each)[:, 0, 0].float().tolist()) for each in FOUR[start::2]}
-        assert len(dataset) == 8 and found == expected and dataset.labels is not None
+        config = ImagesConfig(channels=4)
+        first_pixels = {tuple(dataset.decode(index, config)[:, 0, 0].tolist()) for index in range(len(dataset))}
+        expected = {tuple(scaled(pixels)[:, 0, 0].float().tolist()) for pixels in FOUR[start::2]}
+        assert len(dataset) == 8
+        assert first_pixels == expected
+        assert dataset.labels is not None
         held = cache_decoded(dataset, DataConfig(channels=4, workers=0))
         assert held.decoded.pixels.nbytes == 8 * 40 * 48 * 4 * 4  # four bytes for each value
-        assert torch.equal(held.decode(3, ImagesConfig(channels=4)), dataset.decode(3, ImagesConfig(channels=4)))
+        assert torch.equal(held.decode(3, config), dataset.decode(3, config))
 
 
 @pytest.mark.faults
@@ -398,10 +414,10 @@ def test_8_and_16_bits_in_one_set(pretrain, tmp_path):
         pixels = picture(number)
         data = encoded(pixels) if number % 2 else tiff(pixels.astype(np.uint16) * 257)
         (folder / f"{number:02d}.{'png' if number % 2 else 'tif'}").write_bytes(data)
-    losses = [
-        read_metrics(pretrain(f"--data.path={folder}", f"--data.cache_gb={size}", dir=tmp_path / f"run_{size}"))
-        for size in (0, 1)
-    ]
+    losses = []
+    for size in (0, 1):
+        run = pretrain(f"--data.path={folder}", f"--data.cache_gb={size}", dir=tmp_path / f"run_{size}")
+        losses.append(read_metrics(run))
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
@@ -420,8 +436,8 @@ def test_prepared_arrays_keep_bands_and_depth(tmp_path, capsys):
         assert stored.dtype == np.uint16 and stored.shape == (20, 24, 2)
     prepare([*words, f"--out={tmp_path / 'whole'}"])
     train, _ = load_image_datasets(SourceConfig(path=str(tmp_path / "whole"), channels=2, eval_split="test"))
-    found = {np.load(io.BytesIO(row["image"]["bytes"])).tobytes() for row in train.rows}
-    assert found == {np.ascontiguousarray(each[..., [3, 1]]).tobytes() for each in FOUR[::2]}
+    stored = {np.load(io.BytesIO(row["image"]["bytes"])).tobytes() for row in train.rows}
+    assert stored == {np.ascontiguousarray(pixels[..., [3, 1]]).tobytes() for pixels in FOUR[::2]}
 
 
 @pytest.mark.parametrize(
@@ -451,7 +467,8 @@ def test_formats_train_alike(pretrain, tmp_path):
         "deep.npy": (lambda p: npy(p.transpose(2, 0, 1).astype(np.uint16) * 257), []),
         "float.npy": (lambda p: npy(p.astype(np.float32)), ["--data.range=[0,255]"]),
     }
-    found, (birds, _) = {}, load_image_datasets(SourceConfig())
+    metrics = {}
+    birds, _ = load_image_datasets(SourceConfig())
     for kind, (write, words) in kinds.items():
         folder = tmp_path / kind
         folder.mkdir()
@@ -459,10 +476,10 @@ def test_formats_train_alike(pretrain, tmp_path):
             bird = birds.decode(number, ImagesConfig()).permute(1, 2, 0).numpy()
             (folder / f"{number:02d}.{kind.split('.')[-1]}").write_bytes(write(bird))
         run = pretrain(f"--data.path={folder}", *words, dir=tmp_path / f"run_{kind}")
-        found[kind] = list(read_metrics(run).values())
-    assert found["png"] == found["tif"] == found["npy"]
-    assert found["deep.tif"] == found["deep.npy"] != found["png"]
-    np.testing.assert_allclose(found["float.npy"], found["deep.npy"], rtol=1e-6)
+        metrics[kind] = list(read_metrics(run).values())
+    assert metrics["png"] == metrics["tif"] == metrics["npy"]
+    assert metrics["deep.tif"] == metrics["deep.npy"] != metrics["png"]
+    np.testing.assert_allclose(metrics["float.npy"], metrics["deep.npy"], rtol=1e-6)
 
 
 def test_broken_files_of_a_set_are_named(pretrain, tmp_path):
@@ -497,7 +514,9 @@ def test_lists_with_holes_are_named_as_broken_files_are(pretrain, tmp_path, stre
     """Indexed and streamed alike."""
     lists = [each.tolist() for each in FOUR]
     (tmp_path / "data").mkdir()
-    lists[0], lists[2], lists[4] = None, [[[1, 2, 3, 4], [1]]], [[[1, None, 3, 4]] * 8] * 8
+    lists[0] = None
+    lists[2] = [[[1, 2, 3, 4], [1]]]
+    lists[4] = [[[1, None, 3, 4]] * 8] * 8
     features = datasets.Features({"image": LISTS})
     for split in ("train", "test"):
         rows = lists if split == "train" else lists[8:]
@@ -586,8 +605,10 @@ WITHOUT_OPACITY = {
 @pytest.mark.parametrize("kind", WITHOUT_OPACITY)
 def test_an_opacity_of_0_everywhere_is_none(kind):
     data, expected = WITHOUT_OPACITY[kind]
-    found = decode(data, ImagesConfig()).permute(1, 2, 0).numpy()
-    assert np.array_equal(found, np.broadcast_to(expected[..., None] if expected.ndim == 2 else expected, found.shape))
+    decoded = decode(data, ImagesConfig()).permute(1, 2, 0).numpy()
+    if expected.ndim == 2:
+        expected = expected[..., None]
+    assert np.array_equal(decoded, np.broadcast_to(expected, decoded.shape))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -595,10 +616,10 @@ def test_one_opaque_pixel_makes_the_others_white(bits):
     pixels = CLEAR.copy()
     pixels[3, 4, 3] = 255
     data = encoded(pixels) if bits == 8 else png_encode(pixels.astype(np.uint16) * 257)
-    found = decode(data, ImagesConfig()).permute(1, 2, 0).numpy()
-    assert np.array_equal(found[3, 4], RGB[3, 4])
-    found[3, 4] = 255
-    assert (found == 255).all()
+    decoded = decode(data, ImagesConfig()).permute(1, 2, 0).numpy()
+    assert np.array_equal(decoded[3, 4], RGB[3, 4])
+    decoded[3, 4] = 255
+    assert (decoded == 255).all()
 
 
 def warned_of(data: bytes) -> list[str]:
@@ -632,19 +653,20 @@ def test_warnings_that_are_errors_break_no_image(kind):
     assert any(message in each for each in warned_of(data))  # else this tests nothing
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = decode(data, ImagesConfig())
+        decoded = decode(data, ImagesConfig())
         with pytest.raises(UserWarning):  # elsewhere they are
             warnings.warn("something else", stacklevel=1)
-    assert abs(found.permute(1, 2, 0).numpy() - RGB.astype(int)).mean() < 3
+    assert abs(decoded.permute(1, 2, 0).numpy() - RGB.astype(int)).mean() < 3
 
 
 @pytest.mark.parametrize("action", ["error", "error::DeprecationWarning", "ignore"])
 def test_every_format_is_read_where_warnings_are_errors(action):
     frozen = RGB.copy()
     frozen.flags.writeable = False  # torch warns of it
-    made = [encoded(RGB, form) for form in ("JPEG", "PNG", "WEBP", "BMP", "TIFF")] + [tiff(DEEP[..., :3]), npy(RGB)]
+    made = [encoded(RGB, form) for form in ("JPEG", "PNG", "WEBP", "BMP", "TIFF")]
+    made += [tiff(DEEP[..., :3]), npy(RGB)]
     expected = [decode(each, ImagesConfig()) for each in (*made, RGB)]
     with warnings.catch_warnings():
         warnings.simplefilter(action.split(":")[0], DeprecationWarning if "Deprecation" in action else Warning)
-        found = [decode(each, ImagesConfig()) for each in (*made, frozen)]
-    assert all(map(torch.equal, found, expected))
+        decoded = [decode(each, ImagesConfig()) for each in (*made, frozen)]
+    assert all(map(torch.equal, decoded, expected))

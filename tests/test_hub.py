@@ -306,7 +306,7 @@ def streamed(path: str) -> list[tuple[str, bytes]]:
 
 
 def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
-    """Classes of folders, a list for one split, a picture at the top that takes nobody's label away."""
+    """Classes of folders, a list for one split, a picture at the top that takes no label away."""
     files = {name: colour(kind) for name, kind in PICTURES.items()}
     files |= {"train/stray.png": colour(3), "README.md": b"My photographs"}
     files["test/metadata.csv"] = b"file_name,label\n" + b"".join(
@@ -314,12 +314,13 @@ def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
         for name, kind in PICTURES.items()
         if name.startswith("test")
     )
-    found = in_a_process(seen, publish(fake_hub, "loose", files))
+    images = in_a_process(seen, publish(fake_hub, "loose", files))
     here = seen(shutil.copytree(fake_hub.root / "somebody" / "loose" / COMMITS[0], tmp_path / "here"))
     fake_hub.faults["."] = Fault(0)
     assert in_a_process(seen_offline, "somebody/loose") == here  # as a node without internet has it
-    assert found == here and Counter(found["train"].values()) == {(0, "cat"): 2, (1, "dog"): 2, (3, None): 1}
-    assert Counter(found["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
+    assert images == here
+    assert Counter(images["train"].values()) == {(0, "cat"): 2, (1, "dog"): 2, (3, None): 1}
+    assert Counter(images["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
 
 
 def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home):

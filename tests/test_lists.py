@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from colours import CATS_AND_DOGS, colour, in_train, save, save_classes, seen
+from colours import CATS_AND_DOGS, Seen, colour, in_train, save, save_classes, seen
 from conftest import dataset_of
 from file_names import ACUTE, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
@@ -61,13 +61,29 @@ WAYS = {
 every_way = pytest.mark.parametrize("name", WAYS)
 
 
-def listed(folder: Path, labels: list, name: str = "metadata.csv", files: str = "{}.png", **columns) -> None:
+def listed(folder: Path, labels: list, name: str = "metadata.csv", **columns) -> None:
     """Images of the colours 0, 1, ... and a list of them."""
-    rows = [{"file_name": files.format(number), "label": label} for number, label in enumerate(labels)]
-    for number, row in enumerate(rows):
+    rows = []
+    for number, label in enumerate(labels):
+        row = {"file_name": f"{number}.png", "label": label}
+        for column, values in columns.items():
+            row[column] = values[number]
         save(folder / row["file_name"], number % 6)
-        row |= {column: values[number] for column, values in columns.items()}
+        rows.append(row)
     WAYS[name](folder / name, rows)
+
+
+def all_right(images: dict[str, Seen]) -> bool:
+    """Whether the label of each image is the number of its colour."""
+    return all(image.label == str(image.kind) for image in images.values())
+
+
+def labels_by_name(images: dict[str, Seen]) -> dict[str, str | None]:
+    return {name: image.label for name, image in images.items()}
+
+
+def colours_by_label(images: dict[str, Seen]) -> dict[str | None, int]:
+    return {image.label: image.kind for image in images.values()}
 
 
 # labels ---------------------------------------------------------------------------------------------------------------
@@ -80,9 +96,9 @@ def test_text_is_text_and_only_a_blank_is_no_label(name, labels):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         WAYS[name](file, [{"file_name": f"{number}.png", "label": text} for number, text in enumerate(labels)])
-        found = read_list(str(file), ImagesConfig())
-    assert found.files == [f"{number}.png" for number in range(len(labels))]
-    assert to_label_column(found.columns["label"]) == [text if text.strip() else None for text in labels]
+        image_list = read_list(str(file), ImagesConfig())
+    assert image_list.files == [f"{number}.png" for number in range(len(labels))]
+    assert to_label_column(image_list.columns["label"]) == [text if text.strip() else None for text in labels]
 
 
 @every_way
@@ -93,10 +109,10 @@ def test_labels_are_those_of_their_images(name, labels):
     with tempfile.TemporaryDirectory() as folder:
         listed(Path(folder), [*labels, ""], name)
         images = in_train(folder)
-    assert {name: each.label for name, each in images.items()} == {
-        f"{number}.png": text if text.strip() else None for number, text in enumerate([*labels, ""])
-    }
-    assert all(each.kind == int(name.removesuffix(".png")) % 6 for name, each in images.items())
+    expected = {f"{number}.png": text for number, text in enumerate(labels)}
+    assert labels_by_name(images) == {**expected, f"{len(labels)}.png": None}
+    for name, image in images.items():
+        assert image.kind == int(name.removesuffix(".png")) % 6
 
 
 @every_way
@@ -105,7 +121,8 @@ def test_codes_of_countries_are_classes(tmp_path, capsys, name):
     listed(tmp_path, [*CODES, *CODES, " "], name)
     train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
     assert train.names == sorted(CODES) and train.classes == 4
-    assert Counter(each.label for each in in_train(tmp_path).values()) == {code: 2 for code in CODES} | {None: 1}
+    labels = Counter(image.label for image in in_train(tmp_path).values())
+    assert labels == {**dict.fromkeys(CODES, 2), None: 1}
     assert "9 train (8 labelled); 4 classes: KE, NA, TZ, ZA" in capsys.readouterr().out
 
 
@@ -115,7 +132,7 @@ def test_numbers_are_classes_from_zero_in_their_order(tmp_path, name, labels):
     """-1 is one of them."""
     listed(tmp_path, labels, name)
     images = in_train(tmp_path)
-    assert {each.label: each.kind for each in images.values()} == {str(n): kind for kind, n in enumerate(labels)}
+    assert colours_by_label(images) == {str(number): kind for kind, number in enumerate(labels)}
     train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
     assert train.names == [str(number) for number in sorted(labels)] and train.classes == 3
 
@@ -132,7 +149,9 @@ def test_lists_of_labels_stay_several_right_answers(tmp_path, name):
         (tmp_path / split).mkdir()
         listed(tmp_path / split, ["NA", "é", "x"], name, real=[["NA", "é"], [], ["x", "new"]])
     _, held_out = load_image_datasets(DataConfig(path=str(tmp_path), eval_label_column="real"))
-    answers = [{held_out.names[number] for number in each if number >= 0} for each in held_out.labels]
+    answers = []
+    for numbers in held_out.labels:
+        answers.append({held_out.names[number] for number in numbers if number >= 0})
     assert answers == [{"NA", "é"}, set(), {"x", "new"}]
 
 
@@ -162,15 +181,15 @@ def test_names_of_files_are_found_as_they_are(name, files):
             save(f"{folder}/{row['file_name']}", number)
         WAYS[name](Path(folder) / name, rows)
         images = in_train(folder)
-    assert {name: each.label for name, each in images.items()} == {row["file_name"]: row["label"] for row in rows}
+    assert labels_by_name(images) == {row["file_name"]: row["label"] for row in rows}
     assert all(each.label == f"class {each.kind}" for each in images.values())
 
 
 @pytest.mark.parametrize("change", ["composed", "decomposed", "backslash", "absolute", "without ending", "dots"])
 def test_other_spellings_of_a_name_are_that_file(tmp_path, change):
     for kind, form in enumerate(("NFC", "NFD")):
-        save(tmp_path / f"{unicodedata.normalize(form, f'{ACUTE}t{ACUTE}')}{kind}" / f"{ACUTE}{DECOMPOSED}.png", kind)
-    rows = [{"file_name": str(f.relative_to(tmp_path)), "label": str(f.parent)[-1]} for f in tmp_path.rglob("*.png")]
+        folder = unicodedata.normalize(form, f"{ACUTE}t{ACUTE}")
+        save(tmp_path / f"{folder}{kind}" / f"{ACUTE}{DECOMPOSED}.png", kind)
     changes = {
         "composed": lambda name: unicodedata.normalize("NFC", name),
         "decomposed": lambda name: unicodedata.normalize("NFD", name),
@@ -179,9 +198,13 @@ def test_other_spellings_of_a_name_are_that_file(tmp_path, change):
         "without ending": lambda name: name.removesuffix(".png"),
         "dots": lambda name: f"./x/..//{name}",
     }
-    write_csv(tmp_path / "metadata.csv", [row | {"file_name": changes[change](row["file_name"])} for row in rows])
+    rows = []
+    for file in tmp_path.rglob("*.png"):
+        name = str(file.relative_to(tmp_path))
+        rows.append({"file_name": changes[change](name), "label": file.parent.name[-1]})
+    write_csv(tmp_path / "metadata.csv", rows)
     images = in_train(tmp_path)
-    assert len(images) == 2 and all(each.label == str(each.kind) for each in images.values())
+    assert len(images) == 2 and all_right(images)
 
 
 def test_a_name_that_is_there_is_no_other_form_of_a_name(tmp_path):
@@ -190,9 +213,10 @@ def test_a_name_that_is_there_is_no_other_form_of_a_name(tmp_path):
     save(tmp_path / f"{DECOMPOSED}.png", 1)
     save(tmp_path / "a" / "b.png", 2)
     save(tmp_path / "a\\b.png", 3)
-    rows = [{"file_name": f"{name}.png", "label": str(n)} for n, name in enumerate((ACUTE, DECOMPOSED, "a/b", "a\\b"))]
+    names = (ACUTE, DECOMPOSED, "a/b", "a\\b")
+    rows = [{"file_name": f"{name}.png", "label": str(kind)} for kind, name in enumerate(names)]
     write_csv(tmp_path / "metadata.csv", rows)
-    assert all(each.label == str(each.kind) for each in in_train(tmp_path).values())
+    assert all_right(in_train(tmp_path))
 
 
 def test_files_that_are_not_there_are_refused_at_once_or_skipped(tmp_path, capsys):
@@ -240,7 +264,9 @@ def test_a_list_in_a_split_is_of_that_split(tmp_path, capsys):
     """The others keep the classes of their folders, and nothing is left out."""
     save_classes(tmp_path / "train", CATS_AND_DOGS, 4)
     save_classes(tmp_path / "test", ["x", "y"], 2)
-    rows = [{"file_name": f"{'xy'[k]}/{n}.png", "label": CATS_AND_DOGS[k]} for k in range(2) for n in range(2)]
+    rows = []
+    for folder, label in zip("xy", CATS_AND_DOGS, strict=True):
+        rows += [{"file_name": f"{folder}/{number}.png", "label": label} for number in range(2)]
     write_csv(tmp_path / "test" / "metadata.csv", rows)
     images = seen(tmp_path)
     assert Counter(images["train"].values()) == {(0, "cat"): 4, (1, "dog"): 4}
@@ -249,13 +275,12 @@ def test_a_list_in_a_split_is_of_that_split(tmp_path, capsys):
 
 
 def test_a_list_at_the_top_is_of_all_splits(tmp_path, capsys):
+    rows = []
     for number, split in enumerate(("train", "train", "val")):
         save(tmp_path / split / f"{number}.png", number)
+        rows.append({"path": f"{split}/{number}.png", "label": "ab"[number % 2]})
     save(tmp_path / "val" / "unlisted.png", 5)
-    write_csv(
-        tmp_path / "labels.csv",
-        [{"path": f"{s}/{n}.png", "label": "ab"[n % 2]} for n, s in enumerate(("train", "train", "val"))],
-    )
+    write_csv(tmp_path / "labels.csv", rows)
     assert seen(tmp_path) == {
         "train": {"train/0.png": (0, "a"), "train/1.png": (1, "b")},
         "validation": {"val/2.png": (2, "a")},
@@ -318,10 +343,10 @@ def test_any_table_that_python_writes_is_read(delimiter, names, quoted):
         with open(file, "w", newline="", encoding="utf-8") as out:
             writer = csv.writer(out, delimiter=delimiter, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL)
             writer.writerows([names, *rows])
-        found = read_list(str(file), ImagesConfig())
-    assert found.files == [row[0] for row in rows]
-    assert {**found.columns, **found.others}.keys() - {"label"} <= {*names}
-    assert found.columns["label"] == [row[1] for row in rows]
+        image_list = read_list(str(file), ImagesConfig())
+    assert image_list.files == [row[0] for row in rows]
+    assert {*image_list.columns, *image_list.others} <= {*names}
+    assert image_list.columns["label"] == [row[1] for row in rows]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf8", "UTF-8", "utf-8-sig"])
@@ -383,7 +408,7 @@ def test_a_struct_of_bytes_and_path_is_an_image(tmp_path, large):
     images = [{"bytes": colour(kind), "path": f"{kind}.png"} for kind in range(4)]
     schema = pa.schema([("image", cell), ("label", pa.string())])
     pq.write_table(pa.table({"image": images, "label": CODES}, schema), tmp_path / "train.parquet")
-    assert {each.label: each.kind for each in in_train(tmp_path).values()} == {c: kind for kind, c in enumerate(CODES)}
+    assert colours_by_label(in_train(tmp_path)) == {code: kind for kind, code in enumerate(CODES)}
 
 
 def test_paths_in_parquet_are_from_the_file_on(tmp_path):
@@ -394,17 +419,19 @@ def test_paths_in_parquet_are_from_the_file_on(tmp_path):
     schema = pa.schema([("image", cell), ("label", pa.string())])
     pq.write_table(pa.table({"image": images, "label": CODES}, schema), tmp_path / "data" / "train.parquet")
     known = in_train(tmp_path / "data", image_column="image")
-    assert {each.label: each.kind for each in known.values()} == {code: kind for kind, code in enumerate(CODES)}
+    assert colours_by_label(known) == {code: kind for kind, code in enumerate(CODES)}
 
 
 def test_lists_of_one_folder_are_joined_and_inner_ones_count_more(tmp_path):
-    """A list without labels takes nobody's label away."""
+    """A list without labels takes no label away."""
     for number in range(6):
         save(tmp_path / "train" / f"{number}.png", number % 3)
-    names = [f"{number}.png" for number in range(6)]
-    write_csv(tmp_path / "train" / "labels.csv", [{"file": n, "label": "abc"[i % 3]} for i, n in enumerate(names)])
-    write_csv(tmp_path / "train" / "metadata.csv", [{"file_name": n, "age": i} for i, n in enumerate(names)])
-    write_csv(tmp_path / "metadata.csv", [{"file_name": f"train/{n}", "label": "x"} for n in names])
+    labels = [{"file": f"{number}.png", "label": "abc"[number % 3]} for number in range(6)]
+    ages = [{"file_name": f"{number}.png", "age": number} for number in range(6)]
+    outer = [{"file_name": f"train/{number}.png", "label": "x"} for number in range(6)]
+    write_csv(tmp_path / "train" / "labels.csv", labels)
+    write_csv(tmp_path / "train" / "metadata.csv", ages)
+    write_csv(tmp_path / "metadata.csv", outer)
     images = in_train(tmp_path, eval_split=None)
     assert all(image.label == "abc"[image.kind] for image in images.values()) and len(images) == 6
 

@@ -21,7 +21,7 @@ from mpp.data.decoding.decode import decode
 from mpp.data.decoding.orientation import stored_orientation
 from mpp.features.frozen import to_pixels
 
-CORNERS = np.kron(np.array([[20, 90], [160, 240]], np.uint8), np.ones((16, 32), np.uint8))
+CORNERS = np.array([[20, 90], [160, 240]], np.uint8).repeat(16, 0).repeat(32, 1)
 PICTURE = np.stack([CORNERS, CORNERS // 2, 255 - CORNERS], -1)  # 32 x 64: all eight orientations differ
 JPEG = encoded(PICTURE, "JPEG", quality=95, subsampling=0)
 JFIF_END = 2 + 2 + struct.unpack(">H", JPEG[4:6])[0]
@@ -78,8 +78,8 @@ OTHERS = {
 def test_any_order_of_segments_is_one_picture(orientation, order, others, place):
     segments = [OTHERS[name] for name in others]
     data = jpeg_of(*segments[:place], segment(0xE1, b"Exif\0\0" + exif(orientation, order)), *segments[place:])
-    found, expected = decode(data, ImagesConfig()), transposed(data)
-    assert found.shape == expected.shape and abs(found.numpy() - expected).max() <= 3
+    decoded, expected = decode(data, ImagesConfig()), transposed(data)
+    assert decoded.shape == expected.shape and abs(decoded.numpy() - expected).max() <= 3
 
 
 WAYS = {
@@ -98,15 +98,17 @@ def test_every_decoder_of_jpeg_turns_alike(way, orientation, monkeypatch):
     if not by_torchvision:
         monkeypatch.setattr("mpp.data.decoding.pictures.decode_jpeg", None)
     data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
-    found, expected = decode(data, ImagesConfig(**settings)).numpy(), transposed(data)
-    if found.shape[0] == 1:
+    decoded, expected = decode(data, ImagesConfig(**settings)).numpy(), transposed(data)
+    if decoded.shape[0] == 1:
         expected = np.tensordot(LUMA_WEIGHTS, expected, 1)[None]
-    assert found.shape == expected.shape and abs(found - expected).max() <= 3
+    assert decoded.shape == expected.shape and abs(decoded - expected).max() <= 3
 
 
 @pytest.mark.parametrize("of_exif", [None, 1, 6])
 def test_orientation_of_xmp_counts_where_exif_has_none(of_exif):
-    segments = [segment(0xE1, xmp(3))] + ([] if of_exif is None else [segment(0xE1, b"Exif\0\0" + exif(of_exif))])
+    segments = [segment(0xE1, xmp(3))]
+    if of_exif is not None:
+        segments.append(segment(0xE1, b"Exif\0\0" + exif(of_exif)))
     data = jpeg_of(*segments)
     assert stored_orientation(data) == (of_exif or 3)
     assert abs(decode(data, ImagesConfig()).numpy() - transposed(data)).max() <= 3
@@ -129,8 +131,8 @@ def test_png_of_any_depth_is_turned(bits, behind, orientation):
     data = plain[:at] + chunk(b"eXIf", exif(orientation)) + plain[at:]
     eight = encoded(PICTURE)
     expected = transposed(eight[:PNG_HEADER] + chunk(b"eXIf", exif(orientation)) + eight[PNG_HEADER:])
-    found = decode(data, ImagesConfig())
-    assert np.array_equal(found, expected) and stored_orientation(data) == orientation
+    decoded = decode(data, ImagesConfig())
+    assert np.array_equal(decoded, expected) and stored_orientation(data) == orientation
 
 
 @every_orientation
