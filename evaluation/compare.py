@@ -18,7 +18,7 @@ from evaluation.comparison.cases import Case, cases_of, with_seed
 from evaluation.comparison.digests import identity
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.files import write_comparison
-from evaluation.comparison.reports import Row, rows_of
+from evaluation.comparison.reports import ResultRow, rows_of
 from evaluation.comparison.run import evaluate_cases
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
@@ -29,7 +29,7 @@ from mpp.runtime.lock import hold
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
-    """Train what is missing, evaluate everything, write the results.
+    """Train the encoders that are missing, evaluate all, write the results.
 
     Raises:
         UserError: an entry that cannot be carried out, before anything is done; failed evaluations, after all others.
@@ -41,7 +41,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     cases = cases_of(entries)
     missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
     failures = [] if config.tabulate else evaluate_cases(missing, folder)
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for case in cases:
         rows += renamed(published.get(identity(case), []), case) or rows_of(case, folder)
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
@@ -52,7 +52,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     return results
 
 
-def read_published(file: str | None) -> dict[str, list[Row]]:
+def read_published(file: str | None) -> dict[str, list[ResultRow]]:
     """The results of another comparison's results.json, by their digests; None: there are none.
 
     Raises:
@@ -60,7 +60,7 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
     """
     if file is None:
         return {}
-    by_digest: dict[str, list[Row]] = {}
+    by_digest: dict[str, list[ResultRow]] = {}
     try:
         for row in json.loads(Path(file).read_text(encoding="utf-8"))["results"]:
             by_digest.setdefault(row["digest"], []).append(row)
@@ -69,7 +69,7 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
     return by_digest
 
 
-def renamed(rows: list[Row], case: Case) -> list[Row]:
+def renamed(rows: list[ResultRow], case: Case) -> list[ResultRow]:
     """Results of another comparison by the names that this one has for them."""
     names = {
         "encoder": case.encoder.entry.name,

@@ -32,14 +32,14 @@ from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel
 from mpp.models.descriptions import learned_labels
 from mpp.runtime.command import command
-from mpp.runtime.randomness import FIXED, Stream, permutation
+from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, permutation
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.task import ImageTask
 
-PANEL_IMAGES = 8
+VIEWS_LOGGED = 8
 """Held-out images whose views are logged."""
 
 
@@ -163,14 +163,14 @@ class Contrastive(ImageTask):
     def log_panel(self, step: int, tracker: Tracker) -> None:
         """Log a picture of the two views of the first held-out images."""
         views = self.views(self.held_out)
-        shown = range(min(PANEL_IMAGES, len(self.held_out)))
-        pairs = torch.stack([views[FIXED, index].images for index in shown])
+        shown = range(min(VIEWS_LOGGED, len(self.held_out)))
+        pairs = torch.stack([views[HELD_OUT_EPOCH, index].images for index in shown])
         panel = prediction_panel(pairs.movedim(1, 0))
         tracker.log_images(step, "view 1 | view 2", panel[None])
 
     def flops(self) -> int:
         """FLOPs executed per image: its two views through the network, and their similarities to all views."""
-        pair = self.views(self.held_out)[FIXED, 0].images
+        pair = self.views(self.held_out)[HELD_OUT_EPOCH, 0].images
         all_views = 2 * self.images_of_a_pass
         similarities = 2 * all_views * self.config.head.outputs  # of one view; a multiply-add is two operations
         model = self.model.eval()  # in training, synchronised batch norms would ask the other processes

@@ -125,7 +125,7 @@ class Embedder:
 
 
 def build_embedder(encoder: FrozenEncoder | ColorBaseline, config: EmbedConfig, accelerator: Accelerator) -> Embedder:
-    """Build what computes the features of `config.representation` and `config.depth`, or the logits of the run.
+    """Build the computation of the features of `config.representation` and `config.depth`, or the logits of the run.
 
     Raises:
         UserError: no such depth, or no run of a classifier.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mpp.errors import UserError
 
-Kind = Literal["frozen features", "fine-tuning", "masked patches"]
+EvaluationKind = Literal["frozen features", "fine-tuning", "masked patches"]
 """How an evaluation sees an encoder, and so the settings that its config has beside `encoder` and `out`.
 
 frozen features: any encoder, floors too; `random`, `seed`, `data`. fine-tuning: any encoder with weights; `init`,
@@ -31,7 +31,7 @@ class Evaluation:
     """
     config: str
     """Dataclass of its settings, as MODULE.NAME."""
-    kind: Kind
+    kind: EvaluationKind
     help: str
     """One line for `mpp --help`."""
     case_key: str = "case"

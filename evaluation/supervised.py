@@ -27,7 +27,7 @@ from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
 from mpp.runtime.command import command
-from mpp.runtime.randomness import FIXED
+from mpp.runtime.randomness import HELD_OUT_EPOCH
 from mpp.training.flops import executed_flops
 from mpp.training.log import last_evaluation
 from mpp.training.run import train
@@ -88,7 +88,7 @@ class Distilled(Classification):
 
     def flops(self) -> int:
         """FLOPs executed per image, the teacher's forward pass included."""
-        crop = collate([self.views(self.train)[FIXED, 0]]).images
+        crop = collate([self.views(self.train)[HELD_OUT_EPOCH, 0]]).images
         return super().flops() + executed_flops(self.teacher, crop, backward=False)
 
     def describe_model(self) -> str:
@@ -108,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
     folder = train(with_teacher_digest(config), build_task)
     if PartialState().is_main_process:
-        report(folder, config.run.seed)
+        report_results(folder, config.run.seed)
 
 
-def report(folder: Path, seed: int) -> None:
+def report_results(folder: Path, seed: int) -> None:
     """Write supervised.json into the run folder, and print the accuracy and the next command."""
     accuracy = last_evaluation(folder)["heldout/accuracy"]
     write_json(folder / "supervised.json", {"results": [{"seed": seed, "accuracy": accuracy}]})

@@ -1,4 +1,4 @@
-"""How fast training is: ratios to other code and to the machine's own limits, all measured in one run.
+"""Speed of training: ratios to other code and to the machine's own limits, all measured in one run.
 
     python evaluation/throughput.py --out throughput.json
 
@@ -55,7 +55,7 @@ RATIOS = [  # what takes longer, in times of the other
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """How long a step takes, a GPU's work included."""
+    """Seconds of a step, a GPU's work included."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.synchronize()
@@ -108,7 +108,7 @@ def ratios(seconds: dict[str, list[float]], slower: str, faster: str) -> dict[st
 
 
 def megabytes(config: ThroughputConfig, name: str, answer: Any) -> None:
-    """Send the peak memory of two steps of a peer, beyond what the libraries take. In a process of its own."""
+    """Send the peak memory of two steps of a peer, without that of the libraries. In a process of its own."""
     bench = open_bench(config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     step = (TRAINING | FORWARD)[name](bench).step
@@ -136,7 +136,7 @@ def measure_memory(config: ThroughputConfig) -> dict[str, float]:
 
 
 def open_bench(config: ThroughputConfig, model: str | None = None, batch_size: int | None = None) -> Bench:
-    """The device in its precision, and what is built for it."""
+    """The device in its precision, and the candidates for it."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     accelerator = start(RunConfig(dir="unused", precision=config.precision, trackers=(), compile=config.compile))
@@ -144,7 +144,7 @@ def open_bench(config: ThroughputConfig, model: str | None = None, batch_size: i
 
 
 def about(config: ThroughputConfig, bench: Bench) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Everything that the figures depend on."""
     device = bench.accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     packages = {}
@@ -160,7 +160,7 @@ def about(config: ThroughputConfig, bench: Bench) -> dict[str, Any]:
     return {"config": asdict(config), "precision": bench.accelerator.mixed_precision, "machine": machine | packages}
 
 
-def measure(config: ThroughputConfig) -> dict[str, Any]:
+def measure_all(config: ThroughputConfig) -> dict[str, Any]:
     """All figures: seconds and FLOPs of each peer, ratios, memory."""
     memory = measure_memory(config) if config.memory else {}
     bench = open_bench(config)
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
     for model in config.sizes or (config.model,):
         require(timm.is_model(model), "model", model, "a VisionTransformer of timm's")
-    result = measure_sizes(config) if config.sizes else measure(config)
+    result = measure_sizes(config) if config.sizes else measure_all(config)
     if not config.sizes:
         show(result)
     if config.out:

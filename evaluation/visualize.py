@@ -50,7 +50,7 @@ from mpp.models.timm_models import has_class
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.command import command
 from mpp.runtime.progress import progress_bar
-from mpp.runtime.randomness import FIXED
+from mpp.runtime.randomness import HELD_OUT_EPOCH
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.log import event_writer
@@ -249,7 +249,7 @@ def neighbours(subject: Subject) -> tuple[Figure, Numbers]:
     views = views_for(encoder, through, config.data)
 
     def pixels(indices: Tensor) -> np.ndarray:
-        images = torch.stack([views[FIXED, index].images for index in indices.flatten().tolist()])
+        images = torch.stack([views[HELD_OUT_EPOCH, index].images for index in indices.flatten().tolist()])
         return subject.ground(images).numpy().reshape(*indices.shape, *images.shape[2:], 3)
 
     numbers = {name: getattr(found, name).numpy() for name in found._fields}

@@ -1,4 +1,4 @@
-"""Corruption of patch embeddings: which patches, what becomes of each. Pure functions (paper, appendix B.1.2).
+"""Corruption of patch embeddings: which patches, and mask, random or keep for each (paper, appendix B.1.2).
 
 A pattern chooses the patches. To add one, write a function that returns their positions, and name it in PATTERNS.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpp.config import CorruptionConfig, Grid, require
 from mpp.errors import UserError
-from mpp.runtime.randomness import Numbers, Stream, uniforms
+from mpp.runtime.randomness import RandomNumbers, Stream, uniforms
 
 MIN_RECTANGLE_PATCHES = 16  # of `blockwise`, as in BEiT
 MIN_RECTANGLE_RATIO = 0.3  # height / width of `blockwise`, as in BEiT; the highest is its inverse
@@ -64,14 +64,14 @@ def corrupted_count(rate: float, count: int, what: str = "patches") -> int:
 # --- patterns: (config, grid, random numbers) -> positions of the corrupted patches (K,) ---
 
 
-def random_patches(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+def random_patches(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
     """Any K patches."""
     patches = math.prod(grid)
     order = np.argsort(numbers(patches), kind="stable")
     return order[: corrupted_count(config.rate, patches)]
 
 
-def square_blocks(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+def square_blocks(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
     """Squares of `block` x `block` patches on their own grid, all or nothing (SimMIM).
 
     The rate is that of the squares: K is block**2 times floor(rate * squares + 1/2).
@@ -90,7 +90,7 @@ def square_blocks(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDA
     return np.flatnonzero(patches)
 
 
-def blockwise(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
     """Rectangles anywhere, one after the other, until K patches are in one (BEiT, algorithm 1; MaskFeat).
 
     A rectangle has from 16 patches to as many as are left to corrupt, and is from 0.3 to 1 / 0.3 times as high as wide:
@@ -109,7 +109,7 @@ def blockwise(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray
     return np.flatnonzero(corrupted)
 
 
-def multiblock(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArray[np.int64]:
+def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
     """Rectangles of 0.15 to 0.2 of the patches anywhere, until K patches are in one (I-JEPA's targets).
 
     A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. The last one is
@@ -128,7 +128,7 @@ def multiblock(config: CorruptionConfig, grid: Grid, numbers: Numbers) -> NDArra
     return np.flatnonzero(corrupted)
 
 
-PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, Numbers], NDArray[np.int64]]] = {
+PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, RandomNumbers], NDArray[np.int64]]] = {
     "random": random_patches,
     "blocks": square_blocks,
     "blockwise": blockwise,
@@ -172,7 +172,7 @@ def reading_rank(grid: Grid, number: float) -> NDArray[np.int64]:
 
 
 def positions_to_drop(
-    config: CorruptionConfig, grid: Grid, positions: NDArray[np.int64], numbers: Numbers
+    config: CorruptionConfig, grid: Grid, positions: NDArray[np.int64], numbers: RandomNumbers
 ) -> NDArray[np.int64]:
     """Positions (U,) that are neither seen nor predicted: those along an edge, of all but the corrupted ones."""
     others = np.setdiff1d(np.arange(math.prod(grid)), positions)

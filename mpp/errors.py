@@ -1,4 +1,4 @@
-"""What a user can mend, apart from bugs."""
+"""Errors that the user can mend; every other exception is a bug."""
 
 
 class UserError(ValueError):
@@ -13,7 +13,7 @@ class ReadFailed(UserError):
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of a library says, in one line; its sort, where it says nothing."""
+    """The message of a library's error in one line; its class, where it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -263,7 +263,7 @@ def check_settings(config: PrepareConfig) -> Path:
         different = changed_keys(config, saved)
         if different:
             raise UserError(f"out is {out}, prepared with another {', '.join(different)}; choose another out")
-    elif out.is_dir() and any(path.name not in lock.FILES for path in out.iterdir()):
+    elif out.is_dir() and any(path.name not in lock.LOCK_FILES for path in out.iterdir()):
         raise UserError(f"out is {out}, which holds something else; choose another out")
     return saved
 
@@ -316,7 +316,7 @@ def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, 
     return [json.loads(shard.notes.read_text(encoding="utf-8")) for shard in shards]
 
 
-def summarize(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
+def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     """Print how many images were kept, and which were dropped and why; then the command that trains on them."""
     dropped: list[str] = []
     for of_shard in notes:
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shards, records = plan_shards(config, commit)
     with hold(out, "out"):
         open_folder(config, records)
-        summarize(config, write_missing(config, shards))
+        print_summary(config, write_missing(config, shards))
 
 
 if __name__ == "__main__":

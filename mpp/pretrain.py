@@ -38,7 +38,7 @@ from mpp.models.teachers import moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
-from mpp.runtime.randomness import FIXED
+from mpp.runtime.randomness import HELD_OUT_EPOCH
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.health import Facts, targets_collapse
@@ -183,7 +183,7 @@ class Pretraining(ImageTask):
             corruption: of them.
         """
         views = self.views(self.held_out)
-        batch = collate([views[FIXED, index] for index in indices])
+        batch = collate([views[HELD_OUT_EPOCH, index] for index in indices])
         images = batch.images.to(self.accelerator.device)
         corruption = batch.corruption.to(self.accelerator.device)
         predictions, targets, _ = self.outputs(model, images, corruption)
@@ -202,7 +202,7 @@ class Pretraining(ImageTask):
         return record
 
     def flops(self) -> int:
-        sample = collate([self.views(self.held_out)[FIXED, 0]])
+        sample = collate([self.views(self.held_out)[HELD_OUT_EPOCH, 0]])
         return executed_flops(self.model, sample.images, sample.corruption)
 
     def describe_model(self) -> str:

@@ -25,7 +25,7 @@ from mpp.data.crops import random_crop
 from mpp.data.loader import BatchLayout, held_out_batches, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
-from mpp.runtime.randomness import FIXED, Stream, permutation, random_words
+from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, permutation, random_words
 
 
 def by_definition(views: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -104,8 +104,8 @@ def test_without_distortion_a_view_is_a_crop_and_held_out_views_are_of_no_run():
     one, other = two_views(1, distorted=plain), two_views(2, distorted=plain)
     pixels = one.dataset.decode(7, one.data)
     assert torch.equal(one[3, 7].images[1], random_crop(pixels, 32, one.data, 1, 3, 15))
-    fixed = one[FIXED, 7].images
-    assert torch.equal(fixed, other[FIXED, 7].images) and not torch.equal(*fixed)
+    fixed = one[HELD_OUT_EPOCH, 7].images
+    assert torch.equal(fixed, other[HELD_OUT_EPOCH, 7].images) and not torch.equal(*fixed)
 
 
 def test_views_are_the_same_from_any_number_of_loader_processes():

@@ -7,12 +7,12 @@ from torch.utils.data import DataLoader
 
 from mpp.config import DataConfig
 from mpp.data.sources import load_image_datasets
-from mpp.runtime.randomness import FIXED
+from mpp.runtime.randomness import HELD_OUT_EPOCH
 
 
 def test_held_out_images_have_one_view_and_training_images_one_an_epoch():
     _, test = load_image_datasets(DataConfig())
-    assert torch.equal(views_of(test)[FIXED, 3].images, views_of(test)[FIXED, 3].images)
+    assert torch.equal(views_of(test)[HELD_OUT_EPOCH, 3].images, views_of(test)[HELD_OUT_EPOCH, 3].images)
     assert not torch.equal(views_of(test)[0, 3].images, views_of(test)[1, 3].images)
 
 

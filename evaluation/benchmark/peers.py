@@ -1,4 +1,4 @@
-"""What `throughput.py` times: steps of ours, of timm's, of other packages, and the loading of data, each ready to call.
+"""Candidates that `throughput.py` times: training steps of mpp, timm and other packages, and the loading of data.
 
 All models have the width, depth, heads, patches, batch and precision of the one that is asked for.
 """
@@ -46,11 +46,11 @@ from mpp.training.step import Update
 
 SIDE = 2048  # of the square matrix product; on a GPU four times as much
 LOOKED_AT = RunConfig().log_every  # updates between two looks at the device's verdict: a GPU is waited for then
-FILES = 256  # that are loaded from
+IMAGE_FILES = 256  # that are loaded from
 
 
 class Bench(NamedTuple):
-    """What peers are built to."""
+    """Settings that all candidates are built for."""
 
     model: str
     batch_size: int
@@ -251,7 +251,7 @@ def timm_forward(bench: Bench) -> Peer:
 
 
 def matrix_product(bench: Bench, dtype: torch.dtype) -> Peer:
-    """A square product: what the machine reaches at best."""
+    """A square product: the highest rate of the machine."""
     side = SIDE * (4 if bench.accelerator.device.type == "cuda" else 1)
     left, right = (torch.randn(side, side, device=bench.accelerator.device, dtype=dtype) for _ in range(2))
     return Peer(lambda: left @ right, 2 * side**3, 0)
@@ -284,7 +284,7 @@ CEILINGS: dict[str, Callable[[Bench], Peer]] = {
 def write_files(folder: Path, side: int, pixels: bool) -> None:
     """Photograph-like JPEGs, or PPMs of their pixels, 4/3 as wide as high, in two classes."""
     rng = np.random.default_rng(0)
-    for number in range(FILES):
+    for number in range(IMAGE_FILES):
         small = Image.fromarray(rng.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8))
         buffer = io.BytesIO()
         small.resize((side * 4 // 3, side), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)

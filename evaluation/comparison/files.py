@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from evaluation.comparison.entries import Question
 from evaluation.comparison.plots import plot_question
-from evaluation.comparison.reports import Row
+from evaluation.comparison.reports import ResultRow
 from evaluation.comparison.tables import (
+    CellsByEncoder,
     Groups,
-    Numbers,
     accuracy_text,
     cells_of,
     markdown_of,
@@ -34,7 +34,7 @@ from mpp.training.run_folder import REPORT_PAGE
 
 MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
 """Cases of masked patches that no encoder made."""
-LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
+RECORDED_LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 NAMED_BESIDE_BEST = 6
 """Encoders that the page's verdict names beside the best one, at most."""
 
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
     """The numbers and the plot of a question."""
 
     question: Question
-    numbers: Numbers
+    numbers: CellsByEncoder
     plot: Figure | None
 
     @property
@@ -56,7 +56,11 @@ class Answer(NamedTuple):
 
 
 def write_comparison(
-    folder: Path, questions: Sequence[Question], rows: list[Row], settings: dict[str, Any], runs: Runs | None = None
+    folder: Path,
+    questions: Sequence[Question],
+    rows: list[ResultRow],
+    settings: dict[str, Any],
+    runs: Runs | None = None,
 ) -> dict[str, Any]:
     """Write results.json, table.md, the plots and a page, and print the tables.
 
@@ -68,10 +72,10 @@ def write_comparison(
         `results`, the rows, and `summary`: question -> numbers.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    groups = groups_of(settings.get("datasets", ()))
+    groups = dataset_groups(settings.get("datasets", ()))
     answers = [answer_of(question, rows, groups) for question in questions]
     summary = {answer.question.name: answer.numbers for answer in answers}
-    versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    versions = {"python": platform.python_version()} | {name: version(name) for name in RECORDED_LIBRARIES}
     results = {"summary": summary, "results": rows, "versions": versions, "settings": settings}
     write_json(folder / "results.json", results)
     text = text_of(answers)
@@ -86,7 +90,7 @@ def write_comparison(
     return {"results": rows, "summary": summary}
 
 
-def groups_of(datasets: Sequence[dict[str, Any]]) -> Groups:
+def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:
     """The datasets of each group, by the config's entries."""
     groups: dict[str | None, set[str]] = {}
     for dataset in datasets:
@@ -94,7 +98,7 @@ def groups_of(datasets: Sequence[dict[str, Any]]) -> Groups:
     return groups
 
 
-def answer_of(question: Question, rows: list[Row], groups: Groups) -> Answer:
+def answer_of(question: Question, rows: list[ResultRow], groups: Groups) -> Answer:
     """The numbers and the plot of a question."""
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
@@ -111,7 +115,9 @@ def text_of(answers: Sequence[Answer]) -> str:
     return "\n\n".join(texts) or "no results yet"
 
 
-def page_of(folder: Path, rows: list[Row], answers: Sequence[Answer], versions: dict[str, str], runs: Runs) -> Page:
+def page_of(
+    folder: Path, rows: list[ResultRow], answers: Sequence[Answer], versions: dict[str, str], runs: Runs
+) -> Page:
     """The comparison as a page: the best encoders, then a section for each question."""
     tested = of_kind(rows, "test")
     sections = [section_of(answer, f"question_{number}", folder, runs) for number, answer in enumerate(answers)]
@@ -152,9 +158,9 @@ def links_to_reports(folder: Path, runs: Sequence[Path]) -> list[Link]:
     return links
 
 
-def best_encoders(tested: list[Row]) -> list[str]:
+def best_encoders(tested: list[ResultRow]) -> list[str]:
     """A sentence for each dataset, evaluation and case: the best encoder, and the others' accuracies."""
-    by_case: dict[tuple[str, str, str], list[Row]] = {}
+    by_case: dict[tuple[str, str, str], list[ResultRow]] = {}
     for row in tested:
         by_case.setdefault((row["dataset"], row["evaluation"], row["case"]), []).append(row)
     sentences = []

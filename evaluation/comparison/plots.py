@@ -5,12 +5,12 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
-from evaluation.comparison.reports import Row
-from evaluation.comparison.tables import Numbers, columns_of, diverged_cases, of_kind, spread, unique, x_of
+from evaluation.comparison.reports import ResultRow
+from evaluation.comparison.tables import CellsByEncoder, columns_of, diverged_cases, of_kind, spread, unique, x_of
 from evaluation.figures.charts import Curves, plot_bars, plot_depths, plot_lines
 
 
-def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figure | None:
+def plot_question(question: Question, rows: list[ResultRow], numbers: CellsByEncoder) -> Figure | None:
     """The plot of a question; None: there is nothing to draw yet.
 
     Args:
@@ -29,7 +29,7 @@ def plot_question(question: Question, rows: list[Row], numbers: Numbers) -> Figu
     return plot_bars(bars) if bars else None
 
 
-def plot_against_x(question: Question, rows: list[Row]) -> Figure | None:
+def plot_against_x(question: Question, rows: list[ResultRow]) -> Figure | None:
     """Accuracies against the question's x: a line for each case, or for each of its `lines`."""
     drawn = [row for row in of_kind(rows, "test") if x_of(row, question) is not None]
     if not drawn:
@@ -40,7 +40,7 @@ def plot_against_x(question: Question, rows: list[Row]) -> Figure | None:
     return plot_lines(curves, MEASURED_AXES.get(question.x, question.x))
 
 
-def on_lines(rows: list[Row], lines) -> list[Row]:
+def on_lines(rows: list[ResultRow], lines) -> list[ResultRow]:
     """The rows with the name of their line before their case; an encoder may be on several lines.
 
     Args:
@@ -54,10 +54,10 @@ def on_lines(rows: list[Row], lines) -> list[Row]:
     return named
 
 
-def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
+def curves_of(rows: list[ResultRow], line: str, x: Callable[[ResultRow], float]) -> Curves:
     """Evaluation (of a dataset) -> value of the key `line` -> x, ascending -> mean and standard deviation."""
     several = len(unique(rows, "dataset")) > 1
-    panels: dict[str, dict[str, dict[float, list[Row]]]] = {}
+    panels: dict[str, dict[str, dict[float, list[ResultRow]]]] = {}
     for row in rows:
         panel = f"{row['dataset']} {row['evaluation']}" if several else row["evaluation"]
         points = panels.setdefault(panel, {}).setdefault(row[line], {})
@@ -68,6 +68,6 @@ def curves_of(rows: list[Row], line: str, x: Callable[[Row], float]) -> Curves:
     return curves
 
 
-def curve_of(points: dict[float, list[Row]]) -> dict[float, dict[str, float]]:
+def curve_of(points: dict[float, list[ResultRow]]) -> dict[float, dict[str, float]]:
     """x, ascending -> mean and standard deviation of the rows there."""
     return {x: spread(points[x]) for x in sorted(points)}

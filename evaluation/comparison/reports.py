@@ -10,7 +10,7 @@ from evaluation.comparison.digests import identity, provenance, training_digest
 from evaluation.comparison.trainings import executed_pflop
 from mpp.errors import UserError
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
 
 test: an accuracy, of a case (such as 5 shots) and a seed; dev: an accuracy on the dev split, of a probe at a depth;
@@ -48,7 +48,7 @@ def was_never_trained(encoder: Encoder, folder: Path) -> bool:
     return not encoder.entry.random and divergence_of(encoder, folder).is_file()
 
 
-def rows_of(case: Case, folder: Path) -> list[Row]:
+def rows_of(case: Case, folder: Path) -> list[ResultRow]:
     """The results of a case; none where it has no report."""
     diverged = was_never_trained(case.encoder, folder)
     report = {"diverged": True} if diverged else read_report(case, folder)
@@ -70,7 +70,7 @@ def rows_of(case: Case, folder: Path) -> list[Row]:
     return [about | row for row in (*test_rows(case, report), *dev_rows(case, report), *rank_rows(report))]
 
 
-def test_rows(case: Case, report: dict[str, Any]) -> list[Row]:
+def test_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
     """Accuracies on test images; of several depths, at the one that counts."""
     chosen_depth = report["protocol"].get("chosen_depth")
     rows = []
@@ -83,7 +83,7 @@ def test_rows(case: Case, report: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def dev_rows(case: Case, report: dict[str, Any]) -> list[Row]:
+def dev_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
     """Accuracies on the dev split, by depth; of fine-tuning, on training images that it left out."""
     by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
     rows = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
@@ -94,7 +94,7 @@ def dev_rows(case: Case, report: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def rank_rows(report: dict[str, Any]) -> list[Row]:
+def rank_rows(report: dict[str, Any]) -> list[ResultRow]:
     """Effective ranks of test features by depth."""
     by_depth = report["protocol"].get("rank_by_depth", {})
     return [{"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank} for depth, rank in by_depth.items()]

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
-from evaluation.comparison.reports import Row
+from evaluation.comparison.reports import ResultRow
 from evaluation.frozen.results import format_percent, table
 
 Cell = dict[str, float]
 """Mean, standard deviation (std) and count; PFLOP, where asked; `diverged`, the number of seeds that did, where any."""
-Numbers = dict[str, dict[str, Cell]]
+CellsByEncoder = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
 Columns are accuracies; of a single dataset also that of fine-tuning on training images that it left out, and the rank
@@ -23,7 +23,7 @@ Groups = Mapping[str | None, set[str]]
 RANK_COLUMN = "rank"
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """A column of accuracies: those of a dataset, or their mean over a group of datasets."""
 
     heading: str
@@ -33,12 +33,12 @@ class Column(NamedTuple):
     evaluation: str
     case: str
 
-    def has(self, row: Row) -> bool:
+    def has(self, row: ResultRow) -> bool:
         """Whether a result belongs to the column."""
         return (row[self.key], row["evaluation"], row["case"]) == (self.value, self.evaluation, self.case)
 
 
-def rows_asked(rows: list[Row], question: Question) -> list[Row]:
+def rows_asked(rows: list[ResultRow], question: Question) -> list[ResultRow]:
     """The rows that a question is about, encoders in its order."""
     encoders = unique(rows, "encoder") if question.encoders is None else list(question.encoders)
     evaluations = question.evaluations or unique(rows, "evaluation")
@@ -46,22 +46,22 @@ def rows_asked(rows: list[Row], question: Question) -> list[Row]:
     return sorted(asked, key=lambda row: (encoders.index(row["encoder"]), evaluations.index(row["evaluation"])))
 
 
-def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+def of_kind(rows: Iterable[ResultRow], kind: str) -> list[ResultRow]:
     """The accuracies on `test` images, those on the `dev` split, the `rank` by depth, or rows that `diverged`."""
     return [row for row in rows if row["kind"] == kind]
 
 
-def of_encoder(rows: Iterable[Row], encoder: str) -> list[Row]:
+def of_encoder(rows: Iterable[ResultRow], encoder: str) -> list[ResultRow]:
     """The results of an encoder."""
     return [row for row in rows if row["encoder"] == encoder]
 
 
-def unique(rows: Iterable[Row], key: str) -> list[Any]:
+def unique(rows: Iterable[ResultRow], key: str) -> list[Any]:
     """The different values of a key, in order."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
-def x_of(row: Row, question: Question) -> float | None:
+def x_of(row: ResultRow, question: Question) -> float | None:
     """Position of an accuracy on the question's x-axis; None: unknown."""
     if question.x not in MEASURED_AXES:
         return dict(question.encoders or {}).get(row["encoder"])
@@ -71,7 +71,7 @@ def x_of(row: Row, question: Question) -> float | None:
     return training + (row.get("pflop", 0) if question.x == "total compute" else 0)
 
 
-def spread(rows: Iterable[Row], key: str = "accuracy") -> Cell:
+def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
     """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken."""
     by_seed: dict[tuple, list[float]] = {}
     for row in rows:
@@ -80,10 +80,10 @@ def spread(rows: Iterable[Row], key: str = "accuracy") -> Cell:
     return {"mean": float(np.mean(means)), "std": float(np.std(means)), "count": len(means)}
 
 
-def columns_of(rows: list[Row]) -> list[Column]:
+def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
     """Columns of accuracies: each dataset's cases, then the means over groups of datasets."""
     several = len(unique(rows, "dataset")) > 1
-    columns: dict[str, Column] = {}
+    columns: dict[str, TableColumn] = {}
     for key in ("dataset", "group"):
         for row in rows:
             value = row[key]
@@ -93,11 +93,11 @@ def columns_of(rows: list[Row]) -> list[Column]:
             if key == "dataset" and not several:
                 shown = ""
             heading = " ".join(part for part in (shown, row["evaluation"], row["case"]) if part)
-            columns[heading] = Column(heading, key, value, row["evaluation"], row["case"])
+            columns[heading] = TableColumn(heading, key, value, row["evaluation"], row["case"])
     return list(columns.values())
 
 
-def numbers_of(rows: list[Row], question: Question | None = None, groups: Groups | None = None) -> Numbers:
+def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None) -> CellsByEncoder:
     """The numbers of a table.
 
     Args:
@@ -105,7 +105,7 @@ def numbers_of(rows: list[Row], question: Question | None = None, groups: Groups
         groups: the datasets of each group; a mean over a group is one over all of them.
     """
     tested, diverged = of_kind(rows, "test"), diverged_cases(rows)
-    numbers: Numbers = {encoder: {} for encoder in unique([*tested, *diverged], "encoder")}
+    numbers: CellsByEncoder = {encoder: {} for encoder in unique([*tested, *diverged], "encoder")}
     for column in columns_of([*tested, *diverged]):
         in_column = [row for row in tested if column.has(row)]
         datasets = set(unique(in_column, "dataset"))
@@ -123,7 +123,7 @@ def numbers_of(rows: list[Row], question: Question | None = None, groups: Groups
     return numbers
 
 
-def cell_of(rows: list[Row], diverged: list[Row], question: Question | None) -> Cell:
+def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question | None) -> Cell:
     """The numbers of an encoder's results in a column; empty: there are none."""
     cell = spread(rows) if rows else {}
     lost_seeds = {row["encoder_seed"] for row in diverged}
@@ -136,7 +136,7 @@ def cell_of(rows: list[Row], diverged: list[Row], question: Question | None) -> 
     return cell
 
 
-def add_dev_accuracies(numbers: Numbers, rows: list[Row]) -> None:
+def add_dev_accuracies(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
     """Add columns of fine-tuning's accuracy on training images that it left out, where all tested seeds have it."""
     on_dev = [row for row in of_kind(rows, "dev") if "depth" not in row]
     tested = of_kind(rows, "test")
@@ -148,7 +148,7 @@ def add_dev_accuracies(numbers: Numbers, rows: list[Row]) -> None:
                 numbers[encoder][f"{evaluation}, dev"] = spread(dev)
 
 
-def add_ranks(numbers: Numbers, rows: list[Row]) -> None:
+def add_ranks(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
     """Add a column of the effective rank of the deepest features."""
     ranked = of_kind(rows, "rank")
     for encoder in unique(ranked, "encoder"):
@@ -157,7 +157,7 @@ def add_ranks(numbers: Numbers, rows: list[Row]) -> None:
         numbers[encoder][RANK_COLUMN] = spread([row for row in own if row["depth"] == deepest], "rank")
 
 
-def diverged_cases(rows: list[Row]) -> list[Row]:
+def diverged_cases(rows: list[ResultRow]) -> list[ResultRow]:
     """Rows that diverged, once for each case that their evaluation has for other encoders; if it has none, for `""`."""
     cases: dict[str, list[str]] = {}
     for row in of_kind(rows, "test"):
@@ -170,7 +170,7 @@ def diverged_cases(rows: list[Row]) -> list[Row]:
     return diverged
 
 
-def of_complete_seeds(rows: list[Row], datasets: set[str]) -> list[Row]:
+def of_complete_seeds(rows: list[ResultRow], datasets: set[str]) -> list[ResultRow]:
     """Results of the seeds that have all of these datasets: a mean over some would pass for one over all."""
     known: dict[tuple, set[str]] = {}
     for row in rows:
@@ -178,12 +178,12 @@ def of_complete_seeds(rows: list[Row], datasets: set[str]) -> list[Row]:
     return [row for row in rows if known[row["encoder_seed"], row["seed"]] == datasets]
 
 
-def markdown_of(numbers: Numbers) -> str:
+def markdown_of(numbers: CellsByEncoder) -> str:
     """The numbers as a Markdown table."""
     return table(*cells_of(numbers))
 
 
-def cells_of(numbers: Numbers) -> tuple[list[str], list[list[str]]]:
+def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of a table; beside accuracies, the compute that they took, where that is known."""
     names: dict[str, None] = {}
     for cells in numbers.values():

@@ -39,7 +39,7 @@ class ThroughputConfig:
 
 @dataclass(frozen=True)
 class GpuReportConfig:
-    """What mpp does on this machine's GPU, in one text file."""
+    """Tests and speed of mpp on this machine's GPU, in one text file."""
 
     out: str = "gpu_report.txt"
     """The file."""

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from mpp.config import Representation, SourceConfig, check_bounds, group, require, setting
 
-Picture = Literal[
+PictureName = Literal[
     "predictions",
     "filters",
     "positions",
@@ -21,7 +21,7 @@ Picture = Literal[
     "rank",
     "accuracy_by_depth",
 ]
-EVERY: tuple[Picture, ...] = get_args(Picture)
+EVERY: tuple[PictureName, ...] = get_args(PictureName)
 OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label_column", "train_images", "eval_seed")
 
 
@@ -129,14 +129,14 @@ class ExportConfig(EncoderConfig):
     """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
 
     out: str = setting("encoder.onnx", operational=True)
-    """File that is written, over one that is there. FILE.json beside it has the same metadata, and what the check of
-    the file found."""
+    """File that is written, over one that is there. FILE.json beside it has the same metadata, and the results
+    of its verification."""
     format: Literal["onnx", "torch_export"] = "onnx"
     """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code.
     The weights alone are the run's folder `encoder`."""
     representation: Literal["mean", "class", "tokens", "logits"] = "mean"
-    """What comes out: the `mean` of the patches, the `class` token, all `tokens`, [class] and registers first, or the
-    `logits` of a supervised or fine-tuned run: what its head says of each class."""
+    """Output: the `mean` of the patches, the `class` token, all `tokens`, [class] and registers first, or the
+    `logits` of a supervised or fine-tuned run, a number for each class."""
     normalize: bool = True
     """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
     normalised already."""
@@ -155,11 +155,11 @@ class ExportConfig(EncoderConfig):
 
 @dataclass(frozen=True)
 class VisualizeConfig(PrecisionConfig, EncoderConfig):
-    """Pictures of what an encoder has learned."""
+    """Pictures of an encoder's features, attention, positions and predictions."""
 
     out: str | None = None
     """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
-    pictures: Picture | tuple[Picture, ...] = setting(EVERY, listed=True)
+    pictures: PictureName | tuple[PictureName, ...] = setting(EVERY, listed=True)
     """Which pictures."""
     images: int = setting(
         6, at_least=1, needs={"pictures": ("predictions", "attention_rollout", "pca", "similarity", "neighbours")}
@@ -180,7 +180,7 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
     """Which channels pictures show as red, green and blue, or the one that is grey, counted from 1: [3, 2, 1]. null:
     RGB and grey as they are; of several others each, side by side, or their mean where something is laid over them."""
     representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
-    """What rank and accuracy_by_depth are of."""
+    """Features of rank and accuracy_by_depth."""
 
     def __post_init__(self):
         check_bounds(self)

@@ -45,7 +45,7 @@ class KnnConfig(FrozenProbeConfig):
     """Weighted kNN accuracy of frozen features."""
 
     neighbours: int | tuple[int, ...] = setting((10, 20, 100, 200), at_least=1, listed=True)
-    """How many of the nearest training images vote."""
+    """Number of nearest training images that vote."""
     temperature: float = setting(0.07, above=0)
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
 
@@ -92,7 +92,7 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs={"readings": "linear"})
     """Seeds of the layer and of the order."""
     neighbours: int = setting(20, at_least=1, needs={"readings": "knn"})
-    """How many of the nearest training patches vote."""
+    """Number of nearest training patches that vote."""
     temperature: float = setting(0.07, above=0, needs={"readings": "knn"})
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
     patches: int = setting(1_000_000, at_least=1, needs={"readings": "knn"})

@@ -29,7 +29,7 @@ class HeadConfig:
     kind: HeadKind = "mlp_tanh"
     """mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
     pooling: Pooling = "auto"
-    """What it is on: `class` token or `mean` over patches or places, equal once each has its own learning rate (paper,
+    """Input: `class` token or `mean` over patches or places, equal once each has its own learning rate (paper,
     appendix D.3); auto: [class] where there is one."""
 
 
@@ -41,9 +41,9 @@ class DistillConfig:
     """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
     null: no teacher, and no such token."""
     kind: Literal["hard", "soft"] = setting("hard", needs={"teacher": True})
-    """What is learned of the teacher. hard: the class that it finds likeliest; soft: its probabilities."""
+    """Target from the teacher. hard: its most likely class; soft: its probabilities."""
     temperature: float = setting(3.0, above=0, needs={"teacher": True, "kind": "soft"})
-    """What the logits of both are divided by, of soft (DeiT: 3)."""
+    """Divisor of the logits of both, for soft (DeiT: 3)."""
     weight: float | None = setting(None, at_least=0, at_most=1, needs={"teacher": True})
     """Share of the loss that is the teacher's; the rest is the labels'. null: DeiT's, 0.5 of hard and 0.1 of soft."""
     teacher_sha256: str | None = setting(None, needs={"teacher": True})
@@ -88,7 +88,7 @@ class FinetuneConfig:
     """Side of the images, or height and width; position embeddings are interpolated in 2-D (paper: 384). null: the
     encoder's own."""
     pooling: Pooling = "auto"
-    """What the linear layer is on: `class` token or `mean` over patches; auto: [class] where there is one."""
+    """Input of the linear layer: `class` token or `mean` over patches; auto: [class] where there is one."""
     drop_path: float | None = setting(None, at_least=0, below=1)
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
     activation_checkpointing: bool = setting(False, operational=True)
@@ -138,7 +138,7 @@ class OneRunConfig(FinetuneConfig):
 
 @dataclass(frozen=True)
 class ViewsConfig:
-    """What becomes of a view beyond its crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
+    """Distortion of a view beyond crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
 
     jitter: float = setting(1.0, at_least=0, at_most=2.5)
     """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
@@ -158,7 +158,7 @@ class ProjectionConfig:
     """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
 
     pooling: Literal["class", "mean"] = "mean"
-    """What it is on: the `class` token, or the `mean` over patches or places."""
+    """Input of the projection head: the `class` token, or the `mean` over patches or places."""
     hidden: int | None = setting(None, at_least=1)
     """Width of the hidden layer. null: the encoder's."""
     outputs: int = setting(128, at_least=1)
@@ -173,7 +173,7 @@ class ContrastConfig:
     """The loss: NT-Xent. The negatives are all other views of a forward pass, whose size then matters."""
 
     temperature: float = setting(0.1, above=0)
-    """What similarities are divided by (SimCLR: 0.1; 0.5 on CIFAR-10)."""
+    """Divisor of the similarities (SimCLR: 0.1; 0.5 on CIFAR-10)."""
 
     def __post_init__(self):
         check_bounds(self, "contrast.")

@@ -135,7 +135,7 @@ class ExtractedFeatures(NamedTuple):
     left_out: dict[str, int]  # number of training and of test images that cannot be decoded
 
     def report_entries(self) -> dict[str, Any]:
-        """What a report says of the images; empty if no image was left out."""
+        """Entries of a report about the images; empty if no image was left out."""
         return {"left_out": self.left_out} if any(self.left_out.values()) else {}
 
 

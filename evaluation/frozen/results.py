@@ -1,4 +1,4 @@
-"""How results are written: JSON, a Markdown table, TensorBoard."""
+"""Writing of results: JSON, a Markdown table, TensorBoard."""
 
 import json
 import re

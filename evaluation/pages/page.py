@@ -82,7 +82,7 @@ class Section:
 
 @dataclass
 class Page:
-    """What a report says."""
+    """The content of a page."""
 
     title: str
     subtitle: str
@@ -91,7 +91,7 @@ class Page:
     warnings: Sequence[str]
     sections: Sequence[Section]
     missing: dict[str, str]
-    """What the page would have, and why it has not."""
+    """Missing content, and the reasons."""
 
 
 def render(page: Page) -> str:

@@ -1,4 +1,4 @@
-"""What is in the masks: classes, their shares of patches and of pixels, and masks that may be mistaken.
+"""Statistics of masks: classes, their shares of patches and of pixels, and masks that may be mistaken.
 
 n images, h x w patches, H x W pixels, C classes.
 """

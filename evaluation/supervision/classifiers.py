@@ -25,7 +25,7 @@ from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
 from mpp.training.run_folder import saved_settings
 
-TEACHER_SETTING = "distill.teacher"
+CLASSIFIER_SETTING = "distill.teacher"
 CLASSIFIERS = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"
 
 
@@ -63,7 +63,7 @@ def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
     if teacher is None or config.distill.teacher_sha256 is not None:
         return config
     one_line = " ".join(teacher.split())
-    require(Path(teacher).is_dir(), TEACHER_SETTING, one_line, "a folder: of a finished run, or in timm's layout")
+    require(Path(teacher).is_dir(), CLASSIFIER_SETTING, one_line, "a folder: of a finished run, or in timm's layout")
     return replace(config, distill=replace(config.distill, teacher_sha256=fingerprint(Path(teacher))))
 
 
@@ -81,10 +81,10 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Froz
     if known is not None:
         sha256 = fingerprint(folder)
         require(sha256 == known, "distill.teacher_sha256", known, f"{sha256}, that of {folder}, or null")
-    teacher = load_classifier(config.teacher, channels, TEACHER_SETTING)
+    teacher = load_classifier(config.teacher, channels, CLASSIFIER_SETTING)
     if teacher.classes != classes:
         raise UserError(
-            f"{TEACHER_SETTING} is {folder}, which knows {teacher.classes} classes; these images have {classes}"
+            f"{CLASSIFIER_SETTING} is {folder}, which knows {teacher.classes} classes; these images have {classes}"
         )
     return FrozenClassifier(teacher)
 

@@ -17,7 +17,7 @@ from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 
 @dataclass(frozen=True)
 class Config:
-    """Masked patch prediction pre-training. The defaults are what a search found for the birds: configs/search.md."""
+    """Masked patch prediction pre-training. The defaults were found by a search on the birds: configs/search.md."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(steps=1200))
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))

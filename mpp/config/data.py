@@ -35,7 +35,7 @@ class ImagesConfig:
     label_folder: Literal["inner", "outer"] = "inner"
     """Which folder is the class of an image, where folders on several levels have different names."""
     missing: Literal["refuse", "skip"] = "refuse"
-    """What to do where a list names files that are not there: refuse all, or skip these."""
+    """Treatment of lists that name missing files: refuse the lists, or skip these files."""
     channels: int = setting(3, at_least=1)
     """Channels of an image. 3 are RGB, and 1 is grey: files are converted to these. Any other number: files have so
     many bands, or are named as unreadable."""
@@ -86,7 +86,7 @@ class SourceConfig(ImagesConfig):
     eval_fraction: float = setting(0.05, above=0, below=1, needs={"eval_split": ("auto", None)})
     """Share of the images that the seeded cut holds out."""
     cut_seed: int = setting(0, at_least=0, below=SEED_END)
-    """Seed of what is held out: the cut, the choice of eval_images, their corruption. Replicates share it."""
+    """Seed of the held-out images: the cut, the choice of eval_images, their corruption. Replicates share it."""
     eval_seed: int = setting(0, at_least=0, below=SEED_END)
     """Seed of train_images and of fine-tuning's dev split: not the run's, so that other runs see the same images."""
     eval_label_column: str | None = None
@@ -134,7 +134,7 @@ class DataConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Augmentation beyond crop and flip, and what goes with it: for training with labels (DeiT, BEiT, MAE)."""
+    """Augmentation beyond crop and flip, for training with labels (DeiT, BEiT, MAE)."""
 
     randaugment: int = setting(0, at_least=0, at_most=30)
     """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020). 0: none. The scale is

@@ -87,7 +87,7 @@ def groups_of(keys: list[str]) -> dict[str, list[str]]:
 def documented_settings(
     config_class: type, defaults: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, list[str]]]:
-    """The settings of a config as (dotted key, lines of help): default, allowed values, and what the setting does."""
+    """The settings of a config as (dotted key, lines of help): default, allowed values, docstring."""
     docstrings = field_docstrings(config_class)
     for each in dataclasses.fields(config_class):
         default, key = defaults[each.name], f"{prefix}{each.name}"

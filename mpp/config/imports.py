@@ -78,7 +78,7 @@ def import_code(name: str) -> None:
         raise
     except Exception as error:
         raise UserError(f"{OPTION} {name} failed: {type(error).__name__}: {one_line(error)}") from error
-    _imports[key] = UserImport(name, digest_of(module))
+    _imports[key] = UserImport(name, module_digest(module))
 
 
 def import_file(path: Path) -> ModuleType:
@@ -101,7 +101,7 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def digest_of(module: ModuleType) -> str:
+def module_digest(module: ModuleType) -> str:
     """SHA-256 of a module's file, or of all Python files of a package in the order of their names."""
     if module.__file__ is None:
         return ""

@@ -1,4 +1,4 @@
-"""Settings of masked patch prediction: which patches are hidden, what the encoder sees, what is predicted."""
+"""Settings of masked patch prediction: masked patches, input of the encoder, target of the prediction."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -39,7 +39,7 @@ class CorruptionConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """What the encoder sees while it is pre-trained, and what predicts."""
+    """The network that is pre-trained: the input of the encoder, and the part that predicts."""
 
     name: str = "predictor"
     """predictor: the encoder sees every place, corrupted or not, and a linear head predicts; autoencoder: the encoder
@@ -59,7 +59,7 @@ class NetworkConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is predicted for every corrupted patch (paper, appendix B.1.2)."""
+    """The prediction target of every corrupted patch (paper, appendix B.1.2)."""
 
     name: str = "mean_color"
     """mean_color: the patch's mean colour; grid_color: its colours on a grid of cells; pixels: its pixels; hog: its
@@ -104,7 +104,7 @@ class ObjectiveConfig:
     stop_on_collapse: bool = setting(False, needs={"name": "features"}, operational=True)
     """End a run whose targets have become the same for all patches. false: warn of it."""
     export: Literal["student", "teacher"] = setting("student", needs={"name": "features", "teacher": "ema"})
-    """What is probed and exported: the encoder that was trained, or its moving average (I-JEPA)."""
+    """Encoder that is probed and exported: the trained one, or its moving average (I-JEPA)."""
 
     def __post_init__(self):
         check_bounds(self, "objective.")

@@ -31,7 +31,7 @@ class RunConfig:
     checkpoint_every: int = setting(400, at_least=1, operational=True)
     """Updates between two checkpoints."""
     keep_checkpoints: int = setting(2, at_least=1, operational=True)
-    """How many of the newest checkpoints stay on disk."""
+    """Number of the newest checkpoints that stay on disk."""
     keep_best: bool = setting(False, operational=True)
     """Keep the encoder whose features were best in `encoder_best`, beside the last: by kNN accuracy on the held-out
     images or, without labels, by the neighbours' agreement."""

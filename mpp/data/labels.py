@@ -53,7 +53,7 @@ class LabelColumn:
     @property
     def flat(self) -> pa.ChunkedArray:
         """The labels of one image after the other."""
-        return flatten(self.values)
+        return flatten_lists(self.values)
 
     @property
     def is_empty(self) -> bool:
@@ -165,14 +165,14 @@ def is_blank(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
 
 
-def flatten(labels: pa.ChunkedArray) -> pa.ChunkedArray:
+def flatten_lists(labels: pa.ChunkedArray) -> pa.ChunkedArray:
     """The labels of one image after the other."""
     return pc.list_flatten(labels) if holds_lists(labels) else labels
 
 
 def holds_classes(labels: pa.ChunkedArray) -> bool:
     """Whether each label is an integer or a text; an image may have none, but no list has a hole."""
-    flat = flatten(labels)
+    flat = flatten_lists(labels)
     if holds_lists(labels) and flat.null_count:
         return False
     if flat.null_count == len(flat):
@@ -182,7 +182,7 @@ def holds_classes(labels: pa.ChunkedArray) -> bool:
 
 def holds_fractions(labels: pa.ChunkedArray) -> bool:
     """Whether labels are numbers, or texts of numbers, that are not all whole: measurements, not classes."""
-    flat = flatten(labels)
+    flat = flatten_lists(labels)
     if pa.types.is_floating(flat.type):
         return flat.null_count < len(flat)
     if not is_text(flat.type):

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Sampler
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
 from mpp.errors import UserError
-from mpp.runtime.randomness import FIXED, Stream, permutation
+from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, permutation
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class HeldOutSets(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         number, index = key
-        return self.sets[number][FIXED, index]
+        return self.sets[number][HELD_OUT_EPOCH, index]
 
     def name(self, index: int) -> str:
         """Name of an image of the set that is loaded, for messages."""

@@ -22,7 +22,7 @@ SHARDS_PER_TURN = 16  # a sample is drawn from the beginnings of so many shards 
 ROWS_PER_READ = 64  # of a sample
 ROW_BITS = 32  # an image's number: its shard's above these bits, its row's in them
 
-Row = dict[str, Any]
+StreamRow = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Shards:
         """Type of the arrays' numbers, which a stream has as lists; None: the images are files."""
         return find_array_dtype(self.stream.features[self.image_column])
 
-    def blocks(self, shard: int, size: int, skip: int = 0, retries: int = 0) -> Iterator[list[Row]]:
+    def blocks(self, shard: int, size: int, skip: int = 0, retries: int = 0) -> Iterator[list[StreamRow]]:
         """The rows of a shard in blocks of `size`, without the first `skip` blocks.
 
         Args:
@@ -62,10 +62,10 @@ class Shards:
             ReadFailed: it cannot be read.
         """
         done = skip
-        blocks: Iterator[list[Row]] | None = None
+        blocks: Iterator[list[StreamRow]] | None = None
         name = f"{self.split} shard {shard}"
 
-        def read_block() -> list[Row] | None:
+        def read_block() -> list[StreamRow] | None:
             nonlocal blocks
             if blocks is None:
                 blocks = self.read_blocks(shard, size, done)
@@ -83,7 +83,7 @@ class Shards:
             yield block
             done += 1
 
-    def read_blocks(self, shard: int, size: int, skip: int) -> Iterator[list[Row]]:
+    def read_blocks(self, shard: int, size: int, skip: int) -> Iterator[list[StreamRow]]:
         """The rows of a shard in blocks, without retries, and with the library's errors."""
         # Not the stream itself: in a loader process, the library would leave all but one of them without a row.
         shard_stream = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
@@ -94,12 +94,12 @@ class Shards:
                 raise UserError(f"data.path holds image files, no shards: {without}")
             yield [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-    def rows_of(self, shard: int, retries: int) -> Iterator[Row]:
+    def rows_of(self, shard: int, retries: int) -> Iterator[StreamRow]:
         """The rows of a shard, one by one."""
         for block in self.blocks(shard, ROWS_PER_READ, retries=retries):
             yield from block
 
-    def sample(self, limit: int, seed: int, retries: int) -> Iterator[tuple[int, Row]]:
+    def sample(self, limit: int, seed: int, retries: int) -> Iterator[tuple[int, StreamRow]]:
         """At least `limit` rows, each with its position in the sample; fewer where the last shards are shorter.
 
         The sample takes rows from the beginnings of SHARDS_PER_TURN shards in turn, of shards in a seeded order. The
@@ -139,12 +139,12 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBlock:
     """Consecutive rows of a shard in memory: an image dataset for as long as their images are read."""
 
     shards: Shards
     first: int  # number of its first image
-    rows: list[Row]
+    rows: list[StreamRow]
     labels = None
 
     def decode(self, index: int, config: ImagesConfig) -> Tensor:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mpp.data.loader import BatchLayout
-from mpp.data.shards import ROW_BITS, Block, Shards
+from mpp.data.shards import ROW_BITS, ShardBlock, Shards
 from mpp.data.views import MAX_REPLACEMENTS, Batch, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
 from mpp.errors import Undecodable, UserError
@@ -27,7 +27,7 @@ MAX_EMPTY_EPOCHS = 100  # a worker whose shards had no rows in so many epochs, e
 
 
 class Cursor(NamedTuple):
-    """What a worker reads next."""
+    """The next row that a worker reads."""
 
     epoch: int = 0
     turn: int = 0  # position among the worker's shards in this epoch
@@ -129,7 +129,7 @@ class StreamedBatches(IterableDataset):
             blocks = self.shards.blocks(shard, self.block_size, cursor.block, self.views.data.read_retries)
             for block, rows in enumerate(blocks, start=cursor.block):
                 first = (shard << ROW_BITS) + block * self.block_size  # number of its first image
-                views = replace(self.views, dataset=Block(self.shards, first, rows))
+                views = replace(self.views, dataset=ShardBlock(self.shards, first, rows))
                 order = permutation(Stream.BLOCK, self.views.seed, epoch, len(rows), index=first)
                 for row in range(cursor.row, len(rows)):
                     yield StreamedRow(views, (epoch, first + int(order[row])), Cursor(epoch, turn, block, row + 1))

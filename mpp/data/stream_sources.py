@@ -1,4 +1,4 @@
-"""Where streams come from: shards to train on, and samples of images for the probe and for evaluation."""
+"""Sources of streams: shards to train on, and samples of images for the probe and for evaluation."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.kept_samples import FileStamps, keep_rows, list_stream_files
 from mpp.data.labels import LabelColumn, find_label_column, number_labels, read_labels
 from mpp.data.overview import announce_stream
-from mpp.data.shards import SHARDS_PER_TURN, Row, Shards
+from mpp.data.shards import SHARDS_PER_TURN, Shards, StreamRow
 from mpp.data.sources import find_held_out_split, load_splits
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
@@ -24,7 +24,7 @@ POSITION = "_mpp_position"  # column of a sample that is kept on disk: each row'
 
 @dataclass
 class OpenedStreams:
-    """The splits of a dataset as streams, and what they are read from."""
+    """The splits of a dataset as streams, and the files that they are read from."""
 
     splits: dict[str, datasets.IterableDataset]
     files: FileStamps | None = None
@@ -166,7 +166,7 @@ def sample_rows(
     return sample.select(order[:limit])
 
 
-def in_memory(rows: list[Row], features: datasets.Features) -> datasets.Dataset:
+def in_memory(rows: list[StreamRow], features: datasets.Features) -> datasets.Dataset:
     """Rows as a dataset. Of no rows, the library's `from_list` makes no columns."""
     columns = {name: [row[name] for row in rows] for name in features}
     return datasets.Dataset.from_dict(columns, features=features)

@@ -112,7 +112,7 @@ class Rotation(nn.Module):
         return apply_rot_embed_cat(vectors, angles).to(vectors.dtype)
 
 
-class Lines(NamedTuple):
+class AxisLines(NamedTuple):
     """How tokens are arranged as lines for axial attention, and back: patterns of einops."""
 
     fold: str
@@ -127,7 +127,7 @@ class PositionedAttention(Attention):
         super().__init__(*args, **options)
         self.rotation: Rotation | None = None
         self.added: RelativeKeys | RelativeBiases | None = None
-        self.lines: Lines | None = None
+        self.lines: AxisLines | None = None
 
     def set_position(self, position: str, grid: Grid, prefix: int, along: str | None = None) -> None:
         """Let attention depend on the places of query and key.
@@ -141,10 +141,10 @@ class PositionedAttention(Attention):
             UserError: a position that does not go with these numbers.
         """
         if along == "rows":
-            self.lines = Lines("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": grid[0]})
+            self.lines = AxisLines("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": grid[0]})
             grid = (1, grid[1])
         elif along == "columns":
-            self.lines = Lines("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": grid[1]})
+            self.lines = AxisLines("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": grid[1]})
             grid = (grid[0], 1)
         if position == "relative":
             self.added = RelativeKeys(grid, prefix, self.head_dim)

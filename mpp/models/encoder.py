@@ -23,7 +23,7 @@ from mpp.errors import UserError, one_line
 from mpp.models.descriptions import describe_changes, is_named, saved_config, trained_on
 from mpp.models.loading import WeightsFile, load_hybrid, load_timm_model, load_weights, note_other_moments
 from mpp.models.timm_models import (
-    FIXED,
+    FIXED_POSITIONS,
     check_cells,
     checkpoint_activations,
     fix_positions,
@@ -61,7 +61,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
     if config.init_from:
         load_weights(encoder, Path(config.init_from))
         note_other_moments(config, channels)
-    if config.position == FIXED and not isinstance(encoder, VariantViT):
+    if config.position == FIXED_POSITIONS and not isinstance(encoder, VariantViT):
         fix_positions(encoder)
     return encoder
 
@@ -260,7 +260,7 @@ def load_folder(folder: Path, pretrained: bool, setting: str, changes: dict[str,
     else:
         encoder = load_timm_model(create, weights, changes.get("pretrained_cfg_overlay") or {})
 
-    if description.get("position") == FIXED:
+    if description.get("position") == FIXED_POSITIONS:
         if pretrained:
             hold_positions(encoder, encoder.pos_embed.data)
         else:

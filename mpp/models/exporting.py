@@ -14,7 +14,7 @@ from torch import nn
 
 from mpp.config import ImageSize, require, sides
 from mpp.models.descriptions import timm_crop_pct
-from mpp.models.timm_models import FIXED
+from mpp.models.timm_models import FIXED_POSITIONS
 from mpp.runtime.files import complete
 
 
@@ -51,7 +51,7 @@ def export_encoder(
     ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not those of published weights
     ours["eval_crop"] = crop_pct  # `load_encoder` needs it for other sizes
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
-        ours["position"] = FIXED  # `load_encoder` reads it; timm alone takes the table for learned
+        ours["position"] = FIXED_POSITIONS  # `load_encoder` reads it; timm alone takes the table for learned
     if how_read:
         ours["data"] = how_read  # evaluation reads it
     if learned_labels:

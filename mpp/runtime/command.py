@@ -1,4 +1,4 @@
-"""How a command ends: errors that the user can mend are one line, bugs keep their traceback."""
+"""Ends of a command: errors that the user can mend are one line, bugs keep their traceback."""
 
 import sys
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from mpp.runtime.processes import on_main_process
 
 LOCK = ".lock"
 HOLDER = ".lock.holder"
-FILES = {LOCK, HOLDER}
+LOCK_FILES = {LOCK, HOLDER}
 """Files of the lock in a folder that is or was held."""
 
 

@@ -18,14 +18,14 @@ def is_first_process() -> bool:
 
 @cache
 def tell(line: str) -> None:
-    """Print what this command works on, unless the process has printed it before."""
+    """Print a line about the command's work, unless the process has printed it before."""
     if is_first_process():
         print(line, flush=True)
 
 
 @cache
 def note(line: str) -> None:
-    """Print what a user may want to know, unless the process has printed it before."""
+    """Print a note for the user, unless the process has printed it before."""
     if is_first_process():
         print(f"note: {line}", flush=True)
 

@@ -1,4 +1,4 @@
-"""The processes of a run together: what they exchange on their hosts, and how long each waits for another."""
+"""The processes of a run together: values that they exchange on their hosts, and timeouts of waiting."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +21,7 @@ GONE = "another process is gone, or its machine; the same command resumes"
 
 
 def no_answer(error: BaseException | None) -> str | None:
-    """What a user is told where another process does not answer any more; None: it is another error."""
+    """Message for the user where another process does not answer any more; None: it is another error."""
     if isinstance(error, RuntimeError) and "gloo/transport" in str(error):  # how its connection ended: in many ways
         return HANGS if "Timed out waiting" in str(error) else GONE
     if isinstance(error, torch.distributed.DistBackendError) and "ncclRemoteError" in str(error):

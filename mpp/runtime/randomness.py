@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-FIXED = 2**64 - 1
+HELD_OUT_EPOCH = 2**64 - 1
 """The epoch of held-out images: their corruption is the same in every evaluation."""
 
 
@@ -40,11 +40,11 @@ def random_words(stream: Stream, seed: int, epoch: int, index: int, count: int) 
     return philox(stream, seed, epoch, index).random_raw(count)
 
 
-Numbers = Callable[[int], NDArray[np.float64]]
+RandomNumbers = Callable[[int], NDArray[np.float64]]
 """A function of a count: the next numbers in [0, 1), shape (count,)."""
 
 
-def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> Numbers:
+def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> RandomNumbers:
     """An endless sequence of uniform numbers in [0, 1), where the count is not known beforehand."""
     source = philox(stream, seed, epoch, index)
 

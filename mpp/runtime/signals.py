@@ -51,7 +51,7 @@ class Ending(IntEnum):
 
 
 class CutShort(BaseException):
-    """A signal ends a wait. It is no Exception: what is tried again after errors is not tried again after this."""
+    """A signal ends a wait. It is no Exception: retries after errors do not catch it."""
 
 
 class Preempted(SystemExit):
@@ -150,7 +150,7 @@ class Preemption:
                 os._exit(128 + number)
 
     def wait_for(self, get: Callable[[], T]) -> T | None:
-        """What `get` returns; None where a signal came first."""
+        """The value of `get`; None where a signal came first."""
         try:
             self.waiting = True
             got = None if self.asked else get()
@@ -179,7 +179,7 @@ class Preemption:
         return any(gather_object([self.asked]))
 
     def leave(self, where: str) -> None:
-        """Leave the marker and end the process; what is worth saving is saved."""
+        """Leave the marker and end the process; everything worth saving is saved."""
         reason = self.asked or "another process's signal"
         self.mark(reason, where)
         self.accelerator.wait_for_everyone()

@@ -179,13 +179,13 @@ def read_tensor(stored: safe_open, name: str, like: Tensor | None) -> Tensor:
     part = stored.get_slice(name)
     if not isinstance(like, DTensor) or tuple(part.get_shape()) != tuple(like.shape):
         return stored.get_tensor(name)
-    first, count = rows_of(like)
+    first, count = rows_of_process(like)
     rows = part[first : first + count] if count else stored.get_tensor(name)[:0]
     options = dict(shape=like.shape, stride=like.stride(), run_check=False)
     return DTensor.from_local(rows.to(like.device), like.device_mesh, like.placements, **options)
 
 
-def rows_of(tensor: DTensor) -> tuple[int, int]:
+def rows_of_process(tensor: DTensor) -> tuple[int, int]:
     """First row and number of rows of this process; a tensor is sharded by rows, as `Tensor.chunk` does it."""
     size = -(-tensor.shape[0] // tensor.device_mesh.size())
     return min(tensor.shape[0], size * tensor.device_mesh.get_local_rank()), len(tensor.to_local())

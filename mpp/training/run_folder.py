@@ -73,7 +73,7 @@ def refuse_other_run(config: Any, folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
         return
     refuse_other_code(folder, imports)
-    different = changed_settings(config, folder)
+    different = settings_changed_since(config, folder)
     if different:
         raise UserError(
             f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
@@ -81,7 +81,7 @@ def refuse_other_run(config: Any, folder: Path) -> None:
         )
 
 
-def changed_settings(config: Any, folder: Path) -> list[str]:
+def settings_changed_since(config: Any, folder: Path) -> list[str]:
     """Keys of settings in which a config differs from a run's; images that have moved as a whole count as the same."""
     different = changed_keys(config, folder / CONFIG_FILE, make_paths_absolute)
     if "data.path" not in different:
@@ -100,7 +100,7 @@ def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only what a check or a run leaves that ended before it began."""
     if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
         return True
-    before_config = {*lock.FILES, MARKER, CHECK_CROPS, IMPORTS_FILE}
+    before_config = {*lock.LOCK_FILES, MARKER, CHECK_CROPS, IMPORTS_FILE}
     before_config |= {partial_path(folder / name).name for name in (IMPORTS_FILE, CONFIG_FILE)}
     return {path.name for path in folder.iterdir()} <= before_config
 

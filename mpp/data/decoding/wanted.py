@@ -1,4 +1,4 @@
-"""What is read from an image file: a picture, its bands or a mask."""
+"""Kinds of content that is read from an image file: a picture, its bands or a mask."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from mpp.config import ImagesConfig
 
 
 class Wanted(Enum):
-    """What is read from an image file."""
+    """The content that is read from an image file."""
 
     PICTURE = "RGB or grey, as a viewer shows the file"
     BANDS = "all bands, with the values that are stored"

@@ -172,9 +172,9 @@ def read_csv(path: str, encoding: str, file_column: str | None) -> dict[str, Col
             raise ValueError(f"it has the column {repeated[0]} twice")
         columns: list[Column] = [[] for _ in names]
         for row in rows:
-            if is_blank(row):
+            if all_blank(row):
                 continue
-            if not is_blank(row[len(names) :]):
+            if not all_blank(row[len(names) :]):
                 raise ValueError(f"line {rows.line_num} has {len(row)} cells, and the first line {len(names)}")
             row += [""] * (len(names) - len(row))
             for column, cell in zip(columns, row, strict=False):
@@ -182,7 +182,7 @@ def read_csv(path: str, encoding: str, file_column: str | None) -> dict[str, Col
     return {name: column for name, column in zip(names, columns, strict=True) if name}
 
 
-def is_blank(cells: list[str]) -> bool:
+def all_blank(cells: list[str]) -> bool:
     """Whether no cell has text."""
     return not any(cell.strip() for cell in cells)
 
