@@ -16,7 +16,6 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
-from evaluation import visualize
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
 from evaluation.frozen.encoder import Unavailable
@@ -26,7 +25,9 @@ from evaluation.frozen.run_images import check_images_of_run, find_run
 from evaluation.pages.about import Missing, available, changed, machine_blocks, settings_rows
 from evaluation.pages.curves import curves_of_run, features_of_run
 from evaluation.pages.page import Link, Page, Section, Table, Text, chart, picture, picture_of, write_page
+from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import look_at, losses_of, map_of, nearest_neighbours, predicted, sheet
+from evaluation.pictures.subject import Subject, load_subject
 from mpp.config import Config, require
 from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, require_imports, saved_imports
@@ -213,7 +214,7 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
     )
     try:
         check_images_of_run(config)
-        subject = visualize.subject_of(drawing)
+        subject = load_subject(drawing)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
         kept = drawn_blocks(None, folder, drawing, {})
@@ -227,7 +228,7 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
         return [Section(name, title, available(title, make, missing)) for name, title, make in made]
 
 
-def drawn_blocks(subject: visualize.Subject | None, folder: Path, drawing: VisualizeConfig, missing: Missing) -> list:
+def drawn_blocks(subject: Subject | None, folder: Path, drawing: VisualizeConfig, missing: Missing) -> list:
     """Pictures of `mpp visualize`: those that are there and newer than the encoder; the others are drawn.
 
     Without the images, which are the subject's, none is drawn.
@@ -243,25 +244,25 @@ def drawn_blocks(subject: visualize.Subject | None, folder: Path, drawing: Visua
         if subject is None:
             continue
         try:
-            figure, numbers = visualize.PICTURES[name](subject)
+            drawing = PICTURES[name](subject)
         except Unavailable as error:
             missing[name] = str(error)
             continue
         if os.access(folder, os.W_OK):  # the folder may be somebody else's
             place.mkdir(parents=True, exist_ok=True)
-            visualize.write(place, name, figure, numbers)
-        blocks.append(picture_of(figure, alt, f"{alt}."))
+            drawing.write(place, name)
+        blocks.append(picture_of(drawing.figure, alt, f"{alt}."))
     return blocks
 
 
-def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: History) -> list:
+def neighbour_blocks(config: ReportConfig, subject: Subject, history: History) -> list:
     """Queries with their nearest held-out images, and all of them on a map."""
     chosen = subject.held_out.choose(config.compared, config.data.cut_seed)
     if len(chosen) < 3:
         raise Unavailable(f"{len(chosen)} held-out images are too few to be neighbours")
     group, lines = probe_lines(after_training_began(history))
     depth = best_depth(lines[-1], group)[0] if lines else len(subject.encoder.stages)
-    depth, read = min(depth, len(subject.encoder.stages)), "class" if visualize.trained_class(subject) else "mean"
+    depth, read = min(depth, len(subject.encoder.stages)), "class" if subject.has_trained_class_token else "mean"
     shown = look_at(subject.encoder, chosen, config.data, subject.accelerator, depth, read)
     queries = np.linspace(0, len(chosen) - 1, min(QUERIES, len(chosen))).astype(int).tolist()
     neighbours, similarity = nearest_neighbours(shown.features, queries, NEIGHBOURS)
@@ -289,7 +290,7 @@ def neighbour_blocks(config: ReportConfig, subject: visualize.Subject, history: 
     ]
 
 
-def extreme_blocks(config: ReportConfig, subject: visualize.Subject, folder: Path) -> list:
+def extreme_blocks(config: ReportConfig, subject: Subject, folder: Path) -> list:
     """The held-out images that the model predicts best and worst."""
     if not is_pretraining(folder):
         raise Unavailable("only a pre-training run predicts patches")

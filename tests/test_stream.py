@@ -285,7 +285,7 @@ def test_what_a_stream_is_known_by_are_its_shards(parquet, tmp_path):
 @pytest.mark.faults
 def test_pictures_and_files_of_a_streamed_run_load_what_it_kept(pretrain, parquet, tmp_path, monkeypatch, capsys):
     folder = pretrain(f"--data.path={parquet}", "--data.streaming=true", dir=tmp_path / "run")
-    for module in ("visualize", "frozen.run_images"):
+    for module in ("pictures.drawings", "frozen.run_images"):
         monkeypatch.setattr(f"evaluation.{module}.load_image_datasets", None)
     words = ["--format=torch_export", f"--out={tmp_path / 'encoder.pt2'}", "--images=6", "--threads=1"]
     export.main([f"--encoder={folder}", *words])

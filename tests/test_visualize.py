@@ -28,10 +28,11 @@ from evaluation.pictures.attention import (
     see_attention,
     spacing,
 )
+from evaluation.pictures.drawings import place_on_grid
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
-from evaluation.visualize import main, on_grid
+from evaluation.visualize import main
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
@@ -225,7 +226,7 @@ def test_patch_features_are_the_models_own_in_their_places():
 
 def test_entropy_lands_on_its_patch():
     values = np.arange(8.0).reshape(1, 2, 4)  # two patches of 2 x 2 cells
-    whole = on_grid(values, np.array([[3, 0]]), grid=(2, 2))
+    whole = place_on_grid(values, np.array([[3, 0]]), grid=(2, 2))
     np.testing.assert_array_equal(whole[0, 2:, 2:], [[0, 1], [2, 3]])
     np.testing.assert_array_equal(whole[0, :2, :2], [[4, 5], [6, 7]])
     assert np.isnan(whole).sum() == 8
@@ -354,7 +355,7 @@ def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path,
     monkeypatch.setattr(
         "evaluation.figures.images.plot_rollout", lambda images, flow, start, residual: starts.append(start)
     )
-    monkeypatch.setattr("evaluation.visualize.write", lambda *args: None)
+    monkeypatch.setattr("evaluation.pictures.drawings.Drawing.write", lambda *args: None)
     monkeypatch.setattr("mpp.training.log.SummaryWriter.add_figure", lambda *args: None)
     sized = [word for word in TINY if not word.startswith("--probe")]
     supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])

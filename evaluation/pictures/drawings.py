@@ -1,0 +1,319 @@
+"""Pictures of what an encoder has learned, each with its numbers.
+
+The figures are those of the paper's section 4.5 and appendices D.7 and D.8, and some more. A drawing that an encoder
+does not allow raises `Unavailable` with the reason.
+
+B images, h x w patches, K corrupted patches.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation import fewshot
+from evaluation.config import EncoderConfig, FewshotConfig, PrecisionConfig
+from evaluation.figures import charts
+from evaluation.figures import images as image_figures
+from evaluation.figures.style import DPI
+from evaluation.frozen.encoder import Unavailable, patch_grid
+from evaluation.frozen.extraction import extract_labelled_features, views_for
+from evaluation.frozen.probing import evaluate_by_depth
+from evaluation.frozen.results import write_json
+from evaluation.frozen.run_images import indices_in_split, is_stream_of_run
+from evaluation.patches.features import patch_features
+from evaluation.pictures.attention import attention_distance, attention_rollout, distances, spacing
+from evaluation.pictures.pca import components_by_depth
+from evaluation.pictures.positions import filter_components, position_similarity
+from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
+from evaluation.pictures.subject import Subject
+from mpp.config import Grid, require
+from mpp.data.sources import load_image_datasets
+from mpp.data.views import ViewDataset
+from mpp.errors import UserError
+from mpp.features.probe import MOST_RANKED
+from mpp.features.ranks import effective_ranks
+from mpp.features.reconstructions import as_rgb, prediction_columns
+from mpp.pretrain import Pretraining, is_pretraining, reopen
+from mpp.runtime.progress import progress_bar
+from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.weights import BEST
+
+FILTERS_SHOWN = 28  # as in the paper's figure
+NEIGHBOURS_SHOWN = 5
+MAX_DEPTHS_OF_PCA = 6  # more would be too small to see
+
+
+class Drawing(NamedTuple):
+    """A figure, and the numbers in it."""
+
+    figure: Figure
+    numbers: dict[str, Any]
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write NAME.png, and NAME.npz where all numbers are arrays, otherwise NAME.json."""
+        self.figure.savefig(folder / f"{name}.png", dpi=DPI)
+        if all(isinstance(value, np.ndarray) for value in self.numbers.values()):
+            np.savez_compressed(folder / f"{name}.npz", **self.numbers)
+        else:
+            write_json(folder / f"{name}.json", self.numbers)
+
+
+def draw_predictions(subject: Subject) -> Drawing:
+    """Original, corrupted, predicted and true patches of held-out images, and the entropy of the predictions."""
+    task = open_pretraining(subject)
+    with subject.accelerator.autocast():
+        predictions, targets, images, corruption = task.predict(task.model, range(len(task.held_out)))
+    columns = prediction_columns(task.objective, predictions, targets, images, corruption)
+    original, seen, predicted, true = columns.movedim(2, -1).cpu().numpy()
+    numbers = {
+        "original": original,
+        "seen": seen,
+        "predicted": predicted,
+        "true": true,
+        "positions": corruption.positions.cpu().numpy(),
+        "kinds": corruption.kinds.cpu().numpy(),
+    }
+    entropy_map = None
+    entropy = task.objective.entropy(predictions)  # (B, K, cells)
+    if entropy is not None:
+        numbers["entropy"] = entropy.cpu().numpy()
+        entropy_map = place_on_grid(numbers["entropy"], numbers["positions"], task.grid)
+    pixels = as_rgb(columns, subject.config.bands).movedim(2, -1).cpu().numpy()
+    return Drawing(image_figures.plot_predictions(pixels, entropy_map, task.objective.shown), numbers)
+
+
+def open_pretraining(subject: Subject) -> Pretraining:
+    """The pre-training task of the subject's run, with the head that predicts; it holds out the images shown."""
+    config = subject.config
+    other_weights = config.random or config.checkpoint or Path(config.encoder).name == BEST
+    if other_weights or not is_pretraining(subject.run):
+        raise Unavailable("only the folder of a pre-training run has the head that predicts")
+    try:
+        return reopen(subject.run, config.data, config.data.eval_crop, config.images, subject.accelerator)
+    except UserError as error:  # such as a run whose checkpoints are gone
+        raise Unavailable(str(error)) from error
+
+
+def place_on_grid(values: NDArray, positions: NDArray, grid: Grid) -> NDArray[np.float32]:
+    """Put values of the cells of some patches, (B, K, cells), in their places of a map (B, h, w); NaN elsewhere."""
+    count, _, cells = values.shape
+    rows, columns = grid
+    cells_across = round(cells**0.5)
+    placed = np.full((count, rows * columns, cells), np.nan, np.float32)
+    np.put_along_axis(placed, positions[..., None].repeat(cells, -1), values, axis=1)
+    return rearrange(placed, "b (r c) (y x) -> b (r y) (c x)", r=rows, y=cells_across)
+
+
+def draw_filters(subject: Subject) -> Drawing:
+    """The first principal components of the filters on pixels."""
+    components, shares = filter_components(subject.encoder.model, FILTERS_SHOWN)
+    largest = components.abs().amax((1, 2, 3), keepdim=True)
+    pixels = as_rgb(255 * (0.5 + components / (2 * largest)), subject.config.bands).movedim(1, -1).numpy()
+    numbers = {"components": components.numpy(), "variance_share": shares.numpy()}
+    return Drawing(image_figures.plot_filters(pixels, numbers["variance_share"]), numbers)
+
+
+def draw_positions(subject: Subject) -> Drawing:
+    """Similarity of the positions of patches, as the encoder has learned it."""
+    model = subject.encoder.model
+    similarity = position_similarity(model).numpy()
+    has_biases = getattr(model, "position", None) == "relative_bias"
+    label = "bias of the logits, mean over heads and blocks" if has_biases else "cosine similarity"
+    return Drawing(image_figures.plot_positions(similarity, label), {"similarity": similarity})
+
+
+def draw_attention_distance(subject: Subject) -> Drawing:
+    """Mean attention distance of each head, by depth."""
+    encoder = subject.encoder
+    count = min(subject.config.attention_images, len(subject.held_out))
+    uniform = float(distances(patch_grid(encoder.model), spacing(encoder)).mean())
+    batches = progress_bar(subject.image_batches(count), desc="attention", unit="batch")
+    with subject.accelerator.autocast():
+        by_depth_and_head = attention_distance(encoder, batches)
+    figure = image_figures.plot_attention_distance(by_depth_and_head.numpy(), uniform, count)
+    numbers = {
+        "unit": "pixels",
+        "images": count,
+        "uniform_attention": uniform,
+        "distance_by_depth_and_head": by_depth_and_head.tolist(),
+    }
+    return Drawing(figure, numbers)
+
+
+def draw_rollout(subject: Subject) -> Drawing:
+    """Attention rollout: the share of each patch in the output, through all layers."""
+    config = subject.config
+    start = rollout_start(subject)
+    pixel_batches = []
+    rollout_batches = []
+    for images in subject.image_batches(config.images):
+        with subject.accelerator.autocast():
+            rollout_batches.append(attention_rollout(subject.encoder, images, config.residual, start))
+        pixel_batches.append(subject.to_pixels(images))
+    pixels = torch.cat(pixel_batches).numpy()
+    rollout = torch.cat(rollout_batches).numpy()
+    figure = image_figures.plot_rollout(pixels, rollout, start, config.residual)
+    return Drawing(figure, {"images": pixels, "rollout": rollout})
+
+
+def rollout_start(subject: Subject) -> Literal["class", "patches"]:
+    """The token that rollout starts from: [class] is informative only where it was trained."""
+    config = subject.config
+    if config.rollout_from != "auto":
+        return config.rollout_from
+    return "class" if subject.has_trained_class_token and not config.random else "patches"
+
+
+def draw_pca(subject: Subject) -> Drawing:
+    """Principal components of patch features as colours, and the foreground by the first one, by depth."""
+    last_depth = len(subject.encoder.stages)
+    depths = np.linspace(1, last_depth, min(MAX_DEPTHS_OF_PCA, last_depth)).round().astype(int)
+    pixel_batches = []
+    feature_batches = []
+    for images in subject.image_batches(subject.config.images):
+        with subject.accelerator.autocast():
+            feature_batches.append(patch_features(subject.encoder, images, depths.tolist()))
+        pixel_batches.append(subject.to_pixels(images))
+    pixels = torch.cat(pixel_batches).numpy()
+    by_depth = components_by_depth([torch.cat(batches) for batches in zip(*feature_batches, strict=True)])
+    numbers = {
+        "colors": torch.stack([components.colors for components in by_depth]).numpy(),
+        "foreground": torch.stack([components.foreground for components in by_depth]).numpy(),
+        "shares": torch.stack([components.variance_shares for components in by_depth]).numpy(),
+        "coordinates": torch.stack([components.coordinates for components in by_depth]).numpy(),
+        "images": pixels,
+        "depths": depths,
+    }
+    figure = image_figures.plot_components(pixels, numbers["colors"], numbers["foreground"], numbers["shares"], depths)
+    return Drawing(figure, numbers)
+
+
+def query_patches(subject: Subject) -> list[int]:
+    """The patches that similarity starts from, counted row by row from 0."""
+    grid = patch_grid(subject.encoder.model)
+    if subject.config.patches is None:
+        return spread_patches(grid)
+    patches = list(subject.config.patches)
+    patch_count = math.prod(grid)
+    require(max(patches) < patch_count, "patches", max(patches), f"below {patch_count}, the patches of an image")
+    return patches
+
+
+def draw_similarity(subject: Subject) -> Drawing:
+    """Similarity of some patches to all patches of their image."""
+    patches = query_patches(subject)
+    pixel_batches = []
+    similarity_batches = []
+    for images in subject.image_batches(subject.config.images):
+        similarity_batches.append(patch_similarity(subject.patch_features(images), patches))
+        pixel_batches.append(subject.to_pixels(images))
+    pixels = torch.cat(pixel_batches).numpy()
+    similarity = torch.cat(similarity_batches).numpy()
+    figure = image_figures.plot_similarity(pixels, similarity, patches)
+    return Drawing(figure, {"images": pixels, "patches": np.array(patches), "similarity": similarity})
+
+
+def draw_neighbours(subject: Subject) -> Drawing:
+    """The most similar of other held-out images, and patches in them."""
+    config = subject.config
+    grid = patch_grid(subject.encoder.model)
+    rows, columns = grid
+    middle_patch = rows // 2 * columns + columns // 2
+    patch = query_patches(subject)[0] if config.patches else middle_patch
+    gallery = subject.held_out.choose(MOST_RANKED, config.data.cut_seed)
+    if len(gallery) < 2:
+        raise Unavailable("there is one held-out image")
+    queries = subject.held_out.choose(config.images, config.data.cut_seed)
+    queries_in_gallery = np.searchsorted(indices_in_split(gallery), indices_in_split(queries)).tolist()
+    gallery_batches = progress_bar(subject.image_batches(len(gallery)), desc="neighbours", unit="batch")
+    query_images = torch.cat(list(subject.image_batches(config.images)))
+    nearest = look_through(
+        subject.patch_features, query_images, patch, gallery_batches, queries_in_gallery, NEIGHBOURS_SHOWN
+    )
+    numbers = {name: values.numpy() for name, values in nearest._asdict().items()}
+    numbers["names"] = np.array([gallery.name(index) for index in range(len(gallery))])
+    views = views_for(subject.encoder, gallery, config.data)
+    figure = image_figures.plot_neighbours(
+        subject.to_pixels(query_images).numpy(),
+        pixels_of_views(subject, views, nearest.images),
+        pixels_of_views(subject, views, nearest.hosts),
+        grid,
+        patch,
+        numbers,
+    )
+    return Drawing(figure, numbers)
+
+
+def pixels_of_views(subject: Subject, views: ViewDataset, indices: Tensor) -> NDArray[np.uint8]:
+    """Images by their indices (B, k), for display: (B, k, H, W, 3)."""
+    images = torch.stack([views[HELD_OUT_EPOCH, index].images for index in indices.flatten().tolist()])
+    return subject.to_pixels(images).unflatten(0, indices.shape).numpy()
+
+
+def draw_rank(subject: Subject) -> Drawing:
+    """Effective rank of the features of images, by depth: `features/rank` of training."""
+    depths = range(1, 1 + len(subject.encoder.stages))
+    count = min(MOST_RANKED, len(subject.held_out))
+    feature_batches = []
+    for images in progress_bar(subject.image_batches(count), desc="features", unit="batch"):
+        with torch.no_grad(), subject.accelerator.autocast():
+            feature_batches.append(subject.encoder(images, subject.config.representation, depths))
+    by_depth = [torch.cat(batches).float() for batches in zip(*feature_batches, strict=True)]
+    ranks = dict(zip(depths, effective_ranks(by_depth, subject.accelerator.device), strict=True))
+    lines = {"rank": (list(ranks), list(ranks.values()))}
+    figure = charts.plot_series(lines, f"effective rank of {count} images", x_label="depth (blocks)")
+    return Drawing(figure, {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks})
+
+
+def draw_accuracy_by_depth(subject: Subject) -> Drawing:
+    """Few-shot accuracy by depth."""
+    require_classes(subject)
+    config = fewshot_config(subject)
+    by_depth = extract_labelled_features(config, subject.accelerator).by_depth
+    if len(by_depth) == 1:
+        raise Unavailable("this encoder has one depth")
+    report = evaluate_by_depth(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
+    return Drawing(charts.plot_by_depth(report["summary_by_depth"], "shots"), report)
+
+
+def require_classes(subject: Subject) -> None:
+    """Raise Unavailable unless there are labels to evaluate features with."""
+    if is_stream_of_run(subject.config):
+        raise Unavailable("the images are a stream; `mpp fewshot` loads all of them")
+    if subject.held_out.labelled() is None:
+        raise Unavailable("the images have no labels")
+    train, _ = load_image_datasets(subject.config.data)
+    labelled = train.labelled()
+    if labelled is None or len(np.unique(labelled.labels)) < 2:
+        raise Unavailable("all training images are of one class, or have no labels")
+
+
+def fewshot_config(subject: Subject) -> FewshotConfig:
+    """Settings of a few-shot evaluation of the subject at all depths."""
+    shared_fields = (*dataclasses.fields(EncoderConfig), *dataclasses.fields(PrecisionConfig))
+    shared = {field.name: getattr(subject.config, field.name) for field in shared_fields}
+    return FewshotConfig(**shared, representation=subject.config.representation, depth="all")
+
+
+PICTURES: dict[str, Callable[[Subject], Drawing]] = {
+    "predictions": draw_predictions,
+    "filters": draw_filters,
+    "positions": draw_positions,
+    "attention_distance": draw_attention_distance,
+    "attention_rollout": draw_rollout,
+    "pca": draw_pca,
+    "similarity": draw_similarity,
+    "neighbours": draw_neighbours,
+    "rank": draw_rank,
+    "accuracy_by_depth": draw_accuracy_by_depth,
+}
+"""All pictures by name."""

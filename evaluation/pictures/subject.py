@@ -1,0 +1,98 @@
+"""The encoder and the held-out images that pictures are drawn of.
+
+B images, h x w patches, D width.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from evaluation.config import VisualizeConfig
+from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
+from evaluation.frozen.extraction import views_for
+from evaluation.frozen.run_images import load_images_of
+from evaluation.patches.features import patch_features
+from mpp.config import RunConfig, require
+from mpp.config.imports import require_imports
+from mpp.data.dataset import ImageDataset
+from mpp.data.loader import held_out_batches
+from mpp.features.reconstructions import as_rgb
+from mpp.models.timm_models import has_class
+from mpp.runtime.start import start_alone
+from mpp.runtime.weights import run_of
+from mpp.training.run_folder import saved_settings
+
+DRAWN_IMAGES_PER_BATCH = 4  # attention weights of a block are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
+
+
+class Subject(NamedTuple):
+    """An encoder on its device, its held-out images, and the settings of the pictures."""
+
+    config: VisualizeConfig
+    accelerator: Accelerator
+    encoder: FrozenEncoder | ColorBaseline
+    held_out: ImageDataset
+
+    @property
+    def run(self) -> Path:
+        """The run folder, also where `encoder` names the encoder/ in it."""
+        return run_of(Path(self.config.encoder))
+
+    @property
+    def has_trained_class_token(self) -> bool:
+        """Whether the encoder was trained with a head on its [class] token."""
+        model = self.encoder.model
+        if not has_class(model):
+            return False
+        saved = saved_settings(self.run)
+        if not saved:
+            is_pretrained_here = getattr(model, "pretrained_cfg", {}).get("tag") == "mpp"  # from the hub, without a run
+            return not is_pretrained_here
+        if "objective" in saved:
+            return False
+        head = saved.get("head") or {}  # of a supervised run; fine-tuning has no such group
+        pooling = saved.get("pooling") or head.get("pooling")
+        return pooling != "mean"
+
+    def image_batches(self, count: int) -> Iterator[Tensor]:
+        """A seeded choice of held-out images as the encoder's input, in batches (B, C, H, W)."""
+        chosen = self.held_out.choose(count, self.config.data.cut_seed)
+        views = views_for(self.encoder, chosen, self.config.data)
+        for batch in held_out_batches(views, self.config.data.batch_size or DRAWN_IMAGES_PER_BATCH):
+            for failure in batch.unreadable:
+                tqdm.write(f"warning: unreadable image, another takes its place: {failure}")
+            yield batch.images.to(self.accelerator.device)
+
+    def patch_features(self, images: Tensor) -> Tensor:
+        """Features of the patches of images (B, C, H, W) at the encoder's end: (B, h, w, D)."""
+        last_depth = len(self.encoder.stages)
+        with self.accelerator.autocast():
+            return patch_features(self.encoder, images, [last_depth])[0]
+
+    def to_pixels(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) for display, (B, H, W, 3) uint8; several channels are `bands`, or grey as their mean."""
+        bands = self.config.bands
+        if not bands and images.shape[1] not in (1, 3):
+            images = images.float().mean(1, keepdim=True)
+        return as_rgb(images, bands).movedim(1, -1).cpu()
+
+
+def load_subject(config: VisualizeConfig) -> Subject:
+    """Load an encoder and its held-out images.
+
+    Raises:
+        UserError: no such encoder or images.
+    """
+    run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
+    accelerator = start_alone(run, "pictures are drawn")
+    require_imports(run_of(Path(config.encoder)))
+    largest_band = max(config.bands or (1,))
+    allowed = f"from 1 to {config.data.channels}: data.channels"
+    require(largest_band <= config.data.channels, "bands", largest_band, allowed)
+    encoder = open_frozen_encoder(config).to(accelerator.device)
+    _, held_out = load_images_of(config)
+    return Subject(config, accelerator, encoder, held_out)
