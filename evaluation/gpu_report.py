@@ -2,7 +2,7 @@
 with `pip install -e '.[test,peers]'`.
 
 Versions and card (torch's own report), the tests of tests/test_gpu.py but those that compile, and throughput beside
-other code with the memory that each takes.
+other code.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ def parts(config: GpuReportConfig) -> Iterator[tuple[str, str]]:
     here = (ROOT / "tests" / "test_gpu.py").is_file() and importlib.util.find_spec("pytest")
     yield "tests", said_by(config.device, *TESTS) if here else "not here: they take a clone, and its extra `test`"
     device = "auto" if config.device == "cuda" else "cpu"
-    yield "speed and memory", said_by(device, *SPEED, f"--batch_size={config.batch_size}", f"--device={device}")
+    yield "speed", said_by(device, *SPEED, f"--batch_size={config.batch_size}", f"--device={device}")
 
 
 def said_by(device: str, *words: str) -> str:

@@ -6,15 +6,14 @@ Everything is timed in turn, round after round, so that a machine whose speed dr
 medians, and the median and range of the rounds' ratios. `pip install -e '.[peers]'` adds other packages to it.
 """
 
-import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -23,219 +22,186 @@ from typing import Any
 import timm
 import torch
 
-from evaluation.benchmark import peers
-from evaluation.benchmark.peers import CEILINGS, FORWARD, TRAINING, Bench, Peer
+from evaluation.benchmark.loading import image_files, mpp_crops, steps_from_files, torchvision_crops
+from evaluation.benchmark.steps import MATRIX_PRODUCTS, TRAINING_STEPS, Bench, mpp_step, sizes_of_model
 from evaluation.config import ThroughputConfig
 from evaluation.frozen.results import table, write_json
 from mpp.config import RunConfig, require
 from mpp.config.parsing import parse
-from mpp.errors import UserError
 from mpp.runtime.command import command
 from mpp.runtime.hardware import bf16_is_native
 from mpp.runtime.start import start
 
-BLOCK = 6  # updates in a row when loading is a part of it
-DRAIN = 4  # before them, so that what was loaded meanwhile is used up
-
-
-RATIOS = [  # what takes longer, in times of the other
-    ("timm as it comes", "mpp update"),
-    ("timm, attention unfused", "mpp update"),
-    ("timm training step", "mpp update"),
-    ("vit-pytorch MPP", "mpp update"),
-    ("Hugging Face ViTForMaskedImageModeling", "mpp update"),
-    ("mpp update", "mpp forward, backward, optimiser"),
-    ("mpp update, Muon", "mpp update"),
-    ("mpp update, Muon matrix by matrix", "mpp update, Muon"),
-    ("features", "timm forward"),
-    ("updates in memory", "updates from JPEG"),
+WARMUP_ROUNDS = 3
+CROPS_PER_ROUND = 32
+STEPS_PER_ROUND = 6
+"""Steps in a row where loading is a part of them."""
+DRAINED_STEPS = 4
+"""Steps before them, which use up what was loaded meanwhile."""
+CEILINGS = {"bf16": "matrix product, bf16", "no": "matrix product, fp32"}
+"""The matrix product that a precision is compared with."""
+TIMED_LOADERS = ("mpp's loading", "mpp's loading of PPM", "ImageFolder with PIL")
+TIMED_PACKAGES = ("torch", "torchvision", "timm", "accelerate", "transformers", "vit-pytorch")
+TIMED_RATIOS = (
+    ("timm training step", "mpp training step"),
+    ("vit-pytorch MPP", "mpp training step"),
+    ("Hugging Face ViTForMaskedImageModeling", "mpp training step"),
+    ("steps in memory", "steps from JPEG"),
     ("ImageFolder with PIL", "mpp's loading"),
     ("ImageFolder with PIL", "mpp's loading of PPM"),
-]
+)
+"""Pairs whose times are divided."""
+
+Seconds = dict[str, list[float]]
+"""Name -> seconds in each round."""
 
 
-def seconds_of(step: Callable[[], object]) -> float:
-    """Seconds of a step, a GPU's work included."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    step()
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Seconds of each step in each round."""
-    times = [{name: seconds_of(step) for name, step in steps.items()} for _ in range(warmup + rounds)]
-    return {name: [each[name] for each in times[warmup:]] for name in steps}
-
-
-def time_loading(bench: Bench, config: ThroughputConfig) -> dict[str, list[float]]:
-    """Updates from JPEG files beside updates from memory; loading alone, on one core, beside torchvision's."""
-    side = config.jpeg_side
-    with peers.files(side) as name, peers.files(side, pixels=True) as of_pixels:
-        folder, size = Path(name), peers.build_encoder(bench.config.model).patch_embed.img_size[0]
-        updates = peers.end_to_end(bench, folder, config.workers)
-        in_memory = peers.mpp_update(bench).step
-        alone = {
-            "mpp's loading": take(peers.our_images(folder, size), 32),
-            "mpp's loading of PPM": take(peers.our_images(Path(of_pixels), size), 32),
-            "ImageFolder with PIL": take(peers.image_folder(folder, size), 32),
-        }
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        seconds = time_in_turn(alone, config.rounds)
-        torch.set_num_threads(threads)
-        drain, load_too = take(updates, DRAIN), take(updates, BLOCK)
-        steps = {"updates in memory": lambda: [in_memory() for _ in range(BLOCK)], "drain": drain}
-        seconds |= time_in_turn(steps | {"updates from JPEG": load_too}, max(1, config.rounds // 3), warmup=1)
-        updates.close()
-        del seconds["drain"]
-        return seconds
-
-
-def take(items: Iterator[Any], count: int) -> Callable[[], list[Any]]:
-    """A step that takes so many items."""
-    return lambda: list(islice(items, count))
-
-
-def ratios(seconds: dict[str, list[float]], slower: str, faster: str) -> dict[str, float]:
-    """Median and extremes of slower / faster, round by round."""
-    each = [a / b for a, b in zip(seconds[slower], seconds[faster], strict=True)]
-    return {"median": statistics.median(each), "min": min(each), "max": max(each)}
-
-
-def megabytes(config: ThroughputConfig, name: str, answer: Any) -> None:
-    """Send the peak memory of two steps of a peer, without that of the libraries. In a process of its own."""
+def measure_all(config: ThroughputConfig) -> dict[str, Any]:
+    """All figures: seconds and FLOPs of each step, the highest rate of the machine, and ratios."""
     bench = open_bench(config)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    step = (TRAINING | FORWARD)[name](bench).step
-    step(), step()
-    if bench.accelerator.device.type == "cuda":
-        answer.send(torch.cuda.max_memory_allocated() / 2**20)
-    else:
-        answer.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
+    ceiling = CEILINGS[bench.accelerator.mixed_precision]
+    builders = dict(TRAINING_STEPS)
+    for name, build in MATRIX_PRODUCTS.items():
+        if name == ceiling or bf16_is_native():
+            builders[name] = build
+    timed = {name: build(bench) for name, build in builders.items()}
+    flops = {name: each.flops for name, each in timed.items()}
+    seconds = time_in_turn({name: each.step for name, each in timed.items()}, config.rounds, WARMUP_ROUNDS)
+    del timed
+    bench.accelerator.free_memory()
+    seconds |= time_loading(bench, config)
+    ratios = {}
+    for slower, faster in TIMED_RATIOS:
+        if slower in seconds:
+            ratios[f"{slower} / {faster}"] = ratio_by_round(seconds[slower], seconds[faster])
+    highest_rate = flops[ceiling] / statistics.median(seconds[ceiling])
+    figures = {"seconds": seconds, "flops": flops, "ceiling": highest_rate, "ratios": ratios}
+    return describe_conditions(config, bench) | figures
 
 
-def measure_memory(config: ThroughputConfig) -> dict[str, float]:
-    """Peer -> peak memory in MiB."""
-    context, found = multiprocessing.get_context("spawn"), {}
-    for name in TRAINING | FORWARD:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=megabytes, args=(config, name, sender))
-        process.start()
-        sender.close()
-        try:
-            found[name] = receiver.recv()
-        except EOFError:
-            raise UserError(f"memory of {name} cannot be measured: its process died") from None
-        process.join()
-    return found
-
-
-def open_bench(config: ThroughputConfig, model: str | None = None, batch_size: int | None = None) -> Bench:
-    """The device in its precision, and the candidates for it."""
+def open_bench(config: ThroughputConfig) -> Bench:
+    """The device in its precision, and the sizes that all steps are built to."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     accelerator = start(RunConfig(dir="unused", precision=config.precision, trackers=(), compile=config.compile))
-    return Bench(model or config.model, batch_size or config.batch_size, config.compile, accelerator)
+    return Bench(config.model, config.batch_size, config.compile, accelerator)
 
 
-def about(config: ThroughputConfig, bench: Bench) -> dict[str, Any]:
-    """Everything that the figures depend on."""
+def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: int) -> Seconds:
+    """Seconds of each step in each round after the warm-up."""
+    seconds: Seconds = {name: [] for name in steps}
+    for number in range(warmup + rounds):
+        for name, step in steps.items():
+            duration = seconds_of(step)
+            if number >= warmup:
+                seconds[name].append(duration)
+    return seconds
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """Duration of a step, the work of a GPU included."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def time_loading(bench: Bench, config: ThroughputConfig) -> Seconds:
+    """Steps from JPEG files beside steps from memory; loading alone, on one core, beside torchvision's."""
+    with image_files(config.jpeg_side) as jpegs, image_files(config.jpeg_side, pixels=True) as ppms:
+        seconds = time_crops(jpegs, ppms, sizes_of_model(bench).img_size, config.rounds)
+        in_memory = mpp_step(bench).step
+        from_files = steps_from_files(bench, jpegs, config.workers)
+        steps = {
+            "steps in memory": partial(repeat, in_memory, STEPS_PER_ROUND),
+            "drain": partial(take_next, from_files, DRAINED_STEPS),
+            "steps from JPEG": partial(take_next, from_files, STEPS_PER_ROUND),
+        }
+        seconds |= time_in_turn(steps, max(1, config.rounds // 3), warmup=1)
+        from_files.close()
+    del seconds["drain"]
+    return seconds
+
+
+def time_crops(jpegs: Path, ppms: Path, size: int, rounds: int) -> Seconds:
+    """Seconds of making training crops on one core, by loader."""
+    sources = (mpp_crops(jpegs, size), mpp_crops(ppms, size), torchvision_crops(jpegs, size))
+    steps = {
+        name: partial(take_next, crops, CROPS_PER_ROUND) for name, crops in zip(TIMED_LOADERS, sources, strict=True)
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = time_in_turn(steps, rounds, WARMUP_ROUNDS)
+    torch.set_num_threads(threads)
+    return seconds
+
+
+def take_next(items: Iterator[Any], count: int) -> list[Any]:
+    """The next items."""
+    return list(islice(items, count))
+
+
+def repeat(step: Callable[[], object], count: int) -> None:
+    """Do a step several times."""
+    for _ in range(count):
+        step()
+
+
+def ratio_by_round(slower: list[float], faster: list[float]) -> dict[str, float]:
+    """Median and extremes of the ratios of two times in the same round."""
+    ratios = [a / b for a, b in zip(slower, faster, strict=True)]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+def describe_conditions(config: ThroughputConfig, bench: Bench) -> dict[str, Any]:
+    """What the figures depend on: settings, machine, versions."""
     device = bench.accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    packages = {}
-    for package in ("torch", "torchvision", "timm", "accelerate", "transformers", "vit-pytorch"):
-        with suppress(PackageNotFoundError):
-            packages[package] = version(package)
     machine = {
         "device": device.type,
         "name": name,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-    return {"config": asdict(config), "precision": bench.accelerator.mixed_precision, "machine": machine | packages}
-
-
-def measure_all(config: ThroughputConfig) -> dict[str, Any]:
-    """All figures: seconds and FLOPs of each peer, ratios, memory."""
-    memory = measure_memory(config) if config.memory else {}
-    bench = open_bench(config)
-    ceiling = CEILING_OF[bench.accelerator.mixed_precision]
-    ceilings = {name: build for name, build in CEILINGS.items() if name == ceiling or bf16_is_native()}
-    built: dict[str, Peer] = {name: build(bench) for name, build in (TRAINING | FORWARD | ceilings).items()}
-    seconds = time_in_turn({name: peer.step for name, peer in built.items()}, config.rounds)
-    flops = {name: peer.flops for name, peer in built.items()}
-    del built
-    bench.accelerator.free_memory()
-    seconds |= time_loading(bench, config)
-    best = flops[ceiling] / statistics.median(seconds[ceiling])
-    return about(config, bench) | {
-        "seconds": seconds,
-        "flops": flops,
-        "ceiling": best,
-        "memory_mb": memory,
-        "ratios": {
-            f"{slower} / {faster}": ratios(seconds, slower, faster) for slower, faster in RATIOS if slower in seconds
-        },
-    }
-
-
-CEILING_OF = {"bf16": "matrix product, bf16", "no": "matrix product, fp32"}
+    for package in TIMED_PACKAGES:
+        with suppress(PackageNotFoundError):
+            machine[package] = version(package)
+    return {"config": asdict(config), "precision": bench.accelerator.mixed_precision, "machine": machine}
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the tables."""
-    batch, rows = result["config"]["batch_size"], []
-    for name in TRAINING | FORWARD:
-        median = statistics.median(result["seconds"][name])
-        rate = result["flops"][name] / median
-        memory = result["memory_mb"].get(name)
-        row = [f"{1e3 * median:.1f}", f"{batch / median:.1f}", f"{result['flops'][name] / batch / 1e9:.2f}"]
-        row += [f"{rate / 1e9:.0f}", f"{rate / result['ceiling']:.0%}", "-" if memory is None else f"{memory:.0f}"]
+    seconds = {name: statistics.median(times) for name, times in result["seconds"].items()}
+    batch_size = result["config"]["batch_size"]
+    print(f"\n{result['config']['model']}, batch {batch_size}, {result['precision']}, {result['machine']}")
+    rows = []
+    for name in TRAINING_STEPS:
+        flops = result["flops"][name]
+        rate = flops / seconds[name]
+        row = [f"{1e3 * seconds[name]:.1f}", f"{batch_size / seconds[name]:.1f}", f"{flops / batch_size / 1e9:.2f}"]
+        row += [f"{rate / 1e9:.0f}", f"{rate / result['ceiling']:.0%}"]
         rows.append([name, *row])
-    print(f"\n{result['config']['model']}, batch {batch}, {result['precision']}, {result['machine']}")
-    heads = ["step", "ms", "images/s", "executed GFLOP an image", "executed GFLOP/s", "of the ceiling", "MiB"]
-    print(table(heads, rows))
-    for name in (name for name in CEILINGS if name in result["seconds"]):
-        rate = result["flops"][name] / statistics.median(result["seconds"][name])
-        print(f"{name}: {rate / 1e9:.0f} GFLOP/s")
-    for name in ("mpp's loading", "mpp's loading of PPM", "ImageFolder with PIL"):
-        print(f"{name}: {32 / statistics.median(result['seconds'][name]):.0f} images/s a core")
-    rows = [[name, f"{r['median']:.3f} ({r['min']:.3f} to {r['max']:.3f})"] for name, r in result["ratios"].items()]
+    headings = ["step", "ms", "images/s", "executed GFLOP an image", "executed GFLOP/s", "of the ceiling"]
+    print(table(headings, rows))
+    for name in MATRIX_PRODUCTS:
+        if name in seconds:
+            print(f"{name}: {result['flops'][name] / seconds[name] / 1e9:.0f} GFLOP/s")
+    for name in TIMED_LOADERS:
+        print(f"{name}: {CROPS_PER_ROUND / seconds[name]:.0f} images/s a core")
+    rows = []
+    for name, ratio in result["ratios"].items():
+        rows.append([name, f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"])
     print(table(["ratio of times", "median (range)"], rows))
 
 
-def measure_sizes(config: ThroughputConfig) -> dict[str, Any]:
-    """Time of an update against the model's FLOPs and the images in it."""
-    batches = (max(1, config.batch_size // 2), config.batch_size)
-    found = []
-    for model in config.sizes:
-        benches = {batch: open_bench(config, model, batch) for batch in batches}
-        built = {batch: peers.mpp_update(bench) for batch, bench in benches.items()}
-        times = time_in_turn({str(batch): peer.step for batch, peer in built.items()}, config.rounds, warmup=2)
-        for batch, peer in built.items():
-            median = statistics.median(times[str(batch)])
-            found.append({"model": model, "batch": batch, "flops": peer.flops / batch, "seconds": median / batch})
-    rows = []
-    for f in found:
-        numbers = f["flops"] / 1e9, 1e3 * f["seconds"], f["flops"] / f["seconds"] / 1e9
-        rows.append([f["model"], str(f["batch"]), *(f"{number:.1f}" for number in numbers)])
-    print(table(["mpp update", "batch", "GFLOP an image", "ms an image", "executed GFLOP/s"], rows))
-    return about(config, next(iter(benches.values()))) | {"sizes": found}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print, as the command line, or `arguments`, say."""
+    """Measure and print, with the settings of the command line, or of `arguments`."""
     config = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
-    for model in config.sizes or (config.model,):
-        require(timm.is_model(model), "model", model, "a VisionTransformer of timm's")
-    result = measure_sizes(config) if config.sizes else measure_all(config)
-    if not config.sizes:
-        show(result)
+    require(timm.is_model(config.model), "model", config.model, "a VisionTransformer of timm's")
+    result = measure_all(config)
+    show(result)
     if config.out:
         write_json(Path(config.out), result)
         print(f"wrote {config.out}")

@@ -196,7 +196,6 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (SegmentationConfig, "neighbours=5", [["--readings=linear"]], []),
     (SegmentationConfig, "data.mask_column=m", [[]], ["--data.path=somebody/scenes"]),
     (ExportConfig, "quantize=int8", [["--format=torch_export"]], []),
-    (ThroughputConfig, "memory=false", [['--sizes=["vit_tiny_patch16_224"]']], []),
     (PrepareConfig, "quality=80", [["--format=ppm"]], []),
 ]
 

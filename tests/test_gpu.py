@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, Killed, kill_at, read_metrics, run_command
 
 from evaluation import features, throughput
-from evaluation.benchmark.peers import CEILINGS, FORWARD, TRAINING, Bench
+from evaluation.benchmark.steps import MATRIX_PRODUCTS, TRAINING_STEPS, Bench
 from mpp.config import ModelConfig, OptimConfig, RunConfig
 from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
@@ -140,19 +140,19 @@ def test_a_wait_would_be_noticed(no_waiting):
         number.item()
 
 
-@pytest.mark.parametrize("name", [*TRAINING, *FORWARD, *CEILINGS])
-def test_throughputs_contenders_run(name, monkeypatch):
+@pytest.mark.parametrize("name", [*TRAINING_STEPS, *MATRIX_PRODUCTS])
+def test_the_steps_that_throughput_times_run(name, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
     bench = Bench("vit_tiny_patch16_224", 2, False, start(RunConfig(dir="unused", trackers=())))
-    peer = (TRAINING | FORWARD | CEILINGS)[name](bench)
-    assert throughput.seconds_of(peer.step) > 0 and peer.flops > 1e8
+    timed = (TRAINING_STEPS | MATRIX_PRODUCTS)[name](bench)
+    assert throughput.seconds_of(timed.step) > 0 and timed.flops > 1e8
     assert bench.accelerator.device.type == DEVICE
 
 
 def test_throughput_says_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
-    throughput.main(["--batch_size=2", "--rounds=2", "--memory=false", f"--out={tmp_path / 'all.json'}"])
-    assert "mpp update" in capsys.readouterr().out and (tmp_path / "all.json").stat().st_size
+    throughput.main(["--batch_size=2", "--rounds=2", f"--out={tmp_path / 'all.json'}"])
+    assert "mpp training step" in capsys.readouterr().out and (tmp_path / "all.json").stat().st_size
 
 
 @on_cuda

@@ -74,6 +74,6 @@ def test_a_report_has_three_parts(tmp_path, monkeypatch, capsys):
     assert [line for line in text.splitlines() if line.startswith("== ")] == [
         "== versions and card",
         "== tests",
-        "== speed and memory",
+        "== speed",
     ]
     assert "PyTorch version" in text and "tests/test_gpu.py" in text and "evaluation.throughput" in text

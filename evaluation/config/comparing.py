@@ -10,7 +10,7 @@ from mpp.config import check_bounds, require, setting
 class ThroughputConfig:
     """Throughput of training, against other code and the machine's limits."""
 
-    model: str = setting("vit_tiny_patch16_224", needs={"sizes": False})
+    model: str = "vit_tiny_patch16_224"
     """A timm VisionTransformer, at its own image size."""
     batch_size: int = setting(16, at_least=1)
     """Images a step."""
@@ -22,14 +22,10 @@ class ThroughputConfig:
     """auto: a GPU where there is one."""
     rounds: int = setting(15, at_least=1)
     """Rounds that count, after three that do not."""
-    jpeg_side: int = setting(256, at_least=1, needs={"sizes": False})
+    jpeg_side: int = setting(256, at_least=1)
     """Shorter side of the files that are loaded from; `mpp prepare` makes them 256."""
-    workers: int = setting(2, at_least=0, needs={"sizes": False})
-    """Loader processes of the end-to-end update."""
-    memory: bool = setting(True, needs={"sizes": False})
-    """Measure memory too: each peer in a process of its own."""
-    sizes: tuple[str, ...] = ()
-    """In place of all else: these models' update, at half the batch and at the whole one."""
+    workers: int = setting(2, at_least=0)
+    """Loader processes of the training steps on files."""
     out: str | None = None
     """JSON file of all figures. null: none."""
 
@@ -44,7 +40,7 @@ class GpuReportConfig:
     out: str = "gpu_report.txt"
     """The file."""
     batch_size: int = 64
-    """Images a step, of throughput and memory."""
+    """Images a step."""
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu rehearses the report."""
 

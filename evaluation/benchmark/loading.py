@@ -1,0 +1,87 @@
+"""Loading that throughput.py times: crops of image files by mpp and by torchvision, and training steps on them."""
+
+import io
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from torchvision import datasets, transforms
+
+from evaluation.benchmark.steps import Bench, set_up_pretraining
+from mpp.config import DataConfig, ImagesConfig
+from mpp.data.decoding.decode import decode
+from mpp.data.decoding.pictures import to_ppm
+from mpp.data.loader import training_loader
+from mpp.data.sources import load_image_datasets
+from mpp.data.views import ViewDataset
+from mpp.pretrain import Pretraining
+
+IMAGE_FILES = 256
+"""Images that are loaded, again and again."""
+CROP_AREA = (0.05, 1.0)
+ENDLESS_STEPS = 1_000_000
+SCHEDULE_STEPS = 100
+"""Steps after which the schedule of timed steps begins again: any step of it takes as long."""
+
+
+@contextmanager
+def image_files(side: int, pixels: bool = False) -> Iterator[Path]:
+    """A folder of photograph-like images, 4/3 as wide as high, in two classes; deleted when it is closed.
+
+    Args:
+        side: height.
+        pixels: write PPM, the pixels of the JPEGs, instead of JPEG.
+    """
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(IMAGE_FILES):
+            jpeg = encode_jpeg(rng.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8), side)
+            file = Path(name) / "ab"[number % 2] / f"{number}.{'ppm' if pixels else 'jpg'}"
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(to_ppm(decode(jpeg, ImagesConfig())) if pixels else jpeg)
+        yield Path(name)
+
+
+def encode_jpeg(small: np.ndarray, side: int) -> bytes:
+    """A small picture, enlarged to this height, as JPEG."""
+    buffer = io.BytesIO()
+    enlarged = Image.fromarray(small).resize((side * 4 // 3, side), Image.Resampling.BICUBIC)
+    enlarged.save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def steps_from_files(bench: Bench, folder: Path, workers: int) -> Iterator[None]:
+    """Training steps on batches that are loaded from files; one for each `next`."""
+    task, update, _ = set_up_pretraining(bench)
+    data = DataConfig(path=str(folder), crop_area=CROP_AREA, workers=workers, eval_split=None)
+    on_files = Pretraining(replace(bench.config, data=data), bench.accelerator, bench.layout)
+    if bench.compile:
+        task.model.compile()
+    loader = training_loader(on_files.views(on_files.train), bench.layout, 0, ENDLESS_STEPS)
+    for step, batch in enumerate(loader):
+        yield update(step % SCHEDULE_STEPS, [batch], measure=False)
+
+
+def mpp_crops(folder: Path, size: int) -> Iterator[Tensor]:
+    """Training crops as our loader makes them."""
+    data = DataConfig(path=str(folder), crop_area=CROP_AREA, eval_split=None, eval_fraction=0.001)
+    train, _ = load_image_datasets(data)
+    views = ViewDataset(train, data, size)
+    for number in range(ENDLESS_STEPS):
+        epoch, index = divmod(number, len(train))
+        yield views[epoch, index].images
+
+
+def torchvision_crops(folder: Path, size: int) -> Iterator[Tensor]:
+    """Training crops by torchvision's ImageFolder with PIL, as most code makes them."""
+    crop = transforms.RandomResizedCrop(size, scale=CROP_AREA)
+    transform = transforms.Compose([crop, transforms.RandomHorizontalFlip(), transforms.PILToTensor()])
+    dataset = datasets.ImageFolder(str(folder), transform)
+    for number in range(ENDLESS_STEPS):
+        image, _ = dataset[number % len(dataset)]
+        yield image
