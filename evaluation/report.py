@@ -37,7 +37,7 @@ from mpp.errors import UserError
 from mpp.pretrain import is_pretraining, reopen
 from mpp.runtime.command import command
 from mpp.training.history import History, after_training_began, best_depth, probe_lines, series, values_by_depth
-from mpp.training.log import metrics_of
+from mpp.training.log import read_history
 from mpp.training.record import read_record, recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
 from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration
@@ -64,7 +64,7 @@ def report(config: ReportConfig) -> Path:
     folder = find_run(config.encoder)
     require(folder is not None, "encoder", config.encoder, "the folder of a run")
     require_imports(folder)
-    history = metrics_of(folder)
+    history = read_history(folder)
     require(len(history) > 0, "encoder", folder, "a run that has logged something: its metrics.jsonl is empty or gone")
     missing: Missing = {}
     sections = [

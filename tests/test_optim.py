@@ -10,7 +10,8 @@ import torch
 from mpp.config import ModelConfig, OptimConfig
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
-from mpp.training.optim import PolyakAverage, build_optimizer, learning_rate, parameter_groups
+from mpp.training.averaging import PolyakAverage
+from mpp.training.optim import build_optimizer, learning_rate, parameter_groups
 
 QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt
     (4.0848, -6.8946, 2.9270),

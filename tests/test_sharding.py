@@ -21,7 +21,7 @@ from mpp.runtime.launcher import check_sharding
 from mpp.runtime.start import start
 from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_nonfinite_steps
-from mpp.training.parallel import units, without_weights
+from mpp.training.parallel import sharding_units, without_weights
 
 TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
 ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
@@ -277,7 +277,7 @@ class Stack(torch.nn.Module):
 def sharded_stack():
     torch.manual_seed(0)
     model = Stack()
-    for block in units(model):
+    for block in sharding_units(model):
         fully_shard(block)
     return fully_shard(model)
 
@@ -310,14 +310,14 @@ def test_shares_have_no_fused_sgd(group_of_one):
 
 def test_the_last_block_of_a_stack_is_no_unit():
     model = Stack()
-    assert units(model) == list(model.blocks[:-1])
-    assert len(units(timm.create_model("test_resnet", num_classes=0))) == 0
+    assert sharding_units(model) == list(model.blocks[:-1])
+    assert len(sharding_units(timm.create_model("test_resnet", num_classes=0))) == 0
 
 
 @pytest.mark.parametrize("name", ["crossvit_tiny_240", "twins_svt_small"])
 def test_units_are_called_and_not_in_each_other(name):
     """CrossViT has blocks in its blocks, and the stacks of Twins hold lists."""
-    found = units(timm.create_model(name, num_classes=0))
+    found = sharding_units(timm.create_model(name, num_classes=0))
     assert all(type(block).forward is not torch.nn.Module.forward for block in found)
     inner = [module for block in found for module in block.modules() if module is not block]
     assert not set(inner) & set(found)

@@ -28,7 +28,7 @@ from mpp.data.survey import survey
 from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
 from mpp.training.health import WARNINGS, Facts, find_warnings
-from mpp.training.log import metrics_of
+from mpp.training.log import read_history
 from mpp.training.verdict import has_best_features, verdict
 from mpp.training.watch import read_verdict
 
@@ -465,5 +465,5 @@ def test_they_are_trained_again(name, tmp_path, tally):
     check(name, {each["check"] for each in read_verdict(folder)["warnings"]})
     tally(f"runs that are {'sick on purpose' if sick else 'healthy'}: the verdict says so", 1)
     if ANEW:
-        lines = [read_verdict(folder)["facts"], *map(rounded, metrics_of(folder))]
+        lines = [read_verdict(folder)["facts"], *map(rounded, read_history(folder))]
         (HISTORIES / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

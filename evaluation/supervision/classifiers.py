@@ -22,7 +22,7 @@ from mpp.models.teachers import resize_bilinear
 from mpp.models.timm_models import set_attention
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
-from mpp.training.checkpoint import MODEL, complete_checkpoints, damaged_files, restore_trained
+from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_files, restore_trained
 from mpp.training.run_folder import saved_settings
 
 CLASSIFIER_SETTING = "distill.teacher"
@@ -126,7 +126,7 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     settings = saved_settings(run)
     frozen = load_frozen_encoder(str(run))
     check_channels(frozen, channels, setting)
-    classes = outputs_of_head(checkpoints[-1] / MODEL)
+    classes = outputs_of_head(checkpoints[-1] / MODEL_FILE)
     network = rebuild_network(frozen, settings, classes)
     restore_trained(run, network, OptimConfig(**settings["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these

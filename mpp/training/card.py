@@ -50,24 +50,35 @@ def model_card(
 
     Args:
         folder: of the run, with config.yaml and metrics.jsonl.
-        encoder: timm's or ours.
+        encoder: a timm model.
         kind: of encoder by its training, in a few words, such as `fine-tuned encoder`.
         learned_labels: whether labels were learned, or it builds on an encoder that learned them.
         model: architecture and size, in a few words.
         method: how it was trained, in a sentence without its full stop.
-        images: what it was trained on.
+        images: those that it was trained on.
     """
     scalars = last_evaluation(folder)
-    figures = "\n".join(f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step")
-    ours = "import mpp.models  # timm then knows this architecture\n" if isinstance(encoder, VariantViT) else ""
-    fields = dict(imports=f"{ours}import timm", tokens=describe_output(encoder))
-    fields |= dict(kind=kind, tags="timm, image-feature-extraction" + (", self-supervised" * (not learned_labels)))
-    fields |= dict(name=folder.name, model=model, method=method, images=images, step=scalars["step"], figures=figures)
-    return CARD.format(**fields, settings=(folder / "config.yaml").read_text(encoding="utf-8"))
+    figures = [f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step"]
+    imports = "import timm"
+    if isinstance(encoder, VariantViT):
+        imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
+    return CARD.format(
+        name=folder.name,
+        kind=kind,
+        tags="timm, image-feature-extraction" if learned_labels else "timm, image-feature-extraction, self-supervised",
+        model=model,
+        method=method,
+        images=images,
+        imports=imports,
+        tokens=describe_output(encoder),
+        step=scalars["step"],
+        figures="\n".join(figures),
+        settings=(folder / "config.yaml").read_text(encoding="utf-8"),
+    )
 
 
 def describe_output(encoder: nn.Module) -> str:
-    """What `forward_features` gives."""
+    """The output of `forward_features`, as a shape."""
     prefix = getattr(encoder, "num_prefix_tokens", None)
     if prefix is None:
         return "a feature map"

@@ -1,8 +1,8 @@
-"""Checkpoints: exact, complete or absent, checked.
+"""Checkpoints: exact, complete or absent, verified when they are read.
 
 A checkpoint is written aside, synced to disk and renamed. Nothing is pickled. The order of the data, the schedule and
 all randomness are functions of the step, so weights, optimiser state and the step are all there is to save; a stream,
-whose length nobody knows, adds its cursors.
+whose length is unknown, adds its cursors.
 """
 
 import json
@@ -24,11 +24,15 @@ from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.hashing import sha256_of
 from mpp.runtime.processes import on_main_process
-from mpp.training.optim import averages, build_optimizer, swap
-from mpp.training.parallel import gathered, read_tensors
+from mpp.training.averaging import parameters_of, swap_averages
+from mpp.training.optim import build_optimizer
+from mpp.training.parallel import gather_tensors, read_tensors
 
-COMPLETE = re.compile(r"step_\d+")
-MODEL, OPTIMIZER, CURSORS = "model.safetensors", "optimizer.safetensors", "cursors.json"
+COMPLETE_NAME = re.compile(r"step_\d+")
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+CURSORS_FILE = "cursors.json"
+STATE_FILE = "state.json"
 Cursors = dict[int, list[int]]
 """Lane of a stream -> how far it is read: see mpp/data/stream.py."""
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -38,23 +42,22 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 def resume(
     accelerator: Accelerator, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, Cursors]:
-    """Load the newest checkpoint that is whole, on all processes: the updates that are done, this process's cursors.
+    """Load the newest checkpoint that is whole, on all processes: the steps that are done, this process's cursors.
 
     Raises:
         UserError: the processes do not see the same folder, or a stream was read by another number of them.
     """
-    start, of_all = restore(folder, model, optimizer)
+    start, cursors_by_process = restore(folder, model, optimizer)
     if len(set(gather_object([start]))) > 1:
         raise UserError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
     if start:
         accelerator.print(f"resuming {folder} after step {start}")
-    if not any(of_all):
+    if not any(cursors_by_process):
         return start, {}
-    if len(of_all) != accelerator.num_processes:
-        raise UserError(
-            f"{accelerator.num_processes} processes; a stream is resumed with as many as before ({len(of_all)})"
-        )
-    return start, of_all[accelerator.process_index]
+    before = len(cursors_by_process)
+    if before != accelerator.num_processes:
+        raise UserError(f"{accelerator.num_processes} processes; a stream is resumed with as many as before ({before})")
+    return start, cursors_by_process[accelerator.process_index]
 
 
 def save(
@@ -67,26 +70,29 @@ def save(
     keep: int,
 ) -> None:
     """Write a checkpoint of all processes' state; UserError on every process where it cannot be written."""
-    of_all = gather_object([cursors])
+    cursors_by_process = gather_object([cursors])
     tensors = snapshot(model, optimizer, wanted=accelerator.is_main_process)
-    on_main_process(accelerator, lambda: save_checkpoint(folder, step, tensors, keep, of_all))
+    on_main_process(accelerator, lambda: save_checkpoint(folder, step, tensors, keep, cursors_by_process))
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: bool = True) -> Tensors:
-    """What a checkpoint holds, whole. Where the model is sharded, all processes have to ask for it together.
+    """The tensors of a checkpoint, whole. Where the model is sharded, all processes have to ask for them together.
 
     Args:
         model: without wrappers.
         wanted: whether this process wants it; the others get no tensors.
     """
-    return {MODEL: gathered(model.state_dict(), wanted), OPTIMIZER: gathered(flat_state(optimizer), wanted)}
+    return {
+        MODEL_FILE: gather_tensors(model.state_dict(), wanted),
+        OPTIMIZER_FILE: gather_tensors(flatten_state(optimizer), wanted),
+    }
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursors: Sequence[Cursors] = ()) -> Path:
     """Write checkpoints/step_XXXXXXXX and delete all but the newest `keep`.
 
     Args:
-        step: updates done.
+        step: steps done.
         tensors: of `snapshot`.
         cursors: of each process in a stream; indexed data have none.
     Raises:
@@ -102,24 +108,31 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursor
         raise UserError(
             f"{final.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
         ) from error
-    ours = [path for path in complete_checkpoints(folder) if step_of(path) <= step]
-    for other in set(complete_checkpoints(folder)) - set(ours[-keep:]):
-        try:
-            shutil.rmtree(other)  # old, or newer and damaged: else the run would not be here
-        except OSError as error:  # somebody reads it over NFS, say
-            print(f"warning: {other} cannot be deleted: {error}", file=sys.stderr)
+    delete_other_checkpoints(folder, step, keep)
     return final
+
+
+def delete_other_checkpoints(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step`; those after it are damaged, or the run had them."""
+    checkpoints = complete_checkpoints(folder)
+    kept = [path for path in checkpoints if checkpoint_step(path) <= step][-keep:]
+    for other in set(checkpoints) - set(kept):
+        try:
+            shutil.rmtree(other)
+        except OSError as error:  # it is read over NFS, for example
+            print(f"warning: {other} cannot be deleted: {error}", file=sys.stderr)
 
 
 def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors]) -> None:
     """Write a checkpoint's files, with their checksums."""
     folder.mkdir(parents=True)
-    for file, named in tensors.items():
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / file)
-    (folder / CURSORS).write_text(json.dumps(list(cursors)), encoding="utf-8")
+    for file, tensor_by_name in tensors.items():
+        contiguous = {name: tensor.contiguous() for name, tensor in tensor_by_name.items()}
+        save_file(contiguous, folder / file)
+    (folder / CURSORS_FILE).write_text(json.dumps(list(cursors)), encoding="utf-8")
     digests = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
     state = {"torch": torch.__version__, "sha256": digests}
-    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Cursors]]:
@@ -133,11 +146,16 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         if damaged:
             print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
             continue
-        model.load_state_dict(read_tensors(checkpoint / MODEL, model.state_dict().get))
-        load_flat_state(optimizer, checkpoint / OPTIMIZER)
-        cursors = json.loads((checkpoint / CURSORS).read_text(encoding="utf-8"))
-        return step_of(checkpoint), [{int(worker): cursor for worker, cursor in each.items()} for each in cursors]
+        model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
+        load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
+        return checkpoint_step(checkpoint), read_cursors(checkpoint)
     return 0, []
+
+
+def read_cursors(checkpoint: Path) -> list[Cursors]:
+    """The cursors of each process in a stream."""
+    by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
+    return [{int(worker): cursor for worker, cursor in cursors.items()} for cursors in by_process]
 
 
 def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
@@ -151,23 +169,25 @@ def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
     """
     optimizer = build_optimizer(model, config)
     step, _ = restore(folder, model, optimizer)
-    swap(averages(optimizer) if step and config.average is not None else [])
+    if step and config.average is not None:
+        swap_averages(optimizer)
     return step
 
 
 def damaged_files(checkpoint: Path) -> list[str]:
-    """Files that are not what was written.
+    """Names of the files that differ from those that were written.
 
     Raises:
-        UserError: they cannot be read now, which says nothing of what they hold.
+        UserError: they cannot be read now, which says nothing of their content.
     """
     try:
-        digests = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["sha256"]
-        damaged = [name for name in (MODEL, OPTIMIZER, CURSORS) if sha256_of(checkpoint / name) != digests[name]]
-        for name in set((MODEL, OPTIMIZER)) - set(damaged):
-            safe_open(checkpoint / name, framework="pt")  # checksums are no proof against who can write them
+        digests = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["sha256"]
+        files = (MODEL_FILE, OPTIMIZER_FILE, CURSORS_FILE)
+        damaged = [name for name in files if sha256_of(checkpoint / name) != digests[name]]
+        for name in {MODEL_FILE, OPTIMIZER_FILE} - set(damaged):
+            safe_open(checkpoint / name, framework="pt")  # a writer of these files can write their checksums, too
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return ["state.json"]
+        return [STATE_FILE]
     except OSError as error:
         raise UserError(f"{checkpoint} cannot be read now ({error}); the same command goes on when it can") from error
     except SafetensorError:
@@ -177,33 +197,43 @@ def damaged_files(checkpoint: Path) -> list[str]:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    place = folder / "checkpoints"
-    found = place.iterdir() if place.is_dir() else ()  # not `glob`, for which a folder that cannot be read is empty
-    return sorted((path for path in found if COMPLETE.fullmatch(path.name)), key=step_of)
+    parent = folder / "checkpoints"
+    if not parent.is_dir():
+        return []
+    paths = parent.iterdir()  # not `glob`, for which a folder that cannot be read is empty
+    return sorted((path for path in paths if COMPLETE_NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
-def step_of(checkpoint: Path) -> int:
-    """The updates that were done when it was taken, by its name."""
+def checkpoint_step(checkpoint: Path) -> int:
+    """The steps that were done when it was taken, by its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint, unchecked; 0 where there is none."""
-    return max(map(step_of, complete_checkpoints(folder)), default=0)
+    """The step of the newest checkpoint, which may be damaged; 0 if there is none."""
+    checkpoints = complete_checkpoints(folder)
+    return checkpoint_step(checkpoints[-1]) if checkpoints else 0
 
 
-def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. All else, such as rates, comes from the config."""
-    state = optimizer.state_dict()["state"]
-    named = ((f"{number}.{name}", value) for number, values in state.items() for name, value in values.items())
-    return {name: value for name, value in named if torch.is_tensor(value)}  # SGD without momentum has None
+    tensors = {}
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            if torch.is_tensor(value):  # SGD without momentum has None
+                tensors[f"{number}.{name}"] = value
+    return tensors
 
 
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
-    """Load what `flat_state` gave and a file holds."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Load the tensors of `flatten_state` from a file."""
+    parameters = parameters_of(optimizer)
+
+    def parameter_of(key: str) -> torch.Tensor:
+        return parameters[int(key.split(".", 1)[0])]
+
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in read_tensors(file, lambda key: parameters[int(key.split(".", 1)[0])]).items():
+    for key, tensor in read_tensors(file, parameter_of).items():
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,8 +1,8 @@
 """Floating-point operations that training executes: the one place where they are counted.
 
-Matrix products count two operations a multiply-add, the rest nothing. What is computed a second time to save memory
-does not count: the scores that fused attention computes again in its backward pass, and the activations of
-checkpointing. So a budget of operations means the same with either.
+Matrix products count two operations a multiply-add, the rest nothing. Values that are computed a second time to save
+memory do not count: the scores of fused attention in its backward pass, and the activations of checkpointing. So a
+budget of operations means the same with either.
 """
 
 import math
@@ -19,19 +19,19 @@ from mpp.training.optim import parameter_groups
 from mpp.training.parallel import without_weights
 from mpp.training.task import ImageTask
 
-KERNELS = ("efficient_attention", "flash_attention", "flash_attention_for_cpu", "cudnn_attention")
-"""torch's kernels of fused attention. torch 2.14 has no formula for the CPU's."""
+FUSED_ATTENTION_KERNELS = ("efficient_attention", "flash_attention", "flash_attention_for_cpu", "cudnn_attention")
+"""torch's. torch 2.14 has no formula for the CPU's."""
 
 
 def update_flops(task: ImageTask, images: int, config: OptimConfig) -> int:
-    """Operations of an update: of so many images, forward and backward, and of the optimiser."""
+    """Operations of a step: forward and backward pass of so many images, and the optimiser's."""
     return task.flops() * images + optimizer_flops(task.model, config)
 
 
 def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: bool = True) -> int:
     """Operations of a forward (and backward) pass over these inputs, counted without computing them.
 
-    What the last block skips does not count.
+    Tokens that the last block skips do not count.
     """
     model = without_weights(model)
     for module in model.modules():
@@ -39,8 +39,10 @@ def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: boo
             module.grad_checkpointing = False
     with flop_counter() as counter:
         outputs = model(*(part.to("meta") for part in inputs))
+        if isinstance(outputs, tuple):
+            outputs = outputs[0]  # a teacher's, the others, have no gradients
         if backward:
-            (outputs[0] if isinstance(outputs, tuple) else outputs).sum().backward()  # a teacher's have no gradients
+            outputs.sum().backward()
     return counter.get_total_flops()
 
 
@@ -51,8 +53,11 @@ def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:
     """
     if config.name != "muon":
         return 0
-    groups = [group for group in parameter_groups(model, config) if group["use_muon"]]
-    return sum(muon_flops(matrix.shape) for group in groups for matrix in group["params"])
+    flops = 0
+    for group in parameter_groups(model, config):
+        if group["use_muon"]:
+            flops += sum(muon_flops(matrix.shape) for matrix in group["params"])
+    return flops
 
 
 @cache
@@ -66,16 +71,19 @@ def muon_flops(shape: torch.Size) -> int:
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter of operations: while open, it counts what is executed; `get_total_flops()` says how many."""
-    named = {f"_scaled_dot_product_{kernel}": fused_attention for kernel in KERNELS}
-    named |= {f"{name}_backward": fused_attention_backward for name in named}
-    formulas = {getattr(torch.ops.aten, name): formula for name, formula in named.items()}
+    """A counter: while open, it counts the operations that are executed; `get_total_flops()` is their number."""
+    formulas = {}
+    for kernel in FUSED_ATTENTION_KERNELS:
+        name = f"_scaled_dot_product_{kernel}"
+        formulas[getattr(torch.ops.aten, name)] = fused_attention
+        formulas[getattr(torch.ops.aten, f"{name}_backward")] = fused_attention_backward
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def fused_attention(query: torch.Size, key: torch.Size, value: torch.Size, *_, **__) -> int:
     """Operations of fused attention: queries times keys, and weights times values. Shapes are (B, heads, T, d)."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    queries, keys = math.prod(query[:-1]), key[-2]
+    return 2 * queries * keys * (query[-1] + value[-1])
 
 
 def fused_attention_backward(_: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *__, **___) -> int:

@@ -1,4 +1,4 @@
-"""Where the numbers go: Accelerate's trackers (TensorBoard by default) and metrics.jsonl, the same scalars in both."""
+"""Logging: the same scalars to metrics.jsonl and to Accelerate's trackers (TensorBoard by default)."""
 
 import json
 import re
@@ -26,95 +26,111 @@ from mpp.config.saved import to_yaml
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable
-from mpp.training.history import EVALUATED
+from mpp.training.history import EVALUATED, Line
 
-METRICS = "metrics.jsonl"
-EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\..*")
-SHOWN = ("accuracy", "two_nearest", "nearest", "most_frequent")
-CHARTS = {  # drawn together; the tags are patterns
+METRICS_FILE = "metrics.jsonl"
+UNREADABLE_FILE = "unreadable.txt"
+EVENT_FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*")  # with the time in seconds
+ACCURACIES = ("accuracy", "two_nearest", "nearest", "most_frequent")
+TENSORBOARD_CHARTS = {
     "masked patches": {
-        "train": ["Multiline", [f"^train/{name}$" for name in SHOWN]],
-        "held out": ["Multiline", [f"^heldout/{name}$" for name in SHOWN]],
+        "train": ["Multiline", [f"^train/{name}$" for name in ACCURACIES]],
+        "held out": ["Multiline", [f"^heldout/{name}$" for name in ACCURACIES]],
     }
 }
+"""Scalars that are drawn together: title -> chart -> kind, and patterns of their tags."""
 
 
 class Tracker:
-    """Writes metrics on the main process; resuming cuts what lies after the checkpoint, so that no curve doubles back.
+    """Writes metrics on the main process; resuming drops those after the checkpoint, so that no curve doubles back.
 
     Args:
         folder: the run folder.
-        step: updates done; later lines of metrics.jsonl and later TensorBoard events are dropped.
+        step: steps done; later lines of metrics.jsonl and later TensorBoard events are dropped.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
         self.accelerator, self.folder = accelerator, folder
-        self.metrics, self.unreadable = folder / METRICS, folder / "unreadable.txt"
-        self.named = self.known_unreadable()
-        step = step or -1  # without a checkpoint the untrained model is logged again
+        self.metrics_file, self.unreadable_file = folder / METRICS_FILE, folder / UNREADABLE_FILE
+        self.unreadable = self.read_unreadable()
+        last_kept = step or -1  # without a checkpoint the untrained model is logged again
         if accelerator.is_main_process:
-            keep_until(folder, step)
-        for tracker in accelerator.log_with:
-            if getattr(tracker, "name", None) == "tensorboard":
-                tracker.init_kwargs["purge_step"] = step + 1
-            elif getattr(tracker, "name", None) == "wandb" and accelerator.is_main_process:
-                tracker.init_kwargs["id"] = wandb_id(folder)
-        try:
-            with later_event_file(folder):
-                accelerator.init_trackers(folder.name)
-        except BaseException:
-            accelerator.trackers.clear()  # whoever closes them would stumble over those that were not opened
-            raise
+            drop_after(folder, last_kept)
+        self.open_trackers(last_kept)
         for tracker in accelerator.trackers:
-            if tracker.name == "tensorboard" and accelerator.is_main_process:
-                tracker.writer.add_custom_scalars(CHARTS)
-                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(step, 0))
-            elif tracker.name != "tensorboard":
-                tracker.store_init_configuration({key: scalar(value) for key, value in flatten(config).items()})
+            if tracker.name != "tensorboard":
+                tracker.store_init_configuration({key: as_scalar(value) for key, value in flatten(config).items()})
+            elif accelerator.is_main_process:
+                tracker.writer.add_custom_scalars(TENSORBOARD_CHARTS)
+                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
+
+    def open_trackers(self, last_kept: int) -> None:
+        """Open Accelerate's trackers, so that they continue after a step."""
+        accelerator = self.accelerator
+        for tracker in accelerator.log_with:
+            name = getattr(tracker, "name", None)
+            if name == "tensorboard":
+                tracker.init_kwargs["purge_step"] = last_kept + 1
+            elif name == "wandb" and accelerator.is_main_process:
+                tracker.init_kwargs["id"] = wandb_id(self.folder)
+        try:
+            with later_event_file(self.folder):
+                accelerator.init_trackers(self.folder.name)
+        except BaseException:
+            accelerator.trackers.clear()  # those that were not opened cannot be closed
+            raise
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
+        """Log scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
         if self.accelerator.is_main_process:
+            line = json.dumps({"step": step, **values})
             try:
-                with self.metrics.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": step, **values}) + "\n")
+                with self.metrics_file.open("a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
             except OSError as error:
-                raise UserError(f"{self.metrics} cannot be written: {error}; the last checkpoint is good") from error
-        self.accelerator.log({name if "/" in name else f"train/{name}": value for name, value in values.items()}, step)
+                message = f"{self.metrics_file} cannot be written: {error}; the last checkpoint is good"
+                raise UserError(message) from error
+        tagged = {name if "/" in name else f"train/{name}": value for name, value in values.items()}
+        self.accelerator.log(tagged, step)
 
     def log_images(self, step: int, name: str, images: Tensor) -> None:
-        """Pictures (B, 3, H, W) uint8."""
+        """Log pictures (B, 3, H, W) uint8."""
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard":
                 tracker.log_images({name: np.asarray(images.cpu())}, step)
             elif hasattr(tracker, "log_images"):  # the others take lists of (H, W, 3)
-                tracker.log_images({name: list(np.asarray(images.permute(0, 2, 3, 1).cpu()))}, step)
+                channels_last = images.permute(0, 2, 3, 1)
+                tracker.log_images({name: list(np.asarray(channels_last.cpu()))}, step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Markdown, for TensorBoard."""
+        """Log Markdown to TensorBoard."""
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard" and self.accelerator.is_main_process:
                 tracker.writer.add_text(name, printable(text), step)
 
     def warn_unreadable(self, failures: list[str]) -> None:
         """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
-        new = [failure for failure in dict.fromkeys(map(printable, failures)) if failure not in self.named]
-        self.named.update(new)
+        new = []
+        for failure in map(printable, failures):
+            if failure not in self.unreadable:
+                self.unreadable.add(failure)
+                new.append(failure)
+        if not new:
+            return
         for failure in new:
             tqdm.write(f"warning: unreadable image, another takes its place: {failure}", file=sys.stderr)
-        if new:
-            with self.unreadable.open("a", encoding="utf-8") as file:
-                file.writelines(f"{failure}\n" for failure in new)
+        with self.unreadable_file.open("a", encoding="utf-8") as file:
+            file.writelines(f"{failure}\n" for failure in new)
 
     def count_unreadable(self) -> int:
-        """Different images that could not be decoded so far, by all processes and in all lives of the run."""
-        return len(self.known_unreadable())
+        """Different images that could not be decoded so far, by all processes and across restarts."""
+        return len(self.read_unreadable())
 
-    def known_unreadable(self) -> set[str]:
+    def read_unreadable(self) -> set[str]:
         """The lines of unreadable.txt, in which nodes may have written over each other."""
-        if not self.unreadable.exists():
+        if not self.unreadable_file.exists():
             return set()
-        return set(self.unreadable.read_text(encoding="utf-8", errors="replace").splitlines())
+        return set(self.unreadable_file.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 @contextmanager
@@ -124,72 +140,78 @@ def later_event_file(folder: Path) -> Iterator[None]:
     TensorBoard reads files by name, which begins with the time in seconds, and the clock may be behind that of an
     earlier file: a resumed run may be on another machine.
     """
-    times = [int(found[1]) for path in folder.glob("*tfevents*") if (found := EVENTS.fullmatch(path.name))]
-    later = max(times, default=0) + 1
-    clock = SimpleNamespace(time=lambda: max(time.time(), later))
+    later = 0
+    for path in folder.glob("*tfevents*"):
+        name = EVENT_FILE_NAME.fullmatch(path.name)
+        if name:
+            later = max(later, int(name[1]))
+    clock = SimpleNamespace(time=lambda: max(time.time(), later + 1))
     with patch.object(event_file_writer, "time", clock):
         yield
 
 
 def event_writer(folder: Path) -> SummaryWriter:
-    """TensorBoard's writer; what it writes is read after what is in the folder."""
+    """TensorBoard's writer, whose file is read after those in the folder."""
     with later_event_file(folder):
         return SummaryWriter(str(folder))
 
 
 def wandb_id(folder: Path) -> str:
-    """What wandb knows the run of this folder by, in all of its lives."""
+    """The id by which wandb knows the run of this folder, across restarts."""
     file = folder / "wandb_id"
     if not file.exists():
         file.write_text(secrets.token_hex(4), encoding="utf-8")
     return file.read_text(encoding="utf-8")
 
 
-def keep_until(folder: Path, step: int) -> None:
-    """Cut a run's metrics after `step`; a torn last line goes with what it would have said."""
-    if (folder / METRICS).exists():
-        kept = (json.dumps(line) + "\n" for line in metrics_of(folder) if line["step"] <= step)
-        write_complete(folder / METRICS, "".join(kept))
+def drop_after(folder: Path, step: int) -> None:
+    """Drop a run's metrics after `step`, and a torn last line."""
+    if (folder / METRICS_FILE).exists():
+        kept = [f"{json.dumps(line)}\n" for line in read_history(folder) if line["step"] <= step]
+        write_complete(folder / METRICS_FILE, "".join(kept))
 
 
-def last_evaluation(folder: Path) -> dict[str, float]:
+def read_history(folder: Path) -> list[Line]:
+    """All whole lines of a run's metrics.jsonl; [] if there is no such file."""
+    file = folder / METRICS_FILE
+    if not file.is_file():
+        return []
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # the last one may be torn
+            break
+    return lines
+
+
+def last_evaluation(folder: Path) -> Line:
     """The scalars of the last evaluation of a run."""
     return last_scalars(folder, EVALUATED)
 
 
 def last_step(folder: Path, name: str) -> int:
-    """The step at which a run logged that scalar last; 0 where it has not."""
+    """The step at which a run logged that scalar last; 0 if it has not."""
     try:
         return last_scalars(folder, name)["step"]
     except UserError:
         return 0
 
 
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    """All lines of a run's metrics.jsonl; the last one may be torn. None where there is no such file."""
-    file, lines = folder / METRICS, []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
-
-
-def last_scalars(folder: Path, name: str) -> dict[str, float]:
+def last_scalars(folder: Path, name: str) -> Line:
     """The scalars of a run that were logged last together with the one of that name.
 
     Raises:
         UserError: no run there, or none that logs it.
     """
-    found = next((line for line in reversed(metrics_of(folder)) if name in line), None)
-    if found is None:
-        raise UserError(f"{folder} is no run with {name} in its metrics.jsonl")
-    return found
+    lines = [line for line in read_history(folder) if name in line]
+    if not lines:
+        raise UserError(f"no run at {folder}: its metrics.jsonl is missing or has no {name}")
+    return lines[-1]
 
 
-def scalar(value: Any) -> Any:
-    """A setting as a scalar: what trackers take."""
+def as_scalar(value: Any) -> Any:
+    """A setting as a scalar: trackers take no others."""
     return value if isinstance(value, int | float | str | bool) else str(value)
 
 

@@ -5,7 +5,7 @@ step, the weights and the optimiser's, so that a killed run resumes exactly.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,11 +19,11 @@ from mpp.runtime.processes import maximum_of_all
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
+from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import resume, save
 from mpp.training.feed import Feed
 from mpp.training.history import EVALUATED
 from mpp.training.log import Speed, Tracker, last_step
-from mpp.training.optim import averaged_weights
 from mpp.training.parallel import start_compilers
 from mpp.training.step import Update
 from mpp.training.task import ImageTask
@@ -179,8 +179,8 @@ class Loop:
     @contextmanager
     def averaged_model(self) -> Iterator[nn.Module]:
         """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
-        averaged = averaged_weights(self.optimizer, average=self.optim.average is not None)
-        with averaged, self.update.parallel.whole_model() as model:
+        averages = nullcontext() if self.optim.average is None else averaged_weights(self.optimizer)
+        with averages, self.update.parallel.whole_model() as model:
             yield model
 
     def save(self, step: int) -> None:

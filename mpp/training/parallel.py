@@ -1,7 +1,6 @@
 """How the processes hold the model: each the whole of it (DDP), or each a share of every tensor (FSDP2).
 
-Either trains the same weights to the same checkpoints. The loop asks for three things: the model that is trained, the
-optimiser, and the whole model where somebody looks at it.
+Either trains the same weights to the same checkpoints.
 """
 
 import copy
@@ -32,34 +31,36 @@ class Parallel(Protocol):
     """A model and its optimiser, prepared for training by all processes together."""
 
     model: nn.Module
-    """What holds the weights: no wrapper is in their names."""
+    """The model without a wrapper, whose name would be in those of the weights."""
     wrapped: nn.Module
-    """What is called in a step: `model`, or its wrapper."""
+    """The model, or its wrapper, that a step calls."""
     optimizer: AcceleratedOptimizer
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
-        """A model of the present weights that a process may call alone: for evaluation and export."""
+        """The model with its present weights, unsharded, which a process may call alone: to evaluate and export."""
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig) -> Parallel:
-    """The model as the launcher asked for it: sharded, or a copy on each process."""
-    return (Sharded if sharding(accelerator) else Replicated)(model, accelerator, optim, run)
+    """Prepare the model as the launcher asked for it: sharded, or a copy on each process."""
+    kind = Sharded if sharding(accelerator) else Replicated
+    return kind(model, accelerator, optim, run)
 
 
 def start_compilers(device: torch.device) -> None:
-    """Start the processes by which inductor compiles for a GPU, where SIGTERM and SIGHUP do not reach them.
+    """Start the processes in which inductor compiles for a GPU, with SIGTERM and SIGHUP blocked.
 
-    A launcher sends them to all that belongs to a process. Without them the step that is to be finished could not be.
-    To be called after loader processes are forked: compilers are beside threads of this process.
+    A launcher sends these signals to a process and its children. Without compilers the last step could not be finished.
+    Call it after loader processes are forked: it starts threads in this process.
     """
-    if device.type == "cuda":
-        from torch._inductor.async_compile import AsyncCompile
+    if device.type != "cuda":
+        return
+    from torch._inductor.async_compile import AsyncCompile
 
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # a mask is inherited
-        try:
-            AsyncCompile.warm_pool()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # a mask is inherited
+    try:
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Replicated:
@@ -92,58 +93,71 @@ class Sharded:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         self.device = accelerator.device
-        unprepared = dict(device_placement=False, evaluation_mode=True)  # autocast alone; fully_shard moves the shards
-        self.aside = accelerator.prepare_model(without_weights(model), **unprepared)
+        autocast_only = dict(device_placement=False, evaluation_mode=True)  # fully_shard moves the shards
+        self.unsharded = accelerator.prepare_model(without_weights(model), **autocast_only)
+        """A copy of the model, without memory while it is not asked for."""
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):  # as DDP does: the main process's are everybody's
+            for tensor in state_tensors(model):  # as DDP does: the main process's weights are those of all
                 tensor.copy_(broadcast(tensor.detach().to(self.device)))
-        self.model = self.wrapped = accelerator.prepare_model(model, **unprepared)
-        reduced = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if run.reduction == "bf16" else None)
-        mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
-        again = sharding(accelerator).reshard_after_forward
-        blocks = units(model)
-        if run.compile:  # a graph for each rate of drop path
-            compile_blocks_apart(len(blocks))
-        for block in blocks:
-            if run.compile:
-                block.forward = torch.compile(block.forward)  # within the unit's hooks, which cannot be compiled
-            fully_shard(block, mesh=mesh, mp_policy=reduced, reshard_after_forward=again)
-        fully_shard(model, mesh=mesh, mp_policy=reduced)
-        if self.device.type == "cpu":  # gloo takes a mean for a sum in some releases of torch
-            for unit in (*blocks, model):
-                unit.set_force_sum_reduction_for_comms(True)
+        self.model = self.wrapped = accelerator.prepare_model(model, **autocast_only)
+        self.shard(accelerator, run)
         self.optimizer = accelerator.prepare(build_optimizer(model, optim))
+
+    def shard(self, accelerator: Accelerator, run: RunConfig) -> None:
+        """Shard the model's units, and compile them if `run.compile`."""
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if run.reduction == "bf16" else None)
+        mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
+        reshard = sharding(accelerator).reshard_after_forward
+        units = sharding_units(self.model)
+        if run.compile:  # a graph for each rate of drop path
+            compile_blocks_apart(len(units))
+        for unit in units:
+            if run.compile:
+                unit.forward = torch.compile(unit.forward)  # within the unit's hooks, which cannot be compiled
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        if self.device.type == "cpu":  # gloo takes a mean for a sum in some releases of torch
+            for unit in (*units, self.model):
+                unit.set_force_sum_reduction_for_comms(True)
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        self.aside.to_empty(device=self.device)
+        self.unsharded.to_empty(device=self.device)
         with torch.no_grad():
-            for target, own in zip(tensors_of(self.aside), tensors_of(self.model), strict=True):
-                target.copy_(whole_tensor(own))
+            for target, source in zip(state_tensors(self.unsharded), state_tensors(self.model), strict=True):
+                target.copy_(whole_tensor(source))
         try:
-            yield self.aside.train(self.model.training)
+            yield self.unsharded.train(self.model.training)
         finally:
-            self.aside.to("meta")
+            self.unsharded.to("meta")
 
 
-def units(model: nn.Module) -> list[nn.Module]:
-    """The blocks that are gathered alone: of each stack all but the last."""
-    stacks = [getattr(module, "blocks", None) for module in model.modules()]
-    stacks = [stack for stack in stacks if isinstance(stack, nn.ModuleList | nn.Sequential)]
-    blocks = [block for stack in stacks for block in stack[:-1] if not isinstance(block, nn.ModuleList)]
-    within = {inner for block in blocks for inner in block.modules() if inner is not block}
-    return [block for block in blocks if block not in within]
+def sharding_units(model: nn.Module) -> list[nn.Module]:
+    """The blocks that are gathered one by one: of each stack all but the last, none within another."""
+    blocks = []
+    for module in model.modules():
+        stack = getattr(module, "blocks", None)
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            blocks += [block for block in stack[:-1] if not isinstance(block, nn.ModuleList)]
+    inner = set()
+    for block in blocks:
+        inner.update(module for module in block.modules() if module is not block)
+    return [block for block in blocks if block not in inner]
 
 
 def without_weights(model: nn.Module) -> nn.Module:
     """A copy of a model on torch's `meta` device, which takes no memory."""
-    memo = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    memo: dict[int, Tensor] = {}
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
 
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers."""
+def state_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, then buffers."""
     yield from model.parameters()
     yield from model.buffers()
 
@@ -153,22 +167,26 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Tensors that may be sharded, whole; one after the other, so that no GPU holds more than one of them.
 
     Args:
         keep: whether this process wants them, on the CPU. The others get an empty dict.
     """
-    result = {}
+    gathered = {}
     for name, tensor in tensors.items():
         whole = whole_tensor(tensor)
         if keep:
-            result[name] = whole.cpu() if isinstance(tensor, DTensor) else whole
-    return result
+            gathered[name] = whole.cpu() if isinstance(tensor, DTensor) else whole
+    return gathered
 
 
 def read_tensors(file: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; where `like` says for a name a sharded one, the rows of this process alone."""
+    """The tensors of a safetensors file; of those that are sharded, this process's rows.
+
+    Args:
+        like: the present tensor of a name, which may be sharded.
+    """
     with safe_open(file, framework="pt") as stored:
         names: list[str] = stored.keys()
         return {name: read_tensor(stored, name, like(name)) for name in names}
@@ -176,16 +194,23 @@ def read_tensors(file: Path, like: Callable[[str], Tensor | None]) -> dict[str, 
 
 def read_tensor(stored: safe_open, name: str, like: Tensor | None) -> Tensor:
     """A tensor of an open file; sharded where `like` is, and of its shape (an optimiser counts steps, too)."""
-    part = stored.get_slice(name)
-    if not isinstance(like, DTensor) or tuple(part.get_shape()) != tuple(like.shape):
+    stored_rows = stored.get_slice(name)
+    if not isinstance(like, DTensor) or tuple(stored_rows.get_shape()) != tuple(like.shape):
         return stored.get_tensor(name)
     first, count = rows_of_process(like)
-    rows = part[first : first + count] if count else stored.get_tensor(name)[:0]
-    options = dict(shape=like.shape, stride=like.stride(), run_check=False)
-    return DTensor.from_local(rows.to(like.device), like.device_mesh, like.placements, **options)
+    rows = stored_rows[first : first + count] if count else stored.get_tensor(name)[:0]
+    return DTensor.from_local(
+        rows.to(like.device),
+        like.device_mesh,
+        like.placements,
+        shape=like.shape,
+        stride=like.stride(),
+        run_check=False,
+    )
 
 
 def rows_of_process(tensor: DTensor) -> tuple[int, int]:
     """First row and number of rows of this process; a tensor is sharded by rows, as `Tensor.chunk` does it."""
-    size = -(-tensor.shape[0] // tensor.device_mesh.size())
-    return min(tensor.shape[0], size * tensor.device_mesh.get_local_rank()), len(tensor.to_local())
+    rows_per_process = -(-tensor.shape[0] // tensor.device_mesh.size())
+    first = rows_per_process * tensor.device_mesh.get_local_rank()
+    return min(tensor.shape[0], first), len(tensor.to_local())

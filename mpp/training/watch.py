@@ -13,7 +13,7 @@ from tqdm import tqdm
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_complete
 from mpp.training.health import Facts, RunWarning, find_warnings
-from mpp.training.log import Tracker, metrics_of
+from mpp.training.log import Tracker, read_history
 from mpp.training.task import ImageTask
 from mpp.training.verdict import has_best_features, verdict
 
@@ -48,7 +48,7 @@ class Watch:
         """The verdict and the new warnings, to the console, TensorBoard and verdict.json."""
         if self.facts is None:
             self.facts = self.measure_facts()
-        history = metrics_of(self.folder)
+        history = read_history(self.folder)
         warnings = find_warnings(history, self.facts)
         names = [warning.name for warning in warnings]
         line = verdict(history, self.facts, names)
@@ -90,7 +90,7 @@ class Watch:
 
     def is_best(self) -> bool:
         """Whether the evaluation that was logged last has the best features so far."""
-        return has_best_features(metrics_of(self.folder))
+        return has_best_features(read_history(self.folder))
 
     def measure_facts(self) -> Facts:
         """Constants of the run that warnings need."""
