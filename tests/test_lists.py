@@ -143,6 +143,11 @@ def test_floating_numbers_that_are_whole_are_whole(tmp_path):
     assert [each.label for each in in_train(tmp_path).values()] == ["3", None, "1"]
 
 
+def test_a_column_of_labels_may_be_blank_throughout(tmp_path):
+    listed(tmp_path, ["", " "])
+    assert labels_by_name(in_train(tmp_path)) == {"0.png": None, "1.png": None}
+
+
 @pytest.mark.parametrize("name", ["labels.jsonl", "Metadata.parquet"])
 def test_lists_of_labels_stay_several_right_answers(tmp_path, name):
     for split in ("train", "val"):
