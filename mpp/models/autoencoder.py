@@ -32,9 +32,9 @@ class MaskedAutoencoder(nn.Module):
 
     Args:
         encoder: timm's; trained in place and exported alone.
-        outputs: numbers that the head predicts for a patch.
+        outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
-        config: the size of the decoder.
+        config: size of the decoder.
     Raises:
         UserError: an encoder that needs all tokens, or whose windows overlap; a decoder that cannot be built.
     """
@@ -50,11 +50,7 @@ class MaskedAutoencoder(nn.Module):
         config: NetworkConfig,
     ):
         super().__init__()
-        setting = ("network.name", "autoencoder")
-        allowed = "predictor with a hybrid or overlapping patches: visible ones would show the encoder masked pixels"
-        require(type(encoder.patch_embed) is PatchEmbed, *setting, allowed)
-        allowed = "predictor where positions act in the blocks, or mixing is axial: the encoder here lacks some tokens"
-        require(not isinstance(encoder, VariantViT) or encoder.takes_any_tokens, *setting, allowed)
+        require_independent_patches(encoder)
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
         width, depth, heads = decoder_numbers(config, encoder)
@@ -78,15 +74,32 @@ class MaskedAutoencoder(nn.Module):
         corrupted = encoder.num_prefix_tokens + corruption.positions
         dropped = encoder.num_prefix_tokens + corruption.dropped
         visible = complement(torch.cat([corrupted, dropped], dim=1), tokens.shape[1])
-        seen = run_blocks(encoder.blocks, encoder.norm_pre(gather_tokens(tokens, visible)), checkpointed)
-        decoded = self.decoder(encoder.fc_norm(encoder.norm(seen)), visible, corrupted, checkpointed)
-        return self.head(decoded)
+
+        seen = encoder.norm_pre(gather_tokens(tokens, visible))  # (B, V, D)
+        seen = run_blocks(encoder.blocks, seen, checkpointed)
+        seen = encoder.fc_norm(encoder.norm(seen))
+        return self.head(self.decoder(seen, visible, corrupted, checkpointed))
+
+
+def require_independent_patches(encoder: VisionTransformer) -> None:
+    """Refuse an encoder that cannot run on the visible patches alone.
+
+    Raises:
+        UserError: an encoder whose windows overlap, or that needs all tokens.
+    """
+    allowed = "predictor with a hybrid or overlapping patches: visible ones would show the encoder masked pixels"
+    require(type(encoder.patch_embed) is PatchEmbed, "network.name", "autoencoder", allowed)
+    if isinstance(encoder, VariantViT):
+        allowed = "predictor where positions act in the blocks, or mixing is axial: the encoder here lacks some tokens"
+        require(encoder.takes_any_tokens, "network.name", "autoencoder", allowed)
 
 
 def complement(index: Tensor, count: int) -> Tensor:
     """Numbers below `count` that are not in index (B, K): (B, count - K), ascending."""
-    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device).scatter_(1, index, 1)
-    return present.argsort(dim=1, stable=True)[:, : count - index.shape[1]]
+    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device)
+    present.scatter_(1, index, 1)
+    absent_first = present.argsort(dim=1, stable=True)
+    return absent_first[:, : count - index.shape[1]]
 
 
 class Decoder(nn.Module):
@@ -123,7 +136,8 @@ class Decoder(nn.Module):
         """
         tokens = self.embed(tokens)
         masked = self.mask_token.to(tokens.dtype).expand(len(tokens), len(self.positions), -1)
-        tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens) + self.positions
+        tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
+        tokens = tokens + self.positions
         tokens = run_blocks(self.blocks[:-1], tokens, checkpointed)
         return self.norm(block_at(self.blocks[-1], tokens, corrupted))
 
@@ -137,10 +151,10 @@ def initialize(module: nn.Module) -> None:
 
 def decoder_numbers(config: NetworkConfig, encoder: VisionTransformer) -> tuple[int, int, int]:
     """Width, depth and heads of the decoder: those of the config, or two thirds of the encoder's, at most MAE's."""
-    heads_by_width = max(1, round(2 * encoder.embed_dim / (3 * HEAD_WIDTH)))
-    width = config.decoder_width or min(MAE_DECODER_WIDTH, HEAD_WIDTH * heads_by_width)
-    blocks = max(1, round(2 * len(encoder.blocks) / 3))
-    depth = config.decoder_depth or min(MAE_DECODER_DEPTH, blocks)
+    two_thirds_of_heads = max(1, round(2 * encoder.embed_dim / (3 * HEAD_WIDTH)))
+    two_thirds_of_blocks = max(1, round(2 * len(encoder.blocks) / 3))
+    width = config.decoder_width or min(MAE_DECODER_WIDTH, HEAD_WIDTH * two_thirds_of_heads)
+    depth = config.decoder_depth or min(MAE_DECODER_DEPTH, two_thirds_of_blocks)
     heads = config.decoder_heads or max(1, width // HEAD_WIDTH)
     require(width % heads == 0, "network.decoder_width", width, f"a multiple of network.decoder_heads ({heads})")
     return width, depth, heads

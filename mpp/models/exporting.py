@@ -35,21 +35,28 @@ def export_encoder(
     Args:
         encoder: made by `timm.create_model`, which records the arguments that rebuild it.
         folder: complete or absent: written aside, synced to disk and renamed.
-        img_size: of the images it was trained on: a side, or height and width.
+        img_size: size of the training images: a side, or height and width.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
-        crop_pct: share of the shorter side that the held-out view keeps; timm gets `timm_crop_pct` of it.
-        card: text of its README.md; empty: none is written.
-        how_read: settings by which the pixels of files were read, where they are not as usual.
-        label_names: of the classes that it learned, in the order of their numbers, for timm's
-            `pretrained_cfg["label_names"]`. None: those that a model with a head came with.
+        crop_pct: share of the shorter side in the held-out view; timm gets `timm_crop_pct` of it.
+        card: text of README.md; empty: no such file.
+        how_read: settings for reading pixels from files, where they are not the defaults.
+        label_names: names of the learned classes in the order of their numbers, for timm's
+            `pretrained_cfg["label_names"]`. None: for a model with a head, the names in its `pretrained_cfg`.
         learned_labels: whether it learned from labels, or from an encoder that did.
     Raises:
         UserError: a head for another number of classes.
     """
-    data_config = dict(mean=tuple(mean), std=tuple(std), interpolation="bilinear")
-    data_config |= dict(input_size=(len(mean), *sides(img_size)), crop_pct=timm_crop_pct(img_size, crop_pct))
-    ours: dict[str, Any] = {"pretrained_cfg": {"tag": "mpp", "license": None}}  # not those of published weights
-    ours["eval_crop"] = crop_pct  # `load_encoder` needs it for other sizes
+    data_config = dict(
+        mean=tuple(mean),
+        std=tuple(std),
+        interpolation="bilinear",
+        input_size=(len(mean), *sides(img_size)),
+        crop_pct=timm_crop_pct(img_size, crop_pct),
+    )
+    ours: dict[str, Any] = {
+        "pretrained_cfg": {"tag": "mpp", "license": None},  # not those of published weights
+        "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
+    }
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
         ours["position"] = FIXED_POSITIONS  # `load_encoder` reads it; timm alone takes the table for learned
     if how_read:
@@ -57,7 +64,8 @@ def export_encoder(
     if learned_labels:
         ours["learned_labels"] = True
     if label_names:
-        count, allowed = len(label_names), f"{encoder.num_classes}, the outputs of the model's head"
+        count = len(label_names)
+        allowed = f"{encoder.num_classes}, the outputs of the model's head"
         require(encoder.num_classes in (0, count), "the number of label_names", count, allowed)
         ours["label_names"] = list(label_names)  # which timm moves into pretrained_cfg
     with complete(folder) as partial:

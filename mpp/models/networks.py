@@ -1,9 +1,9 @@
-"""The networks that can be pre-trained: what the encoder sees, and what predicts.
+"""The networks for pre-training: an encoder and the parts that predict.
 
-A network has an `encoder`, which is exported, and a `normalize` for its input. In words it has the `method` and what is
-`on_top` of the encoder, for the model card. It turns images (B, C, H, W) and their corruption into predictions
-(B, K, outputs); where there is a teacher, into predictions and targets. To add one, write such a module and name it in
-NETWORKS.
+A network is a module with an `encoder`, which is exported, a `normalize` for its input, and two texts for the model
+card: its `method`, and the parts `on_top` of the encoder. It turns images (B, C, H, W) and their corruption into
+predictions (B, K, outputs); with a teacher, into predictions and targets. To add one, write such a module and name it
+in NETWORKS.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,26 +20,38 @@ from mpp.models.teachers import StudentWithTeacher, build_teacher
 from mpp.models.timm_models import cell_grid
 from mpp.objectives import Objective, build_objective
 
+
+def build_predictor(
+    encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float], config: NetworkConfig
+) -> MaskedPatchPredictor:
+    """The paper's network, which needs none of the decoder's settings."""
+    return MaskedPatchPredictor(encoder, outputs, mean, std)
+
+
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "predictor": lambda *parts, config: MaskedPatchPredictor(*parts),
+    "predictor": build_predictor,
     "autoencoder": MaskedAutoencoder,
 }
 
 
 def build_model(config: Config) -> tuple[nn.Module, Objective]:
-    """What is pre-trained, by the config, and what it is to predict.
+    """The network for pre-training by the config, and its objective.
 
     Raises:
         UserError: parts that do not fit each other.
     """
     channels = config.data.channels
-    encoder, moments = build_encoder(config.model, channels), config.model.normalization(channels)
-    patch_size, teacher = cell_grid(encoder)[1], None
-    if config.objective.name == "features":
-        teacher = build_teacher(config.objective, encoder, Normalize(*moments))
-    objective = build_objective(config.objective, patch_size, channels, teacher and teacher.width)
-    network = build_network(config.network, encoder, objective.outputs, *moments)
-    return StudentWithTeacher(network, teacher, config.objective) if teacher else network, objective
+    encoder = build_encoder(config.model, channels)
+    mean, std = config.model.normalization(channels)
+    _, patch_size = cell_grid(encoder)
+    if config.objective.name != "features":
+        objective = build_objective(config.objective, patch_size, channels)
+        return build_network(config.network, encoder, objective.outputs, mean, std), objective
+
+    teacher = build_teacher(config.objective, encoder, Normalize(mean, std))
+    objective = build_objective(config.objective, patch_size, channels, teacher.width)
+    network = build_network(config.network, encoder, objective.outputs, mean, std)
+    return StudentWithTeacher(network, teacher, config.objective), objective
 
 
 def build_network(
@@ -49,7 +61,7 @@ def build_network(
 
     Args:
         encoder: trained in place.
-        outputs: numbers that are predicted for a patch.
+        outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
     Raises:
         UserError: no such network, or one that does not fit the encoder.

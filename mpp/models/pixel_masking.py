@@ -21,7 +21,7 @@ class PixelMasking(nn.Module):
     Cells are squares that do not overlap, as large as a patch (of a hybrid: as the pixels from one token to the next).
     A masked cell is blank, and a random one has another cell's pixels. A token whose window lies wholly in masked cells
     becomes [mask]; the blank part of other windows tells nothing. Each cell is predicted from the token whose window it
-    is. So K of N cells are corrupted and predicted, as they are without overlap.
+    is. So K of N cells are corrupted and predicted, as without overlap.
 
     Args:
         encoder: one whose windows overlap.
@@ -33,14 +33,17 @@ class PixelMasking(nn.Module):
         stride = getattr(encoder.patch_embed, "stride", self.side)  # pixels from one token to the next
         token_rows, token_columns = encoder.patch_embed.grid_size
         first_tokens = torch.arange(rows)[:, None] * token_columns + torch.arange(columns)
-        tokens = self.side // stride * first_tokens.flatten()  # (N,): the token whose window each cell is
+        tokens_per_side = self.side // stride
+        tokens = tokens_per_side * first_tokens.flatten()  # (N,): the token whose window each cell is
         self.register_buffer("tokens", tokens, persistent=False)
 
+        top = torch.arange(token_rows) * stride
+        left = torch.arange(token_columns) * stride
         corners = []
         for row_end in (0, self.side - 1):
             for column_end in (0, self.side - 1):
-                cell_rows = (torch.arange(token_rows) * stride + row_end) // self.side
-                cell_columns = (torch.arange(token_columns) * stride + column_end) // self.side
+                cell_rows = (top + row_end) // self.side
+                cell_columns = (left + column_end) // self.side
                 corners.append(cell_rows[:, None] * columns + cell_columns)
         cells = torch.stack(corners, dim=-1).flatten(0, 1)  # (T, 4): the cells at the corners of each token's window
         self.register_buffer("cells", cells, persistent=False)
@@ -56,7 +59,8 @@ class PixelMasking(nn.Module):
     def masked_tokens(self, corruption: Corruption) -> Tensor:
         """Whether the whole window of a token is masked, (B, T, 1)."""
         batch = len(corruption.positions)
+        is_mask = corruption.kinds == int(Kind.MASK)
         masked = torch.zeros(batch, len(self.tokens), dtype=torch.bool, device=self.tokens.device)  # (B, N)
-        masked.scatter_(1, corruption.positions, corruption.kinds == int(Kind.MASK))
+        masked.scatter_(1, corruption.positions, is_mask)
         masked.scatter_(1, corruption.dropped, True)
         return masked[:, self.cells].all(-1, keepdim=True)

@@ -25,7 +25,7 @@ class MaskedPatchPredictor(nn.Module):
 
     Args:
         encoder: timm's; trained in place and exported alone.
-        outputs: numbers that the head predicts for a patch.
+        outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
     """
 
