@@ -20,7 +20,7 @@ from PIL import Image
 from evaluation.frozen.results import table
 from evaluation.memory import peak_memory
 from evaluation.pages.about import changed
-from evaluation.pictures.gallery import sheet
+from evaluation.pictures.gallery import arrange_in_rows
 from mpp.config import Config
 from mpp.config.parsing import as_words, parse
 from mpp.data.data_path import describe_source
@@ -271,7 +271,7 @@ def draw_crops(task: Pretraining, batches: Sequence[Batch]) -> Image.Image:
     rows = []
     for first in range(0, len(pairs), CROPS_IN_A_ROW):
         rows.append([picture for pair in pairs[first : first + CROPS_IN_A_ROW] for picture in pair])
-    return sheet(rows, side=64)
+    return arrange_in_rows(rows, side=64)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -131,7 +131,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys
 
 @pytest.mark.faults
 def test_the_same_again_draws_nothing_anew(hostile, tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluation.report.PICTURES", {})
+    monkeypatch.setattr("evaluation.pages.picture_sections.PICTURES", {})
     report([f"--encoder={hostile}", f"--out={tmp_path / 'again.html'}", *FAST])
     assert read(tmp_path / "again.html")[0].tags["img"] == read(hostile / "report.html")[0].tags["img"]
 

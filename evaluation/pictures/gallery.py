@@ -39,7 +39,7 @@ class Shown(NamedTuple):
 
 
 @torch.no_grad()
-def look_at(
+def extract_shown_images(
     encoder: FrozenEncoder | ColorBaseline,
     dataset: ImageDataset,
     data: ProbeDataConfig,
@@ -81,7 +81,7 @@ def map_of(features: Tensor) -> NDArray[np.float64]:
 
 
 @torch.no_grad()
-def losses_of(task: Pretraining, accelerator: Accelerator, count: int) -> NDArray[np.float64]:
+def held_out_losses(task: Pretraining, accelerator: Accelerator, count: int) -> NDArray[np.float64]:
     """The loss of each of the first `count` held-out images, (count,), under its fixed corruption."""
     found, count = [], min(count, len(task.held_out))
     for first in range(0, count, BATCH):
@@ -91,26 +91,26 @@ def losses_of(task: Pretraining, accelerator: Accelerator, count: int) -> NDArra
     return np.array(found)
 
 
-def predicted(task: Pretraining, indices: Sequence[int]) -> NDArray[np.uint8]:
+def predict_columns(task: Pretraining, indices: Sequence[int]) -> NDArray[np.uint8]:
     """Those held-out images as original, corrupted, predicted, true: (4, n, H, W, 3)."""
     columns = prediction_columns(task.objective, *task.predict(task.model, indices))
     return as_rgb(columns).movedim(2, -1).cpu().numpy()
 
 
-def shrunk(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def shrink(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """An image (H, W, 3), made smaller where a page of many would be too large."""
     image = Image.fromarray(pixels)
     image.thumbnail((LARGEST, LARGEST))
     return np.asarray(image)
 
 
-def sheet(rows: Sequence[Sequence[NDArray[np.uint8]]], side: int = 96, apart: int = 0) -> Image.Image:
+def arrange_in_rows(rows: Sequence[Sequence[NDArray[np.uint8]]], side: int = 96, apart: int = 0) -> Image.Image:
     """Images (H, W, 3) in rows, each at least `side` pixels wide and at most `LARGEST` wide or high, on white.
 
     Args:
         apart: pixels between the first image of a row and the others, beyond the usual.
     """
-    rows = [[shrunk(pixels) for pixels in row] for row in rows]
+    rows = [[shrink(pixels) for pixels in row] for row in rows]
     times = max(1, -(-side // rows[0][0].shape[1]))
     height, width = (times * length for length in rows[0][0].shape[:2])
     across = max(map(len, rows))
