@@ -26,30 +26,40 @@ TESTS = ("pytest", "-m", "gpu", "-k", "not compiled", "-q", "-rA", "--no-header"
 SPEED = ("evaluation.throughput", "--rounds=5")
 
 
-def parts(config: GpuReportConfig) -> Iterator[tuple[str, str]]:
-    """A title and a text, one after the other, as they are there."""
+def report_parts(config: GpuReportConfig) -> Iterator[tuple[str, str]]:
+    """Titles and texts of the report, each when it is ready."""
     yield "versions and card", get_pretty_env_info()
-    here = (ROOT / "tests" / "test_gpu.py").is_file() and importlib.util.find_spec("pytest")
-    yield "tests", said_by(config.device, *TESTS) if here else "not here: they take a clone, and its extra `test`"
+    if (ROOT / "tests" / "test_gpu.py").is_file() and importlib.util.find_spec("pytest"):
+        yield "tests", output_of(config.device, *TESTS)
+    else:
+        yield "tests", "not here: they take a clone, and its extra `test`"
     device = "auto" if config.device == "cuda" else "cpu"
-    yield "speed", said_by(device, *SPEED, f"--batch_size={config.batch_size}", f"--device={device}")
+    settings = (f"--batch_size={config.batch_size}", f"--device={device}")
+    yield "speed and memory", output_of(device, *SPEED, *settings)
 
 
-def said_by(device: str, *words: str) -> str:
-    """What a command writes, with how long it took."""
-    begin, environment = time.monotonic(), os.environ | {"GPU_SUITE_DEVICE": device}
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    ended = subprocess.run((sys.executable, "-m", *words), cwd=ROOT, env=environment, **streams)
-    return f"{ended.stdout}\nexit code {ended.returncode}, {time.monotonic() - begin:.0f} s"
+def output_of(device: str, *words: str) -> str:
+    """Output of a Python module's command on a device, with its exit code and duration."""
+    begin = time.monotonic()
+    ended = subprocess.run(
+        (sys.executable, "-m", *words),
+        cwd=ROOT,
+        env=os.environ | {"GPU_SUITE_DEVICE": device},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    seconds = time.monotonic() - begin
+    return f"{ended.stdout}\nexit code {ended.returncode}, {seconds:.0f} s"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Report as the command line, or `arguments`, say."""
+    """Report with the settings of the command line, or of `arguments`."""
     config = parse(GpuReportConfig, arguments, prog="python evaluation/gpu_report.py")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch sees no GPU here; --device cpu rehearses the report")
     with open(config.out, "w", encoding="utf-8") as file:
-        for title, text in parts(config):
+        for title, text in report_parts(config):
             print(f"== {title}\n\n{text}\n", file=file, flush=True)
             print(f"{title}: done", flush=True)
     print(f"wrote {config.out}: send this file")

@@ -68,7 +68,7 @@ def test_the_command_says_it(capsys):
 
 def test_a_report_has_three_parts(tmp_path, monkeypatch, capsys):
     """Its commands are tested on their own."""
-    monkeypatch.setattr(gpu_report, "said_by", lambda *words: " ".join(words))
+    monkeypatch.setattr(gpu_report, "output_of", lambda *words: " ".join(words))
     gpu_report.main([f"--out={tmp_path / 'report.txt'}", "--device=cpu"])
     text = (tmp_path / "report.txt").read_text()
     assert [line for line in text.splitlines() if line.startswith("== ")] == [
