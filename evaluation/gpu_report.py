@@ -35,7 +35,7 @@ def report_parts(config: GpuReportConfig) -> Iterator[tuple[str, str]]:
         yield "tests", "not here: they take a clone, and its extra `test`"
     device = "auto" if config.device == "cuda" else "cpu"
     settings = (f"--batch_size={config.batch_size}", f"--device={device}")
-    yield "speed and memory", output_of(device, *SPEED, *settings)
+    yield "speed", output_of(device, *SPEED, *settings)
 
 
 def output_of(device: str, *words: str) -> str:
