@@ -28,7 +28,7 @@ BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when an update is logged
     "_local_scalar_dense in step.verify",  # the verdict on it, and on those since the last
     "index by a mask in metrics.measure",  # the accuracy on corrupted patches, by what became of them
-    "bincount in objectives.count",
+    "bincount in palette.count",
 }
 
 

@@ -318,7 +318,7 @@ def test_images_without_labels_are_judged_by_agreement(pretrain, tmp_path):
 def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
     values, seen = iter((0.2, 0.5, 0.9, 0.6, 0.7)), []
 
-    def scripted(probe, model, floor=False):
+    def scripted(probe, model, baseline=False):
         seen.append({name: weight.clone() for name, weight in model.encoder.state_dict().items()})
         return {"knn/depth_01": next(values)}
 
