@@ -53,10 +53,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser: warm-up, decay, clipping, averaging."""
+    """The optimiser: warm-up, decay, clipping, averaging. Pre-training has other defaults: see `Config`."""
 
     name: Literal["muon", "adam", "sgd"] = "adam"
-    """muon: orthogonalised momentum for the blocks' matrices (Jordan et al., 2024; timm's), and NAdamW for all else:
+    """muon: orthogonalised momentum for the blocks' matrices (Jordan et al., 2024), and timm's NAdamW for all else:
     Adam with Nesterov's momentum, decoupled weight decay and an eps of 1e-7; adam: with decoupled weight decay and an
     eps of 1e-8, the paper's; sgd: with momentum, the paper's for fine-tuning."""
     lr: float = setting(3e-3, above=0)

@@ -5,7 +5,10 @@ imports.json                       name and digest of the user's code (--import)
 data.json                          the images that it began with (mpp/training/record.py)
 metrics.jsonl, events.out.*        scalars; pictures
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
-encoder/                           timm's layout, when the run is finished
+encoder/, encoder_best/            timm's layout: when the run is finished; with the best features (run.keep_best)
+evaluation/                        results and pictures of the evaluation commands
+unreadable.txt                     images that could not be decoded
+wandb_id                           the run's id, where wandb is asked for
 preempted                          the marker of a run that a signal stopped (mpp/runtime/signals.py)
 check_crops.png                    training crops, drawn by `mpp check` before the run (evaluation/check.py)
 report.html                        the page on the run (evaluation/report.py)
