@@ -1,9 +1,8 @@
 """Objectives: targets of corrupted patches and the loss of predictions (paper, appendix B.1.2).
 
-An objective turns clean images into targets, says how many numbers the head predicts for a patch, how far a prediction
-is from its target, and which predictions are right. (Targets that are features come from a teacher,
-mpp/models/teachers.py.) All arithmetic is on integers or in float32: it runs outside autocast. To add an objective,
-write a class with these members and name it in OBJECTIVES.
+An objective defines the targets of clean images, the number of predicted values for a patch, the loss of a prediction,
+and its accuracy. (Targets that are features come from a teacher, mpp/models/teachers.py.) All arithmetic is on integers
+or in float32: it runs outside autocast. To add an objective, write a subclass of Objective and name it in OBJECTIVES.
 
 Images (B, C, H, W) have values from 0 to 255, uint8 or float32. B images, K patches, P side of a patch, C channels.
 """
@@ -22,9 +21,9 @@ from mpp.errors import UserError
 from mpp.palette import MOST_CLASSES, Palette, palette_for, sum_pixels
 
 DISTANCES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, None: F.mse_loss}
-"""Means over all numbers of all patches, by `objective.loss`."""
+"""Mean distances over all values of all patches, by `objective.loss`."""
 ORIENTATIONS = 9  # of a histogram of oriented gradients
-GREY = 128  # in pictures, for what has no colour
+GREY = 128  # in pictures, for [mask] and other patches without a colour
 LEGIBLE_CELL = 16  # pixels of a cell's side in a picture of its orientations
 
 
@@ -56,19 +55,20 @@ def unscale_pixels(scaled: Tensor) -> Tensor:
 
 def entropy_of(logits: Tensor) -> Tensor:
     """Entropy of softmax(logits) over the last dimension, in bits: (..., C) to (...)."""
-    return torch.distributions.Categorical(logits=logits).entropy() / math.log(2)
+    distribution = torch.distributions.Categorical(logits=logits)
+    return distribution.entropy() / math.log(2)
 
 
 class Objective:
-    """The target of each corrupted patch. A new objective sets `outputs`, and defines `targets` and `loss`.
+    """Targets of corrupted patches and their loss. A new objective sets `outputs`, and defines `targets` and `loss`.
 
-    The other members serve accuracy and pictures, and have a default.
+    The other members serve accuracy and pictures, and have defaults.
     """
 
     outputs: int
-    """Number of values that the head predicts for a patch."""
+    """Number of predicted values for a patch."""
     palette: Palette | None = None
-    """Colour classes by which accuracy is counted. None: no accuracy is measured."""
+    """Colour classes for accuracy. None: no accuracy is measured."""
     shown = "grey, for want of a picture"
     """Content of a picture of a prediction, in a few words."""
 
@@ -95,7 +95,7 @@ class Objective:
     def labels(self, targets: Tensor) -> Tensor:
         """Colour classes of targets, (B, K, cells * S) int64, where there is a palette.
 
-        Accuracy is the share of classes that are right.
+        Accuracy is the share of correct classes.
         """
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Objective:
         """Targets as pixels, (B, K, C, P, P) from 0 to 255, or s times as large to be legible, for a whole s.
 
         Args:
-            clean: the true patches (B, K, C, P, P). They give what targets lack; then `shown` says so.
+            clean: the true patches (B, K, C, P, P), for information that targets lack; then `shown` mentions it.
         """
         return torch.full_like(clean, GREY)
 
@@ -113,7 +113,7 @@ class Objective:
 
 
 class GridColor(Objective):
-    """Classify the mean colour of each cell of a grid over the patch. Accuracy: the share of cells that are right."""
+    """Classify the mean colour of each cell of a grid over the patch. Accuracy: the share of correct cells."""
 
     shown = "colours of a grid over each patch"
 
@@ -132,7 +132,8 @@ class GridColor(Objective):
         patches = patches_at(images, positions, self.patch_size)
         cells = rearrange(patches, "b k c (g h) (f w) -> b k (g f) c h w", g=self.grid, f=self.grid)
         cell_side = self.patch_size // self.grid
-        classes = self.palette.classify(sum_pixels(cells), 255 * cell_side**2)  # (B, K, cells, S)
+        largest_sum = 255 * cell_side**2
+        classes = self.palette.classify(sum_pixels(cells), largest_sum)  # (B, K, cells, S)
         return classes.flatten(2)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
@@ -145,17 +146,19 @@ class GridColor(Objective):
         return targets
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        colors = self.palette.colors(targets.unflatten(-1, (-1, self.palette.softmaxes)))
+        classes = targets.unflatten(-1, (-1, self.palette.softmaxes))  # (B, K, cells, S)
+        colors = self.palette.colors(classes)
         cell_side = self.patch_size // self.grid
         return repeat(colors, "b k (g f) c -> b k c (g h) (f w)", g=self.grid, h=cell_side, w=cell_side)
 
     def entropy(self, predictions: Tensor) -> Tensor:
-        entropy = entropy_of(predictions.unflatten(-1, (-1, self.classes)))
+        logits = predictions.unflatten(-1, (-1, self.classes))  # (B, K, cells * S, classes)
+        entropy = entropy_of(logits)
         return entropy.unflatten(-1, (-1, self.palette.softmaxes)).sum(-1)
 
 
 def too_many_colours(bits: int, channels: int) -> UserError:
-    """The error of more colour classes than a softmax may have."""
+    """Error for more colour classes than a softmax may have."""
     most = int(math.log2(MOST_CLASSES)) // channels
     allowed = "objective.factorized true (a softmax for each channel) or objective.name pixels serves"
     if most:
@@ -167,9 +170,9 @@ def too_many_colours(bits: int, channels: int) -> UserError:
 
 
 class MeanColor(GridColor):
-    """Classify the patch's mean colour: one of 2**(C * bits) classes. It is a grid of one cell.
+    """Classify the patch's mean colour, one of 2**(C * bits) classes: a grid of one cell.
 
-    Accuracy: the share of patches that are right.
+    Accuracy: the share of correct patches.
     """
 
     shown = "mean colours"
@@ -200,17 +203,19 @@ class Pixels(Objective):
         return self.distance(predictions, scale_pixels(targets.flatten(2)))
 
     def decide(self, predictions: Tensor) -> Tensor:
-        return unscale_pixels(predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size)))
+        patches = predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size))
+        return unscale_pixels(patches)
 
     def labels(self, targets: Tensor) -> Tensor:
-        return self.palette.classify(sum_pixels(targets), 255 * self.patch_size**2)
+        largest_sum = 255 * self.patch_size**2
+        return self.palette.classify(sum_pixels(targets), largest_sum)
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         return targets
 
 
 class NormalizedPixels(Pixels):
-    """Regress the patch's pixels, less their mean and divided by their deviation, of all channels together (MAE).
+    """Regress the patch's pixels less their mean and divided by their deviation, over all channels together (MAE).
 
     The deviation is the unbiased one, of pixels scaled to [-1, 1], with 1e-6 added to its square, as in MAE's code.
     There is no accuracy: the brightness of a patch and its contrast are not predicted, and the true values would give
@@ -224,7 +229,8 @@ class NormalizedPixels(Pixels):
         self.palette = None
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
-        pixels, mean, deviation = self.moments(patches_at(images, positions, self.patch_size))
+        patches = patches_at(images, positions, self.patch_size)
+        pixels, mean, deviation = self.moments(patches)
         return (pixels - mean) / deviation  # (B, K, C, P, P)
 
     def moments(self, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,7 +265,7 @@ class Hog(Objective):
         if patch_size % self.cell:
             raise UserError(f"objective.cell is {config.cell}; it must divide the patch size ({patch_size})")
         self.distance = DISTANCES[config.loss]
-        self.side = patch_size // self.cell  # of the patch, in cells
+        self.side = patch_size // self.cell  # side of the patch, in cells
         self.outputs = self.side**2 * channels * ORIENTATIONS
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
@@ -274,7 +280,7 @@ class Hog(Objective):
         shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, self.channels, ORIENTATIONS))
         times = math.ceil(LEGIBLE_CELL / self.cell)
         lines = orientation_lines(self.cell * times).to(targets.device)  # (9, h, w)
-        brightest = torch.zeros(*shares.shape[:-1], *lines.shape[1:], device=targets.device)  # of all lines
+        brightest = torch.zeros(*shares.shape[:-1], *lines.shape[1:], device=targets.device)  # maximum over the lines
         for share, line in zip(shares.unbind(-1), lines, strict=True):
             brightest = torch.maximum(brightest, share[..., None, None] * line)
         pixels = (255 * brightest).to(torch.uint8)
@@ -285,9 +291,9 @@ def oriented_gradients(images: Tensor, cell: int) -> Tensor:
     """Histograms of oriented gradients (Dalal and Triggs, 2005) of each channel, each histogram of unit length.
 
     A gradient is the difference of the two neighbours, and 0 across the image's border. Each pixel votes with its
-    gradient's length for one of nine orientations, which share 180 degrees from the rightward gradient on. The result
-    is that of scikit-image's `hog` for a channel, with blocks of one cell. MaskFeat's code uses Sobel filters instead
-    of the difference, and its orientations are turned by half of one.
+    gradient's length for one of nine orientations, which divide the 180 degrees from the rightward gradient on. The
+    result equals scikit-image's `hog` of a channel, with blocks of one cell. MaskFeat's code uses Sobel filters instead
+    of differences, and its orientations are shifted by half an orientation.
 
     Args:
         images: (B, C, H, W), H and W multiples of `cell`.
@@ -302,27 +308,32 @@ def oriented_gradients(images: Tensor, cell: int) -> Tensor:
     length = torch.hypot(down, right)
     orientation = torch.atan2(down, right) * (ORIENTATIONS / math.pi)
     bins = orientation.floor() % ORIENTATIONS  # opposite gradients are one orientation
-    votes = [F.avg_pool2d(length.where(bins == number, 0.0), cell) for number in range(ORIENTATIONS)]
+    votes = []
+    for number in range(ORIENTATIONS):
+        votes_of_pixels = length.where(bins == number, 0.0)
+        votes.append(F.avg_pool2d(votes_of_pixels, cell))
     return F.normalize(torch.stack(votes, dim=2), dim=2)
 
 
 def orientation_lines(side: int) -> Tensor:
-    """A line through a square for the middle of each orientation, along the edge: at right angles to the gradient.
+    """Pictures of a line through a square for each orientation, along the edge: at right angles to the gradient.
 
     Returns:
         (9, side, side) float32, from 0 to 1.
     """
     angles = (torch.arange(ORIENTATIONS) + 0.5) * math.pi / ORIENTATIONS
-    place = torch.arange(side) - (side - 1) / 2
-    distances = angles.sin()[:, None, None] * place[:, None] + angles.cos()[:, None, None] * place  # from the line
+    sines = angles.sin()[:, None, None]
+    cosines = angles.cos()[:, None, None]
+    places = torch.arange(side) - (side - 1) / 2  # from the centre
+    distances = sines * places[:, None] + cosines * places  # from the line
     return (0.5 + side / 12 - distances.abs()).clamp(0, 1)
 
 
 class TeacherFeatures(Objective):
     """Regress a teacher's features of the patch; the network gives the targets (mpp/models/teachers.py).
 
-    No accuracy: features have no classes. Pictures show where predictions and targets lie along the first three
-    principal components of these targets, as red, green and blue; or, of images that are not RGB, along the first.
+    No accuracy: features have no classes. Pictures show predictions and targets along the first three principal
+    components of these targets, as red, green and blue; for images that are not RGB, along the first.
 
     Args:
         width: of the teacher's features.
@@ -345,8 +356,10 @@ class TeacherFeatures(Objective):
     def pictures(self, predictions: Tensor, targets: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
         rows = targets.flatten(0, 1).double()
         mean = rows.mean(0)
-        directions = torch.linalg.svd(rows - mean, full_matrices=False)[2][:3]  # (3, D), or fewer of few patches
-        reach = 2 * ((rows - mean) @ directions.T).std(0).clamp(min=1e-12)  # most of the targets lie within
+        components = torch.linalg.svd(rows - mean, full_matrices=False)[2]
+        directions = components[:3]  # (3, D), or fewer rows if there are few patches
+        deviations = ((rows - mean) @ directions.T).std(0)
+        reach = 2 * deviations.clamp(min=1e-12)  # most of the targets lie within
 
         def paint(features: Tensor) -> Tensor:
             scores = (features.double() - mean) @ directions.T  # (B, K, 3)
@@ -360,14 +373,16 @@ class TeacherFeatures(Objective):
 
 
 def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """1 less the cosine of prediction and target, (..., D) each, the mean over all: 0 where they point the same way."""
-    return (1 - F.cosine_similarity(predictions, targets, dim=-1)).mean()
+    """Mean of 1 - cosine of prediction and target, (..., D) each: 0 where they point the same way."""
+    cosines = F.cosine_similarity(predictions, targets, dim=-1)
+    return (1 - cosines).mean()
 
 
 def build_pixels(config: ObjectiveConfig, patch_size: int, channels: int = 3) -> Objective:
-    """Pixels as they are, or by each patch's own mean and deviation, as `objective.normalize` says."""
-    kind = NormalizedPixels if config.normalize == "patch" else Pixels
-    return kind(config, patch_size, channels)
+    """Pixels, normalised by each patch's mean and deviation where `objective.normalize` is patch."""
+    if config.normalize == "patch":
+        return NormalizedPixels(config, patch_size, channels)
+    return Pixels(config, patch_size, channels)
 
 
 OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int, int], Objective]] = {
@@ -382,7 +397,7 @@ def build_objective(config: ObjectiveConfig, patch_size: int, channels: int = 3,
     """The objective of the settings.
 
     Args:
-        width: of the teacher's features, where these are predicted.
+        width: of the teacher's features, if they are the targets.
     Raises:
         UserError: no such objective, or one that does not fit the patch size or the channels.
     """

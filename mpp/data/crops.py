@@ -1,4 +1,4 @@
-"""Crops of images, (C, H, W) throughout: uint8 stays uint8, and float32 in [0, 255] stays that."""
+"""Crops of images (C, H, W): uint8 stays uint8, and float32 from 0 to 255 stays float32."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional
 from mpp.config import DataConfig, ImageSize, resized_side, sides
 from mpp.runtime.randomness import Stream, random_words, uniform
 
-MAX_RELATIVE_ASPECT = 16  # an image that is longer, in proportion to its view, is cut before it is resized
+MAX_RELATIVE_ASPECT = 16  # relative to the view; a longer image is cut before it is resized
 CROP_ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 
 rand_augment = lru_cache(v2.RandAugment)
@@ -31,25 +31,27 @@ class CropBox(NamedTuple):
 
 
 def random_crop(image: Tensor, size: int | ImageSize, config: DataConfig, seed: int, epoch: int, index: int) -> Tensor:
-    """The training crop: an inception crop resized to `size`, perhaps flipped; a function of (seed, epoch, index).
+    """Training crop: an inception crop resized to `size`, perhaps flipped; a function of (seed, epoch, index).
 
     As torchvision's RandomResizedCrop: area and (log) ratio are uniform in `crop_area` and `crop_ratio`, times the
-    width / height of `size`; ten attempts, then the largest centre crop that the ratios allow.
+    width / height of `size`; ten attempts, then the largest centre crop within the ratios.
 
     Args:
         image: (C, H, W).
-        size: of the result, h x w.
+        size: h x w of the result.
     Returns:
         (C, h, w).
     """
     height, width = image.shape[-2:]
-    size = sides(size)
-    flip, *numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
-    box = crop_box(height, width, config, numbers, size[1] / size[0])
+    view_height, view_width = sides(size)
+    flip_number, *box_numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
+    box = crop_box(height, width, config, box_numbers, view_width / view_height)
     crop = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
-    # This is torchvision's resize without its dispatch.
-    crop = F.interpolate(crop[None], size, mode="bilinear", antialias=True)[0]
-    return crop.flip(-1) if config.flip and flip < 0.5 else crop
+    # torchvision's resize without its dispatch
+    crop = F.interpolate(crop[None], (view_height, view_width), mode="bilinear", antialias=True)[0]
+    if config.flip and flip_number < 0.5:
+        return crop.flip(-1)
+    return crop
 
 
 def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[float], proportion: float = 1.0) -> CropBox:
@@ -59,11 +61,13 @@ def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[floa
         numbers: in [0, 1): area, ratio, top, left of each attempt.
         proportion: width / height where `crop_ratio` is 1.
     """
-    low, high = config.crop_area
-    log_slim, log_wide = map(math.log, config.crop_ratio)
+    least_area, most_area = config.crop_area
+    slim, wide = config.crop_ratio
+    log_slim = math.log(slim)
+    log_wide = math.log(wide)
     for attempt in range(0, len(numbers), 4):
         area_number, ratio_number, top_number, left_number = numbers[attempt : attempt + 4]
-        area = height * width * (low + (high - low) * area_number)
+        area = height * width * (least_area + (most_area - least_area) * area_number)
         ratio = proportion * math.exp(log_slim + (log_wide - log_slim) * ratio_number)
         crop_height = round(math.sqrt(area / ratio))
         crop_width = round(math.sqrt(area * ratio))
@@ -71,17 +75,19 @@ def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[floa
             top = int(top_number * (height - crop_height + 1))
             left = int(left_number * (width - crop_width + 1))
             return CropBox(top, left, crop_height, crop_width)
-    slim, wide = config.crop_ratio
+
     crop_width = max(1, min(width, round(height * proportion * wide)))
     crop_height = max(1, min(height, round(width / (proportion * slim))))
-    return CropBox((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
+    top = (height - crop_height) // 2
+    left = (width - crop_width) // 2
+    return CropBox(top, left, crop_height, crop_width)
 
 
 def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) -> Tensor:
     """RandAugment: torchvision's two random operations; a function of (magnitude, seed, epoch, index).
 
     Args:
-        image: (3, H, W); pixels of more than 8 bits are rounded.
+        image: (3, H, W); pixels with more than 8 bits are rounded.
         magnitude: 1 to 30; 0 leaves the image unchanged.
     Returns:
         (3, H, W) uint8.
@@ -92,9 +98,9 @@ def augment(image: Tensor, magnitude: int, seed: int, epoch: int, index: int) ->
 
 
 def apply_random(transform: Callable[[Tensor], Tensor], image: Tensor, seed: int, epoch: int, index: int) -> Tensor:
-    """Apply a random transform of torchvision's, as a function of (seed, epoch, index)."""
+    """Apply a random transform of torchvision; a function of (seed, epoch, index)."""
     word = random_words(Stream.AUGMENT, seed, epoch, index, 1)[0]
-    # The generator is put back: dropout may draw from it in this process.
+    # The generator's state is restored afterwards: dropout may draw from it in this process.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(word >> np.uint64(1)))
         return transform(image)
@@ -108,10 +114,10 @@ def to_8_bits(image: Tensor) -> Tensor:
 
 
 def centre_crop(image: Tensor, size: int | ImageSize, share: float, nearest: bool = False) -> Tensor:
-    """The held-out view: resized to cover size / share, then the centre; (C, H, W) to (C, h, w).
+    """Held-out view: resized to cover size / share, then cut to the centre; (C, H, W) to (C, h, w).
 
     Args:
-        nearest: for masks, whose numbers are classes: each pixel is one of the image's.
+        nearest: take the nearest pixel instead of interpolating, for masks, whose pixels are class numbers.
     """
     size = sides(size)
     image = limit_aspect(image, size)
@@ -127,24 +133,27 @@ def centre_crop(image: Tensor, size: int | ImageSize, share: float, nearest: boo
 def limit_aspect(image: Tensor, size: ImageSize) -> Tensor:
     """The middle of an image that is too long for its view: a line of pixels, resized, would take gigabytes."""
     height, width = image.shape[-2:]
-    max_width = max(1, MAX_RELATIVE_ASPECT * height * size[1] // size[0])
-    max_height = max(1, MAX_RELATIVE_ASPECT * width * size[0] // size[1])
+    view_height, view_width = size
+    max_width = max(1, MAX_RELATIVE_ASPECT * height * view_width // view_height)
+    max_height = max(1, MAX_RELATIVE_ASPECT * width * view_height // view_width)
     if width <= max_width and height <= max_height:
         return image
     return functional.center_crop(image, [min(height, max_height), min(width, max_width)])
 
 
 def covering_size(height: int, width: int, size: ImageSize, share: float) -> list[int]:
-    """Height and width to which an image is resized in its proportions, so that it covers `size` / `share`.
+    """Height and width of an image resized in its proportions to cover `size` / `share`.
 
-    For an oblong view they are timm's. For a square the shorter side is rounded to the nearest, where timm rounds it
-    down: published results have it so, and exported encoders the `timm_crop_pct` with which timm does the same.
+    For an oblong view they are timm's. For a square view the shorter side is rounded to the nearest, where timm rounds
+    it down: published results depend on it, and exported encoders have the `timm_crop_pct` that makes timm agree.
     """
-    if size[0] == size[1]:
-        side = resized_side(size[0], share)
+    view_height, view_width = size
+    if view_height == view_width:
+        side = resized_side(view_height, share)
         if height <= width:
             return [side, int(side * width / height)]
         return [int(side * height / width), side]
-    rows, columns = (math.floor(side / share) for side in size)
+    rows = math.floor(view_height / share)
+    columns = math.floor(view_width / share)
     reduction = min(height / rows, width / columns)
     return [round(height / reduction), round(width / reduction)]

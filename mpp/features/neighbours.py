@@ -1,4 +1,4 @@
-"""Nearest neighbours by cosine similarity, and the classes that they vote for (kNN).
+"""Nearest neighbours by cosine similarity, and classification by their votes (kNN).
 
 N rows of a bank (training images, patches), M queries, D width, k neighbours, C classes.
 """
@@ -29,7 +29,7 @@ class Neighbours(NamedTuple):
 
 
 def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> list[Neighbours]:
-    """The nearest rows of a bank, for queries of which it has none; of equally near ones the first come first.
+    """The nearest rows of a bank for queries that are not in it; of equally near rows the first come first.
 
     Args:
         bank: (N, D), on any device and of any floating-point type, perhaps mapped: read once, block by block.
@@ -46,22 +46,24 @@ def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> list
         total=math.ceil(len(bank) / BANK_ROWS_PER_BLOCK),
         disable=len(bank) <= BANK_ROWS_PER_BLOCK,  # ImageNet takes an hour of a CPU
     )
-    for number, block in enumerate(bank_blocks):
+    first_row = 0
+    for block in bank_blocks:
         if not isinstance(block, Tensor):
             block = torch.tensor(block)  # a copy: mapped arrays must not be written to
         rows = F.normalize(block.to(queries), dim=-1)
-        in_block = [largest_of_rows(units @ rows.T, count) for units in query_blocks]
-        if number == 0:
-            nearest = in_block
-            continue
-        first_row = number * BANK_ROWS_PER_BLOCK
-        for place, (similarity, index) in enumerate(in_block):
-            nearest[place] = merge_neighbours(nearest[place], Neighbours(similarity, index + first_row), count)
+        for number, units in enumerate(query_blocks):
+            similarity, index = largest_of_rows(units @ rows.T, count)
+            in_block = Neighbours(similarity, index + first_row)
+            if first_row == 0:
+                nearest.append(in_block)
+            else:
+                nearest[number] = merge_neighbours(nearest[number], in_block, count)
+        first_row += len(rows)
     return nearest
 
 
 def find_other_neighbours(features: Tensor, queries: Sequence[int], count: int) -> Neighbours:
-    """The nearest rows of (N, D) for some of the rows, which are not neighbours of themselves.
+    """The nearest other rows for some rows of (N, D).
 
     Args:
         queries: numbers of these M rows.
@@ -83,23 +85,24 @@ def merge_neighbours(before: Neighbours, after: Neighbours, count: int) -> Neigh
 
 
 def largest_of_rows(values: Tensor, count: int) -> Neighbours:
-    """The `count` largest of each row (M, N), descending, and where they are; of equal ones the first come first.
+    """The `count` largest values of each row (M, N), descending, and their columns; of equal ones the first come first.
 
-    torch.topk leaves the order of equal ones open, and a stable sort of all rows takes many times as long: only rows
-    that have equal ones are sorted.
+    torch.topk leaves the order of equal values open, and a stable sort of all rows takes many times as long, so only
+    rows with equal values are sorted.
     """
-    most = min(count + 1, values.shape[1])  # one more: the last may be equal to the first that is left out
-    largest, index = values.topk(most)
-    tied_rows = (largest[:, 1:] == largest[:, :-1]).any(1).nonzero().squeeze(1)
+    candidates = min(count + 1, values.shape[1])  # one more: the last may be equal to the first that is left out
+    largest, index = values.topk(candidates)
+    is_tied = (largest[:, 1:] == largest[:, :-1]).any(1)
+    tied_rows = is_tied.nonzero().squeeze(1)
     for rows in tied_rows.split(TIED_ROWS_PER_SORT):
         sorted_values, order = values[rows].sort(descending=True, stable=True)
-        largest[rows] = sorted_values[:, :most]
-        index[rows] = order[:, :most]
+        largest[rows] = sorted_values[:, :candidates]
+        index[rows] = order[:, :candidates]
     return Neighbours(largest[:, :count], index[:, :count])
 
 
 def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temperature: float) -> Tensor:
-    """Votes of the neighbours for each class: one of similarity s has the weight exp((s - 1) / temperature).
+    """Votes for each class: a neighbour of similarity s has the weight exp((s - 1) / temperature).
 
     Args:
         bank_classes: (N,) int64 of the bank's rows, from 0 to C - 1.
@@ -115,23 +118,23 @@ def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temp
 def knn_predict(
     train: Tensor | NDArray, train_labels: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
 ) -> dict[int, Tensor]:
-    """Classes that a weighted kNN predicts for test images (Wu et al., 2018).
+    """Predictions of a weighted kNN for test images (Wu et al., 2018).
 
-    Cosine similarity s; the nearest k training images vote with weight exp(s / temperature). Of training images that
-    are equally near the first count; of classes with equally many votes the lowest wins.
+    The k nearest training images by cosine similarity s vote with weight exp(s / temperature). Of equally near training
+    images the first count; of classes with equal votes the lowest wins.
 
     Args:
         train: (N, D) features: see `find_neighbours`.
         train_labels: (N,) int64, from 0.
         test: (M, D) features, on the device and of the type to compute in.
-        neighbours: values of k; those above N count as N.
+        neighbours: values of k; a k above N counts as N.
     Returns:
         k -> (M,) int64, on the device of `test`.
     """
     labels, classes = train_labels.to(test.device).unique(return_inverse=True)  # labels may be far apart
-    most = min(max(neighbours), len(train))
+    largest_k = min(max(neighbours), len(train))
     predictions: dict[int, list[Tensor]] = {k: [] for k in neighbours}
-    for similarity, index in find_neighbours(train, test, most):
+    for similarity, index in find_neighbours(train, test, largest_k):
         for k in neighbours:
             nearest = Neighbours(similarity[:, :k], index[:, :k])
             votes = count_votes(nearest, classes, len(labels), temperature)
@@ -142,6 +145,7 @@ def knn_predict(
 def knn_accuracy(
     train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, neighbours: int, temperature: float = 0.07
 ) -> float:
-    """Share of test images (M, D) that a kNN classifies correctly: see `knn_predict`."""
+    """Accuracy of a kNN on test images (M, D): see `knn_predict`."""
     predicted = knn_predict(train, train_labels, test, [neighbours], temperature)[neighbours]
-    return float(is_right(predicted, test_labels).double().mean())
+    right = is_right(predicted, test_labels)
+    return float(right.double().mean())

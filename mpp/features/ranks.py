@@ -1,4 +1,4 @@
-"""Effective rank of features: in how many directions they spread (RankMe: Garrido et al., 2023)."""
+"""Effective rank of features: the number of directions in which they spread (RankMe: Garrido et al., 2023)."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,31 +13,36 @@ def effective_ranks(features: Sequence[Tensor | NDArray], device: torch.device) 
 
     The exponential of the entropy of the singular values, scaled to a sum of 1. The singular values are the roots of
     the Gram matrix's eigenvalues in float64, a fraction of the work of decomposing the features. Singular values below
-    1e-8 of the largest are then noise: of collapsed features the rank is wrong by up to 1e-4 of itself, as much as the
-    rounding to float32 does.
+    1e-8 of the largest are then noise: the rank of collapsed features has a relative error of up to 1e-4, as rounding
+    to float32 causes too.
 
     Args:
         features: (N, D) for each depth; D may differ.
         device: to compute on.
     Returns:
-        For each depth from 1 to min(N, D): k where k orthogonal directions are equally strong. 0 where all features of
-        a depth are 0.
+        A rank for each depth, from 1 to min(N, D): k where k orthogonal directions are equally strong; 0 where all
+        features of a depth are 0.
     """
     ranks: list[float] = []
-    for _, same_shape in groupby(features, key=lambda of_depth: of_depth.shape):
-        matrices = [gram_matrix(torch.as_tensor(of_depth).to(device).double()) for of_depth in same_shape]
-        ranks += ranks_of_grams(torch.stack(matrices))
+    for _, same_shape in groupby(features, key=lambda depth_features: depth_features.shape):
+        grams = []
+        for depth_features in same_shape:
+            rows = torch.as_tensor(depth_features).to(device).double()
+            grams.append(gram_matrix(rows))
+        ranks += ranks_of_grams(torch.stack(grams))
     return ranks
 
 
 def gram_matrix(features: Tensor) -> Tensor:
     """Inner products of the rows (N, D), or of the columns where they are fewer: (m, m), m = min(N, D)."""
     count, width = features.shape
-    return features @ features.T if count < width else features.T @ features
+    if count < width:
+        return features @ features.T
+    return features.T @ features
 
 
 def ranks_of_grams(grams: Tensor) -> list[float]:
-    """Effective rank of vectors, by their Gram matrices (n, m, m): see `effective_ranks`."""
+    """Effective ranks by Gram matrices (n, m, m): see `effective_ranks`."""
     singular_values = torch.linalg.eigvalsh(grams).clamp(min=0).sqrt()
     total = singular_values.sum(-1, keepdim=True)
     shares = singular_values / total.where(total > 0, 1)

@@ -1,4 +1,4 @@
-"""Attention, of all tokens or of a few as queries, and the positions that act in it (paper, appendix D.4).
+"""Attention with all tokens or a few as queries, and positions within attention (paper, appendix D.4).
 
 B images, T tokens (prefix tokens first: [class], registers), N = rows x columns patches, K queries, D width, d width of
 a head.
@@ -32,8 +32,8 @@ class RelativeKeys(nn.Module):
 
     Args:
         grid: rows and columns of patches.
-        prefix: tokens before them.
-        width: of a head.
+        prefix: number of tokens before the patches.
+        width: d, width of a head.
     """
 
     def __init__(self, grid: Grid, prefix: int, width: int):
@@ -43,19 +43,21 @@ class RelativeKeys(nn.Module):
         tokens = prefix + math.prod(grid)
         self.pos_embed_offsets = nn.Parameter(torch.empty(2 * tokens - 1, width))
         nn.init.trunc_normal_(self.pos_embed_offsets, std=0.02)
-        place = torch.arange(tokens)
-        offsets = place - place[:, None] + tokens - 1  # (query, key), from 0
+        places = torch.arange(tokens)
+        offsets = places - places[:, None] + tokens - 1  # (query, key), from 0
         self.register_buffer("offsets", offsets, persistent=False)
 
     def forward(self, queries: Tensor, index: Tensor | None, scale: float) -> Tensor:
         """Logits (B, heads, K, T) of queries (B, heads, K, d) at index (B, K)."""
-        offset_logits = queries @ self.pos_embed_offsets.to(queries.dtype).T * scale  # (B, heads, K, 2 T - 1)
+        embeddings = self.pos_embed_offsets.to(queries.dtype)
+        offset_logits = queries @ embeddings.T * scale  # (B, heads, K, 2 T - 1)
         offsets = self.offsets[None] if index is None else self.offsets[index]  # (1, T, T) or (B, K, T)
         batch, heads = offset_logits.shape[:2]
-        return offset_logits.gather(-1, offsets[:, None].expand(batch, heads, -1, -1))
+        offsets = offsets[:, None].expand(batch, heads, -1, -1)
+        return offset_logits.gather(-1, offsets)
 
     def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
-        """Offsets of another grid, as those of this one."""
+        """The table of another grid, interpolated to the offsets of this one."""
         return interpolate_offsets(table, self.grid, self.prefix, old)
 
 
@@ -64,8 +66,8 @@ class RelativeBiases(nn.Module):
 
     Args:
         grid: rows and columns of patches.
-        prefix: tokens before them, at most one.
-        heads: of the attention.
+        prefix: number of tokens before the patches, at most one.
+        heads: number of heads.
     """
 
     def __init__(self, grid: Grid, prefix: int, heads: int):
@@ -81,10 +83,10 @@ class RelativeBiases(nn.Module):
         return biases[0][:, index].transpose(0, 1)
 
     def resample(self, name: str, table: Tensor, old: Grid | None) -> Tensor:
-        """Biases of another grid, as those of this one."""
-        offsets = len(table) - 3 * self.biases.prefix_tokens  # of patches, on the other grid
-        length = (offsets + 1) // 2  # of a line with so many offsets
-        side = (math.isqrt(offsets) + 1) // 2  # of a square with so many
+        """The table of another grid, interpolated to the offsets of this one."""
+        offsets = len(table) - 3 * self.biases.prefix_tokens  # between patches of the other grid
+        length = (offsets + 1) // 2  # patches, if the other grid is a line
+        side = (math.isqrt(offsets) + 1) // 2  # patches, if it is a square
         old = other_grid(self.biases.window_size, length, side, old)
         shape = tuple(self.biases.relative_position_bias_table.shape)
         return resize_rel_pos_bias_table(table, self.biases.window_size, shape, old_window_size=old)
@@ -95,15 +97,17 @@ class Rotation(nn.Module):
 
     Args:
         grid: rows and columns of patches.
-        prefix: tokens before them, which are not turned.
-        width: of a head.
+        prefix: number of tokens before the patches, which are not turned.
+        width: d, width of a head.
     """
 
     def __init__(self, grid: Grid, prefix: int, width: int):
         super().__init__()
         require(width % 4 == 0, "model.width / model.heads", width, "a multiple of 4 with model.position=rope")
         patches = RotaryEmbeddingCat(width, in_pixels=False, feat_shape=list(grid)).get_embed()  # (N, 2 d)
-        unturned = torch.cat([torch.zeros(prefix, width), torch.ones(prefix, width)], dim=1)  # sines; cosines
+        sines = torch.zeros(prefix, width)
+        cosines = torch.ones(prefix, width)
+        unturned = torch.cat([sines, cosines], dim=1)
         self.register_buffer("angles", torch.cat([unturned, patches]), persistent=False)  # (T, 2 d)
 
     def forward(self, vectors: Tensor, index: Tensor | None) -> Tensor:
@@ -113,7 +117,7 @@ class Rotation(nn.Module):
 
 
 class AxisLines(NamedTuple):
-    """How tokens are arranged as lines for axial attention, and back: patterns of einops."""
+    """Patterns of einops that arrange tokens as lines for axial attention, and back."""
 
     fold: str
     unfold: str
@@ -121,7 +125,7 @@ class AxisLines(NamedTuple):
 
 
 class PositionedAttention(Attention):
-    """timm's attention, in which positions act: see `set_position`."""
+    """timm's attention, with positions that act within it: see `set_position`."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -133,19 +137,21 @@ class PositionedAttention(Attention):
         """Let attention depend on the places of query and key.
 
         Args:
-            position: one of RELATIVE; with another, attention does not depend on places.
+            position: one of RELATIVE; with any other, attention does not depend on places.
             grid: rows and columns of patches.
-            prefix: tokens before them.
-            along: rows or columns: tokens see only those of their line, and places are those in it; prefix is 0 then.
+            prefix: number of tokens before the patches.
+            along: "rows" or "columns" for axial attention: a token attends only to its own line, places are those
+                within the line, and prefix must be 0.
         Raises:
             UserError: a position that does not go with these numbers.
         """
+        rows, columns = grid
         if along == "rows":
-            self.lines = AxisLines("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": grid[0]})
-            grid = (1, grid[1])
+            self.lines = AxisLines("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": rows})
+            grid = (1, columns)
         elif along == "columns":
-            self.lines = AxisLines("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": grid[1]})
-            grid = (grid[0], 1)
+            self.lines = AxisLines("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": columns})
+            grid = (rows, 1)
         if position == "relative":
             self.added = RelativeKeys(grid, prefix, self.head_dim)
         elif position == "relative_bias":
@@ -159,19 +165,19 @@ class PositionedAttention(Attention):
         if self.lines is None:
             return attention_at(self, x, None)
         fold, unfold, sizes = self.lines
-        lines = rearrange(x, fold, **sizes)
-        return rearrange(attention_at(self, lines, None), unfold, **sizes)
+        attended = attention_at(self, rearrange(x, fold, **sizes), None)
+        return rearrange(attended, unfold, **sizes)
 
 
 def is_known(attention: nn.Module | None) -> bool:
-    """Whether `attention_at` computes all that this attention does: timm's or ours, without gate and lines."""
+    """Whether `attention_at` computes this attention in full: timm's or ours, without gate and lines."""
     if type(attention) not in (Attention, PositionedAttention) or type(attention.qkv) is not nn.Linear:
         return False
     return getattr(attention, "gate", None) is None and getattr(attention, "lines", None) is None
 
 
 def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> Tensor:
-    """Attention with the tokens at `index` (B, K) as its only queries; None: all. (B, T, D) to (B, K, D)."""
+    """Attention with only the tokens at `index` (B, K) as queries; None: all. (B, T, D) to (B, K, D)."""
     queries, keys, values = project(attention, tokens, index)
     queries = attention.q_norm(queries)
     keys = attention.k_norm(keys)
@@ -183,24 +189,34 @@ def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> 
     added = getattr(attention, "added", None)
     if added is not None:
         bias = added(queries, index, attention.scale).to(queries.dtype)
-
-    if attention.fused_attn:
-        dropout = attention.attn_drop.p if attention.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, dropout_p=dropout)
-    else:
-        logits = queries * attention.scale @ keys.transpose(-2, -1)
-        if bias is not None:
-            logits = logits + bias
-        weights = logits.softmax(-1)
-        mixed = attention.attn_drop(weights) @ values
+    mixed = mix_values(attention, queries, keys, values, bias)
     mixed = mixed.transpose(1, 2).flatten(2)  # (B, K, D)
     return attention.proj_drop(attention.proj(attention.norm(mixed)))
+
+
+def mix_values(attention: Attention, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    """Values weighted by attention, (B, heads, K, d).
+
+    Args:
+        queries: (B, heads, K, d).
+        keys, values: (B, heads, T, d).
+        bias: logits to add, (B or 1, heads, K, T).
+    """
+    if attention.fused_attn:
+        dropout = attention.attn_drop.p if attention.training else 0.0
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, dropout_p=dropout)
+    logits = queries * attention.scale @ keys.transpose(-2, -1)
+    if bias is not None:
+        logits = logits + bias
+    weights = logits.softmax(-1)
+    return attention.attn_drop(weights) @ values
 
 
 def project(attention: Attention, tokens: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (B, heads, K, d) of the tokens at `index`, keys and values (B, heads, T, d) of all tokens (B, T, D)."""
     heads = attention.num_heads
-    weight, bias = attention.qkv.weight, attention.qkv.bias
+    weight = attention.qkv.weight
+    bias = attention.qkv.bias
     width = weight.shape[0] // 3
     query_bias = None if bias is None else bias[:width]
     key_value_bias = None if bias is None else bias[width:]
