@@ -5,7 +5,8 @@ import sys
 from importlib import import_module
 
 import pytest
-from conftest import ROOT, encoded, picture
+from comparisons import write_cats_and_dogs
+from conftest import ROOT
 
 from evaluation import cli, compare, registry
 from evaluation.registry import EVALUATIONS, Evaluation
@@ -44,14 +45,8 @@ def nearest_centroid(tmp_path, monkeypatch):
 
 @pytest.fixture
 def images(tmp_path):
-    """Images of two classes: dogs are red, cats are not."""
-    for number in range(24):
-        kind = "cat" if number % 2 else "dog"
-        file = tmp_path / "images" / kind / f"{number:02d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        image = picture(number)
-        image[..., 0] = image[..., 0] // 2 if kind == "cat" else 255 - image[..., 0] // 2
-        file.write_bytes(encoded(image))
+    """Images of two classes, which colours tell apart."""
+    write_cats_and_dogs(tmp_path / "images")
     return tmp_path / "images"
 
 

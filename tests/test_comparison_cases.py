@@ -1,0 +1,152 @@
+"""The cases of a comparison: bad entries, digests, how images are read, and what a training computes."""
+
+import json
+
+import pytest
+import yaml
+from comparisons import SmallComparison
+from safetensors.torch import save_file
+
+from evaluation import compare
+from evaluation.comparison import run
+from evaluation.comparison.cases import cases_of, evaluation_settings
+from evaluation.comparison.digests import identity, relevant_settings
+from evaluation.comparison.entries import read_entries
+from evaluation.comparison.reports import training_pflop
+from evaluation.comparison.trainings import executed_pflop, step_flops
+from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
+from evaluation.frozen.encoder import load_frozen_encoder
+from mpp.config import Config
+from mpp.config.parsing import parse
+
+KNN = {"name": "kNN", "command": "knn"}
+TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}
+OTHER = {"name": "c", "encoder": "b", "train": "pretrain", "train_options": {"run.steps": 1}}
+
+
+@pytest.fixture
+def small(tmp_path):
+    return SmallComparison(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoders": []}, "encoders is empty"),
+        ({"encoders": [{"name": "a"}]}, "encoders: {'name': 'a'} is not {name, encoder"),
+        ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
+        ({"evaluations": [{"name": "a", "command": "magic"}]}, "command is magic; it must be fewshot or knn"),
+        ({"encoders": [{"name": 0.25, "encoder": "b"}]}, "encoders: name is 0.25; it must be text, in quotes"),
+        ({"evaluations": [KNN | {"options": None}]}, "evaluations: kNN: options is None; it must"),
+        ({"questions": [{"name": "a", "encoders": ["b"]}]}, "questions: a is b; it must be one of random, floor"),
+        ({"questions": [{"name": "a", "plot": "lines"}]}, "questions: encoders is None; it must be {name: number}"),
+        ({"encoders": [{"name": "a", "encoder": "b", "seeds": 3}]}, "encoders: a: seeds is 3; it must be a list"),
+        ({"encoders": [TRAINED]}, "encoders: a: encoder is b; it must be with {seed} in it, for several seeds"),
+        ({"encoders": [TRAINED | {"seeds": [0]}, OTHER]}, "encoders: a: train_options is .* those of c, in the same"),
+        ({"questions": [{"name": "a", "evaluations": []}]}, r"questions: evaluations is \[\]; it must be null"),
+        ({"questions": [{"name": "a", "plot": "pie"}]}, "questions: plot is pie; it must be bars, lines or depth"),
+        ({"evaluations": [{"name": "a", "command": "fewshot", "options": {"shotz": 1}}]}, "unknown setting shotz"),
+    ],
+)
+def test_bad_comparisons_are_named(small, change, message):
+    small.config |= change
+    small.config["encoders"] = small.config["encoders"][-2:]
+    with pytest.raises(ValueError, match=message) as error:
+        compare.main(["--config", str(small.write())])
+    assert "\n" not in str(error.value)
+
+
+def only_case(encoder, evaluations=(KNN,), **entries):
+    """The case of a comparison that has one."""
+    (case,) = cases_of(read_entries(CompareConfig(encoders=[encoder], evaluations=evaluations, **entries)))
+    return case
+
+
+def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_path):
+    options = {
+        "config": "rivals/simclr",
+        "views.blur": 0,
+        "run.report": False,
+        "run.steps": 1,
+        "run.threads": 1,
+        "data.workers": 0,
+        "model.width": 16,
+        "model.depth": 1,
+        "model.heads": 2,
+        "model.img_size": 16,
+        "probe.every": 0,
+    }
+    entry = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
+    case = only_case(entry, evaluations=[KNN, {"name": "masked patches", "command": "masked"}])
+    assert case.evaluation.name == "kNN"
+    training = run.settings_to_train(case.encoder)
+    assert training.views.blur == 0 and training.contrast.temperature == 0.1
+    run.train_encoder(case.encoder, tmp_path)
+    assert load_frozen_encoder(str(tmp_path / "0")).img_size == (16, 16)
+
+
+def test_the_digest_has_timms_name_beside_a_file_of_weights(tmp_path):
+    """By the name, images are scaled."""
+    file = tmp_path / "weights.safetensors"
+    save_file({}, file)
+    digests = set()
+    for name in ("vit_tiny_patch16_224", "deit_tiny_patch16_224"):
+        case = only_case({"name": name, "encoder": name, "options": {"checkpoint": str(file)}})
+        digests.add(identity(case))
+        assert training_pflop(case.encoder) is None  # there is no record
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("config_class", "words", "counts"),
+    [
+        (ContrastiveConfig, [], True),
+        (Config, [], False),
+        (Config, ["--corruption.source=batch"], True),
+        (FinetuneConfig, ["--augment.mixup=0.1"], True),
+    ],
+)
+def test_the_images_of_a_pass_are_in_the_digest_where_they_are_mixed_or_told_apart(config_class, words, counts):
+    of_null = relevant_settings(parse(config_class, words))
+    of_eight = relevant_settings(parse(config_class, [*words, "--data.batch_size=8"]))
+    assert (json.dumps(of_null) != json.dumps(of_eight)) == counts
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, (0, 9)), ({"data.range": [0, 5]}, (0, 5))])
+def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(tmp_path, options, expected):
+    reading = {"data.channels": 1, "data.range": [0, 9]}
+    encoder = {"name": "grey", "encoder": str(tmp_path / "run"), "train": "pretrain", "train_options": reading}
+    case = only_case(encoder, datasets=[{"name": "scans", "options": options | {"data.path": "scans"}}])
+    data = evaluation_settings(case).data
+    assert data.channels == 1 and tuple(data.range) == expected
+
+
+def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
+    runs = {
+        "first": {"model": {"init_from": None}},
+        "longer": {"model": {"init_from": str(tmp_path / "first" / "encoder")}},
+        "student": {"distill": {"teacher": str(tmp_path / "longer")}},
+        "tuned": {"init": "encoder", "encoder": str(tmp_path / "longer")},
+    }
+    for name, settings in runs.items():
+        (tmp_path / name / "encoder").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5}\n')
+    pflop = {name: executed_pflop(tmp_path / name) for name in runs}
+    assert pflop == {"first": 1.5, "longer": 3.0, "student": 4.5, "tuned": 4.5}
+
+
+def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
+    options = small.config["encoders"][0]["train_options"] | {"data.path": str(tmp_path / "one")}
+    entry = {"train": "pretrain", "compute": 1e-6}
+    small.config["encoders"] = [
+        entry | {"name": "narrow", "encoder": str(tmp_path / "narrow"), "train_options": options},
+        entry | {"name": "wide", "encoder": str(tmp_path / "wide"), "train_options": options | {"model.width": 32}},
+    ]
+    steps = {}
+    for case in small.cases().values():
+        config = run.settings_to_train(case.encoder)
+        steps[case.encoder.entry.name] = config.run.steps
+        assert config.run.steps == round(1e9 / step_flops("pretrain", config))
+        assert case.encoder.training.run.steps == 2
+    assert steps["narrow"] > 2 * steps["wide"]

@@ -1,0 +1,179 @@
+"""Configs parse, published results are found by their digests, and pages say what was measured."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import yaml
+from comparisons import cases_in
+from conftest import ROOT
+
+from evaluation import compare
+from evaluation.comparison.cases import cases_of, evaluation_settings
+from evaluation.comparison.digests import identity
+from evaluation.comparison.entries import read_entries
+from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
+from evaluation.registry import EVALUATIONS
+from mpp.config import Config
+from mpp.config.parsing import parse
+
+CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.parent.name != "accelerate")
+CONFIG_CLASSES = {
+    "compare": CompareConfig,
+    "supervised": SupervisedConfig,
+    "finetune": FinetuneConfig,
+    "segmentation": SegmentationConfig,
+}
+COMPARISONS = [file for file in CONFIGS if file.parent.name == "compare"]
+RESULTS = ROOT / "evaluation" / "results"
+PAGES = {
+    "when_it_pays": ["cifar10"],
+    "rivals": ["rivals_cifar10", "rates_cifar10"],
+    "leaderboard": ["leaderboard_cifar10", "cifar10"],
+}
+SYNONYMS = {"trivial": "floor", "masked": "pre", "the": "supervised"}
+ACCURACY = re.compile(r"(?<![\d.,])\d\d\.\d(?!\d)(?: ± \d+\.\d)?")
+TABLE = re.compile(r"^\|(.*)\|\n\|-.*\n((?:\|.*\n)+)", re.MULTILINE)
+STEPS = re.compile(r"\b\d?,?\d{3}\b(?= |,)")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_config_files_parse_and_say_command_time_and_result(path):
+    config_class = CONFIG_CLASSES.get(path.parent.name, Config)
+    if path.stem.startswith("simclr"):
+        config_class = ContrastiveConfig
+    parse(config_class, ["--config", str(path)])
+    header = path.read_text().split("\n\n")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    for word in ("Command:", "Time:", "Result:", path.name):
+        assert word in header
+    for placeholder in ("TIME", "RESULT"):
+        assert placeholder not in header
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_every_case_of_a_comparison_file_parses(path):
+    config = parse(CompareConfig, ["--config", str(path)])
+    assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
+    kinds = {EVALUATIONS[entry["command"]].kind for entry in config.evaluations}
+    if "frozen features" in kinds:
+        assert any(entry["encoder"].startswith("floor:") for entry in config.encoders)  # and a colour baseline
+    cases = cases_of(read_entries(config))
+    teachers = {str(entry.get("train_options", {}).get("objective.teacher")) for entry in config.encoders}
+    evaluated = {case.encoder.entry.encoder for case in cases}
+    assert {entry["encoder"] for entry in config.encoders} - evaluated <= teachers  # all but teachers
+    if (RESULTS / path.stem / "results.json").exists():
+        return  # test_published_results_are_found_by_their_digests parses each case
+    known = set()
+    for case in cases:
+        entry, evaluation = case.encoder.entry, case.evaluation.name
+        pairs = {(entry.name, evaluation), (evaluation, case.dataset.name)}
+        if pairs <= known:
+            continue
+        known |= pairs
+        assert evaluation_settings(case).encoder
+        assert (case.encoder.training is None) == (entry.train is None)
+
+
+def test_vtab_has_its_19_tasks_in_three_groups():
+    tasks = yaml.safe_load((ROOT / "configs/compare/vtab.yaml").read_text())["datasets"]
+    groups = [task["group"] for task in tasks]
+    assert [groups.count(group) for group in ("natural", "specialised", "structured")] == [7, 4, 8]
+    assert all(task["options"]["data.train_images"] == 1000 for task in tasks)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)
+def test_published_results_are_found_by_their_digests(path):
+    """So `extends` computes none of them again."""
+    cases = cases_in(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml")
+    published = compare.read_published(str(path))
+    assert {identity(case) for case in cases.values()} == set(published)
+    for rows in published.values():
+        for row in rows:
+            case = cases[row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"]]
+            assert identity(case) == row["digest"]
+
+
+@pytest.mark.parametrize(("page", "comparisons"), PAGES.items(), ids=PAGES)
+def test_a_page_says_what_was_measured(page, comparisons):
+    """A row of its tables has an encoder's accuracies, in order; or, below learning rates, a method's."""
+    published = {}
+    for comparison in comparisons:
+        for encoder, accuracies in published_accuracies(comparison).items():
+            published[comparison, encoder] = accuracies
+    text = (RESULTS / f"{page}.md").read_text().replace("**", "")
+    tables = TABLE.findall(text)
+    assert len(tables) == text.count("\n|-") > 0
+    for headings, rows in tables:
+        for row in rows.splitlines():
+            cells = [ACCURACY.findall(cell) for cell in row.strip("|").split("|")[1:]]
+            shown = [accuracy for cell in cells for accuracy in cell]
+            if not shown:
+                continue
+            named = {key: accuracies for key, accuracies in published.items() if names_encoder(row, key[1])}
+            of_an_encoder = any(are_in_order(shown, accuracies.values()) for accuracies in named.values())
+            assert of_an_encoder or are_of_a_method(cells, headings.split("|")[1:], published, named), row
+
+
+def published_accuracies(comparison):
+    """Encoder -> (evaluation, case) -> its accuracy as a page writes it, from results.json."""
+    by_encoder = {}
+    for row in json.loads((RESULTS / comparison / "results.json").read_text())["results"]:
+        if row["kind"] == "test":
+            by_case = by_encoder.setdefault(row["encoder"], {})
+            by_case.setdefault((row["evaluation"], row["case"]), []).append(row["accuracy"])
+    written = {}
+    for encoder, by_case in by_encoder.items():
+        written[encoder] = {case: written_accuracy(accuracies) for case, accuracies in by_case.items()}
+    return written
+
+
+def written_accuracy(accuracies):
+    """The mean (%) and, of several, the spread: 75.4 ± 0.6."""
+    mean = f"{100 * np.mean(accuracies):.1f}"
+    return mean if len(accuracies) == 1 else f"{mean} ± {100 * np.std(accuracies):.1f}"
+
+
+def names_encoder(row, encoder):
+    """Whether a row's first cell begins as the encoder's name, and has its steps and its share of the learning rate."""
+    first_of_row, first_of_name = (re.search(r"\w+", text)[0] for text in (row, encoder))
+    if SYNONYMS.get(first_of_row, first_of_row) != first_of_name:
+        return False
+    same_share = all((share in row) == (share in encoder) for share in ("half", "quarter"))
+    return same_share and set(STEPS.findall(encoder)) <= set(STEPS.findall(row))
+
+
+def are_in_order(shown, measured):
+    """Whether the shown accuracies are among the measured ones, in their order."""
+    remaining = iter(measured)
+    return all(accuracy in remaining for accuracy in shown)
+
+
+def are_of_a_method(cells, headings, published, named):
+    """Whether a row has the accuracies of one method in one case, below the learning rates that its table is of.
+
+    Args:
+        cells: accuracies in each cell of the row but the first.
+        headings: of the same columns.
+        published: (comparison, encoder) -> case -> accuracy.
+        named: those of the encoders that the row may be about.
+    """
+    at_rates = [(heading.split()[0], cell) for heading, cell in zip(headings, cells, strict=True) if cell]
+    cases = {case for accuracies in published.values() for case in accuracies}
+    for comparison, method in {(comparison, encoder.rsplit(", ", 1)[0]) for comparison, encoder in named}:
+        of_rates = [published.get((comparison, f"{method}, {rate}"), {}) for rate, _ in at_rates]
+        for case in cases:
+            accuracies = [of_rate.get(case) for of_rate in of_rates]
+            if all(accuracy in cell for accuracy, (_, cell) in zip(accuracies, at_rates, strict=True)):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("page", [RESULTS / "when_it_pays.md", ROOT / "README.md"], ids=lambda page: page.stem)
+def test_the_answer_in_words_says_what_was_measured(page):
+    paragraphs = page.read_text().split("\n\n")
+    (answer,) = (paragraph for paragraph in paragraphs if paragraph.startswith("**On CIFAR-10 "))
+    shown = ACCURACY.findall(answer.replace("\n", " "))
+    measured = {accuracy for of_encoder in published_accuracies("cifar10").values() for accuracy in of_encoder.values()}
+    assert len(shown) >= 3 and set(shown) <= measured
