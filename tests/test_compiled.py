@@ -78,7 +78,7 @@ def test_blocks_that_are_shared_are_compiled_one_by_one(tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("precision", "processes", "tolerance"), [("bf16", 1, 5e-3), ("fp32", 2, 1e-5)])
+@pytest.mark.parametrize(("precision", "processes", "tolerance"), [("bf16", 1, 5e-3), ("fp32", 2, 1e-4)])
 def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, processes, tolerance):
     """Uncompiled, and compiled; then, by two processes, compiled again, killed on its way and resumed.
 
