@@ -78,7 +78,7 @@ def test_blocks_that_are_shared_are_compiled_one_by_one(tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("precision", "processes", "tolerance"), [("bf16", 1, 5e-3), ("fp32", 2, 1e-4)])
+@pytest.mark.parametrize(("precision", "processes", "tolerance"), [("bf16", 1, 5e-3), ("fp32", 2, 1e-5)])
 def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, processes, tolerance):
     """Uncompiled, and compiled; then, by two processes, compiled again, killed on its way and resumed.
 
@@ -86,7 +86,9 @@ def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, proces
     """
     words = [word for word in TINY if not word.startswith(("--run.precision", "--run.steps"))]
     words += [*CLUSTER, f"--run.precision={precision}", "--run.steps=6"]
-    words += ["--model.width=192", "--model.depth=1", "--optim.lr=2e-3"] if processes > 1 else []
+    if processes > 1:
+        # SGD: Muon would amplify the rounding in which compiled kernels differ, and by how much depends on the CPU.
+        words += ["--model.width=192", "--model.depth=1", "--optim.name=sgd", "--optim.lr=1e-2"]
     plain, compiled, killed = (f"--run.dir={tmp_path / name}" for name in ("plain", "compiled", "killed"))
     runs = (*words, plain, "then", *words, "--run.compile=true", compiled)
     run = Command("pretrain", *runs, processes=processes, prepare=partial(as_one_graph, tmp_path))
