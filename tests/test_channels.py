@@ -13,7 +13,7 @@ from conftest import TINY, kill_at, read_metrics
 from PIL import Image
 from safetensors.torch import load_file
 from server import Command, die_at
-from test_pretended import UNSEEN
+from test_fake_accelerator import UNSEEN
 from timm.models import adapt_input_conv
 
 import mpp

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import run_command
-from test_pretended import PRETRAIN
+from test_fake_accelerator import PRETRAIN
 
 TINY = ("--model.width=32", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--model.patch_size=8")
 # The others have the same code; random numbers of dropout come in by a pass of inductor's that is not run here.

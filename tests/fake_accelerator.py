@@ -1,4 +1,4 @@
-"""A pretended accelerator: tensors say that they are on `gpu:0`, and every operation on them is done by the CPU.
+"""A fake accelerator: tensors say that they are on `gpu:0`, and every operation on them is done by the CPU.
 
 What mixes devices raises, as on a GPU. What makes the host wait for a GPU is noted, with the place in our code. bf16
 autocast is done, for the operations that it is about. torch has such devices in Python since 2.10; no stream, no

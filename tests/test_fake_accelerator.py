@@ -1,4 +1,4 @@
-"""The commands on a pretended accelerator: no operation mixes devices, and between two logged steps nobody waits."""
+"""The commands on a fake accelerator: no operation mixes devices, and between two logged steps nobody waits."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import get_args, get_type_hints
 
-import pretended
+import fake_accelerator
 import pytest
 from conftest import TINY
 from server import Command
@@ -20,7 +20,7 @@ from mpp.objectives import OBJECTIVES
 
 pytestmark = [
     pytest.mark.rehearsal,
-    pytest.mark.skipif(not pretended.HERE, reason="this torch has no devices in Python"),
+    pytest.mark.skipif(not fake_accelerator.HERE, reason="this torch has no devices in Python"),
 ]
 STEPS = ("--run.steps=6", "--run.log_every=3", "--run.checkpoint_every=100", "--data.eval_images=16")
 SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.log", "--run.checkpoint"))), *STEPS)
@@ -73,7 +73,7 @@ PRETRAIN |= {
 def on_device(module: str, folder, *arguments: str, then: tuple[str, ...] = ()) -> dict[str, set[str]]:
     """When -> where the host waited for the device."""
     file = folder / "waits.json"
-    run = Command(module, *arguments, *then, prepare=partial(pretended.pretend, file))
+    run = Command(module, *arguments, *then, prepare=partial(fake_accelerator.pretend, file))
     assert run.wait() == [0], run.said[-3000:]
     found: dict[str, set[str]] = {}
     for when, what in json.loads(file.read_text()):
@@ -86,7 +86,7 @@ def on_device(module: str, folder, *arguments: str, then: tuple[str, ...] = ()) 
 def test_pretraining_waits_where_it_logs_and_nowhere_else(tmp_path, options, tally):
     found = on_device("pretrain", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}", *options)
     assert found["logged update"] <= LOGGED, found
-    tally("pretended device: kinds of pre-training", 1)
+    tally("fake accelerator: kinds of pre-training", 1)
 
 
 def test_its_bits_are_the_cpus(tmp_path, tally):
@@ -99,7 +99,7 @@ def test_its_bits_are_the_cpus(tmp_path, tally):
         name: (tmp_path / name / "encoder" / "model.safetensors").read_bytes() for name in ("there", "here", "bf16")
     }
     assert bits["there"] == bits["here"] != bits["bf16"]
-    tally("pretended device: the bits of the CPU", 1)
+    tally("fake accelerator: the bits of the CPU", 1)
 
 
 def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
@@ -112,7 +112,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
     written = kept.stat().st_mtime_ns
     on_device("pretrain", tmp_path, *options)
     assert kept.stat().st_mtime_ns == written and (tmp_path / "run" / "encoder").is_dir()  # it began after step 3
-    tally("pretended device: resume, with the probe and the panel", 1)
+    tally("fake accelerator: resume, with the probe and the panel", 1)
 
 
 @pytest.mark.parametrize("teacher", ["", "soft"])
@@ -120,12 +120,12 @@ def test_learning_from_labels(tmp_path, teacher, tally):
     own = [f"--distill.teacher={save_timm(tmp_path / 'teacher', 9)}", f"--distill.kind={teacher}"] if teacher else []
     options = [word for word in SMALL if not word.startswith("--probe")]
     on_device("supervised", tmp_path, *options, f"--run.dir={tmp_path / 'run'}", *own)
-    tally("pretended device: supervised, from a teacher, fine-tuning, SimCLR", 1)
+    tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
 
 
 def test_contrastive(tmp_path, tally):
     on_device("contrastive", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}")
-    tally("pretended device: supervised, from a teacher, fine-tuning, SimCLR", 1)
+    tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
 
 
 def test_finetuning(tmp_path, trained, tally):
@@ -138,7 +138,7 @@ def test_finetuning(tmp_path, trained, tally):
         f"--run.dir={tmp_path}/new",
     )
     on_device("finetune", tmp_path, *options)
-    tally("pretended device: supervised, from a teacher, fine-tuning, SimCLR", 1)
+    tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
 
 
 @pytest.mark.parametrize("command", ["features", "fewshot", "knn", "linear", "masked", "visualize"])
@@ -148,4 +148,4 @@ def test_judging(tmp_path, trained, command, tally):
     own |= {"visualize": [f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4"]}
     options = own.get(command, quick)
     on_device(command, tmp_path, f"--encoder={trained}", f"--out={tmp_path / 'out'}", *options)
-    tally("pretended device: features, few-shot, kNN, linear probe, masked, pictures", 1)
+    tally("fake accelerator: features, few-shot, kNN, linear probe, masked, pictures", 1)
