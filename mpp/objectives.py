@@ -18,11 +18,11 @@ from torch import Tensor
 
 from mpp.config import ObjectiveConfig
 from mpp.errors import UserError
+from mpp.gradients import ORIENTATIONS, orientation_lines, oriented_gradients
 from mpp.palette import MOST_CLASSES, Palette, palette_for, sum_pixels
 
 DISTANCES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, None: F.mse_loss}
 """Mean distances over all values of all patches, by `objective.loss`."""
-ORIENTATIONS = 9  # of a histogram of oriented gradients
 GREY = 128  # in pictures, for [mask] and other patches without a colour
 LEGIBLE_CELL = 16  # pixels of a cell's side in a picture of its orientations
 
@@ -285,48 +285,6 @@ class Hog(Objective):
             brightest = torch.maximum(brightest, share[..., None, None] * line)
         pixels = (255 * brightest).to(torch.uint8)
         return rearrange(pixels, "b k g f c h w -> b k c (g h) (f w)")
-
-
-def oriented_gradients(images: Tensor, cell: int) -> Tensor:
-    """Histograms of oriented gradients (Dalal and Triggs, 2005) of each channel, each histogram of unit length.
-
-    A gradient is the difference of the two neighbours, and 0 across the image's border. Each pixel votes with its
-    gradient's length for one of nine orientations, which divide the 180 degrees from the rightward gradient on. The
-    result equals scikit-image's `hog` of a channel, with blocks of one cell. MaskFeat's code uses Sobel filters instead
-    of differences, and its orientations are shifted by half an orientation.
-
-    Args:
-        images: (B, C, H, W), H and W multiples of `cell`.
-    Returns:
-        (B, C, 9, H / cell, W / cell) float32; a cell without a gradient is all 0.
-    """
-    pixels = images.float()
-    down = torch.zeros_like(pixels)
-    right = torch.zeros_like(pixels)
-    down[..., 1:-1, :] = pixels[..., 2:, :] - pixels[..., :-2, :]
-    right[..., 1:-1] = pixels[..., 2:] - pixels[..., :-2]
-    length = torch.hypot(down, right)
-    orientation = torch.atan2(down, right) * (ORIENTATIONS / math.pi)
-    bins = orientation.floor() % ORIENTATIONS  # opposite gradients are one orientation
-    votes = []
-    for number in range(ORIENTATIONS):
-        votes_of_pixels = length.where(bins == number, 0.0)
-        votes.append(F.avg_pool2d(votes_of_pixels, cell))
-    return F.normalize(torch.stack(votes, dim=2), dim=2)
-
-
-def orientation_lines(side: int) -> Tensor:
-    """Pictures of a line through a square for each orientation, along the edge: at right angles to the gradient.
-
-    Returns:
-        (9, side, side) float32, from 0 to 1.
-    """
-    angles = (torch.arange(ORIENTATIONS) + 0.5) * math.pi / ORIENTATIONS
-    sines = angles.sin()[:, None, None]
-    cosines = angles.cos()[:, None, None]
-    places = torch.arange(side) - (side - 1) / 2  # from the centre
-    distances = sines * places[:, None] + cosines * places  # from the line
-    return (0.5 + side / 12 - distances.abs()).clamp(0, 1)
 
 
 class TeacherFeatures(Objective):
