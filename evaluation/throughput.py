@@ -199,7 +199,7 @@ def show(result: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, with the settings of the command line, or of `arguments`."""
     config = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
-    require(timm.is_model(config.model), "model", config.model, "a VisionTransformer of timm's")
+    require(timm.is_model(config.model), "model", config.model, "a timm VisionTransformer")
     result = measure_all(config)
     show(result)
     if config.out:

@@ -3,16 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from mpp.config.imports import require_imports
 from mpp.config.keys import flatten, iterate_settings, plain
-from mpp.config.parsing import read
+from mpp.config.parsing import ConfigT, read
 from mpp.errors import UserError
-
-ConfigT = TypeVar("ConfigT")
 
 
 def to_yaml(config: Any) -> str:

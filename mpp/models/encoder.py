@@ -1,6 +1,6 @@
 """The two doors to an encoder: `build_encoder` makes one from settings, `load_encoder` opens one that exists.
 
-Behind them stand vit.py (architectures that timm lacks), timm_models.py (properties of timm's models), loading.py
+Behind them stand vit.py (architectures that timm lacks), timm_models.py (properties of timm models), loading.py
 (weights of a file) and descriptions.py (config.json). `Normalize` makes the input of an encoder.
 """
 

@@ -1,4 +1,4 @@
-"""Properties and switches of timm's models: grid of cells, [class] token, fixed positions, attention, checkpointing."""
+"""Properties and switches of timm models: grid of cells, [class] token, fixed positions, attention, checkpointing."""
 
 import math
 

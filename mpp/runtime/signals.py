@@ -82,7 +82,7 @@ class Preemption:
         self.several = accelerator.num_processes > 1
 
     def __enter__(self) -> "Preemption":
-        if threading.current_thread() is threading.main_thread():  # nobody else may handle signals
+        if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
             self.reader, self.writer = os.pipe()
             os.set_blocking(self.writer, False)
             self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
