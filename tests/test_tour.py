@@ -1,6 +1,7 @@
 """The notebook runs from its first cell to its last, and its pictures are in it."""
 
 import os
+import re
 
 import nbformat
 import pytest
@@ -23,7 +24,7 @@ def pictures(notebook) -> int:
 def test_the_notebook_has_its_pictures_and_no_path_of_a_machine():
     text = TOUR.read_text()
     assert pictures(nbformat.reads(text, as_version=4)) == 3 and len(text) < 1_000_000
-    assert "/home/" not in text and "/root/" not in text and "/tmp/" not in text
+    assert not re.search("/(home|root|tmp)/", text)
 
 
 @pytest.mark.faults
