@@ -235,7 +235,7 @@ def memory_on_a_gpu(config: Config, precision: str, layout: BatchLayout) -> str:
     """The peak of a step in GB, or why it is not known."""
     on_gpu = replace(config, run=replace(config.run, precision=precision))
     try:
-        peak = peak_memory(on_gpu, layout.batch_size, layout.accumulation_steps)
+        peak = peak_memory(on_gpu, layout.largest, layout.accumulation_steps)
     except Exception as error:  # torch's tracker does not know every model
         return f"cannot be counted ({type(error).__name__})"
     return f"{peak['total'] / 1e9:.3g} GB"

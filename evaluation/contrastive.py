@@ -53,7 +53,7 @@ class Contrastive(ImageTask):
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config = config
-        self.images_of_a_pass = layout.batch_size * layout.world_size
+        self.images_of_a_pass = layout.largest * layout.world_size
         self.check_settings()
         begins_from = config.model.init_from
         self.builds_on_labels = begins_from is not None and learned_labels(begins_from)
@@ -78,7 +78,7 @@ class Contrastive(ImageTask):
         batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         several = self.images_of_a_pass > 1
-        require(several, "data.batch_size", layout.batch_size, "above 1: an image is told from others")
+        require(several, "data.batch_size", layout.largest, "above 1: an image is told from others")
         if data.channels != 3:
             allowed = f"0 with {data.channels} channels: it changes colours; crops, flips and blur serve all images"
             for name in ("jitter", "grey"):

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Count as the command line, or `arguments`, say."""
     config = parse(Config, arguments, prog="python evaluation/memory.py")
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
-    images, passes = layout.batch_size, layout.accumulation_steps
+    images, passes = layout.largest, layout.accumulation_steps
     found = peak_memory(config, images, passes)
     print(f"GB at the peak of an update, {images} images a forward pass, one GPU with the whole model:")
     print(", ".join(f"{kind} {taken / 1e9:.3g}" for kind, taken in found.items()))

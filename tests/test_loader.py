@@ -80,7 +80,7 @@ def test_shares_differ_by_one_image_at_most_and_fit():
         assert sum(sizes) == images
         assert passes == -(-images // (processes * limit))
         assert min(sizes) == layouts[0].smallest
-        assert max(sizes) == layouts[0].batch_size
+        assert max(sizes) == layouts[0].largest
         assert 0 < max(sizes) <= min(min(sizes) + 1, limit)
 
 
@@ -147,6 +147,18 @@ def test_sets_are_loaded_again_and_again(workers):
         for batch, expected_batch in zip(batches, expected, strict=True):
             assert_same_images(batch, expected_batch)
         next(iter(loader.batches(sets[1 - number])))  # a loop that is left early
+
+
+def test_a_set_is_not_loaded_while_another_is():
+    train, test = load_image_datasets(DataConfig())
+    loader = HeldOutLoader(4, workers=0)
+    one, other = loader.add(views_of(train.choose(5, 0))), loader.add(views_of(test.choose(5, 0)))
+    batches = iter(loader.batches(one))
+    next(batches)
+    with pytest.raises(RuntimeError, match="while another one is"):
+        next(iter(loader.batches(other)))
+    assert len(list(batches)) == 1
+    assert len(list(loader.batches(other))) == 2
 
 
 # --- loader processes ---

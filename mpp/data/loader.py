@@ -1,6 +1,7 @@
 """Loaders: how the images of a step are shared out among processes, and the batches that each of them loads."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,24 +24,24 @@ class BatchLayout:
     rank: int  # this process
 
     @classmethod
-    def of(cls, global_batch: int, batch_size: int | None, world_size: int, rank: int) -> "BatchLayout":
+    def of(cls, global_batch: int, limit: int | None, world_size: int, rank: int) -> "BatchLayout":
         """The layout with the fewest forward passes.
 
         Args:
-            batch_size: limit of images per process and forward pass; None: no limit, so one pass.
+            limit: largest number of images per process and forward pass; None: no limit, so one pass.
         Raises:
             UserError: a process would be left without an image.
         """
         if global_batch < world_size:
             least = f"at least {world_size}, an image for each process"
             raise UserError(f"optim.global_batch_size is {global_batch}; it must be {least}")
-        largest_pass = world_size * (batch_size or global_batch)
+        largest_pass = world_size * (limit or global_batch)
         passes = -(-global_batch // largest_pass)
         if global_batch < world_size * passes:
             below = global_batch // world_size * world_size
             raise UserError(
-                f"data.batch_size is {batch_size}, by which {world_size} processes cannot share {global_batch} images; "
-                f"it must be at least {batch_size + 1}, or optim.global_batch_size {below} or {below + world_size}"
+                f"data.batch_size is {limit}, by which {world_size} processes cannot share {global_batch} images; "
+                f"it must be at least {limit + 1}, or optim.global_batch_size {below} or {below + world_size}"
             )
         return cls(global_batch, passes, world_size, rank)
 
@@ -50,7 +51,7 @@ class BatchLayout:
         return self.accumulation_steps * self.world_size
 
     @property
-    def batch_size(self) -> int:
+    def largest(self) -> int:
         """Images of the largest share."""
         return -(-self.images // self.shares)
 
@@ -130,16 +131,29 @@ class HeldOutSets(Dataset):
     """Several sets of images in their held-out views, by (set, index); one of them is loaded at a time."""
 
     def __init__(self):
-        self.sets: list[ViewDataset] = []
+        self.views: list[ViewDataset] = []
+        self.is_loading = False
         self.current: ViewDataset | None = None
-        """The set that is loaded; None: nothing is."""
+        """The set that is loaded, or was last: an error that ended its loading still names its images."""
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         number, index = key
-        return self.sets[number][HELD_OUT_EPOCH, index]
+        return self.views[number][HELD_OUT_EPOCH, index]
+
+    @contextmanager
+    def loading(self, views: ViewDataset) -> Iterator[None]:
+        """While open, this set is the one that is loaded."""
+        if self.is_loading:
+            raise RuntimeError("a set of held-out images is to be loaded while another one is")
+        self.current = views
+        self.is_loading = True
+        try:
+            yield
+        finally:
+            self.is_loading = False
 
     def name(self, index: int) -> str:
-        """Name of an image of the set that is loaded, for messages."""
+        """Name of an image of that set, for messages."""
         return self.current.dataset.name(index)
 
 
@@ -154,12 +168,12 @@ class HeldOutBatchSampler(Sampler[list[tuple[int, int]]]):
 
     def batches(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
         """Batches of keys of a set."""
-        number = self.sets.sets.index(views)
+        number = self.sets.views.index(views)
         keys = [(number, index) for index in range(self.rank, len(views.dataset), self.world_size)]
         return [keys[first : first + self.batch_size] for first in range(0, len(keys), self.batch_size)]
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        if self.sets.current is None:
+        if not self.sets.is_loading:
             return iter(())
         return iter(self.batches(self.sets.current))
 
@@ -183,7 +197,7 @@ class HeldOutLoader:
 
     def add(self, views: ViewDataset) -> ViewDataset:
         """Add a set to those that can be loaded."""
-        self.sets.sets.append(views)
+        self.sets.views.append(views)
         return views
 
     @cached_property
@@ -199,8 +213,7 @@ class HeldOutLoader:
 
     def start(self) -> None:
         """Start the loader processes, which have nothing to load yet."""
-        self.sets.current = None
-        if self.workers and self.sets.sets:
+        if self.workers and self.sets.views:
             list(self.loader)
 
     def batches(self, views: ViewDataset) -> "HeldOutBatches":
@@ -209,8 +222,8 @@ class HeldOutLoader:
 
     def load(self, views: ViewDataset) -> Iterator[Batch]:
         """Load this process's share of a set now."""
-        self.sets.current = views
-        yield from self.loader
+        with self.sets.loading(views):
+            yield from self.loader
 
 
 @dataclass(frozen=True)

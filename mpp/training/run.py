@@ -118,9 +118,9 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
     layout = BatchLayout.of(
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
-    if layout.smallest < layout.batch_size:
+    if layout.smallest < layout.largest:
         passes = layout.accumulation_steps * layout.world_size
-        shares = f"{passes} shares of {layout.smallest} or {layout.batch_size}"
+        shares = f"{passes} shares of {layout.smallest} or {layout.largest}"
         accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
     pinned = pin_commit(config, folder, accelerator)
     if needs_moments(config):

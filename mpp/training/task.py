@@ -59,7 +59,7 @@ class ImageTask:
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
-        self.held_out_loader = HeldOutLoader(layout.batch_size, data.workers, layout.world_size, layout.rank)
+        self.held_out_loader = HeldOutLoader(layout.largest, data.workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
 
     @property
