@@ -113,24 +113,41 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
         train_encoder(encoder.teacher, folder)
     if encoder.training is None:
         return
-    with hold(encoder.weights, "encoder"):
-        pass  # another process may train it: to know that, nothing need be loaded
+    refuse_held(encoder)
     config = settings_to_train(encoder)
     check_beginning(encoder)
     run_folder = Path(config.run.dir)
     if not is_finished(run_folder, config.run.steps):
         forget_features()
-    divergence = divergence_of(encoder, folder)
     try:
-        if divergence.is_file():
-            message = json.loads(divergence.read_text(encoding="utf-8"))["diverged"]
-            raise Diverged(f"{message} ({divergence} says so; delete it to try again)")
-        train(config, TRAININGS[encoder.entry.train].build_task)
+        train_unless_diverged(encoder, config, divergence_of(encoder, folder))
     except Diverged as error:
-        if not divergence.is_file():
-            write_json(divergence, {"diverged": str(error)})
         if encoder.entry.random:  # it takes the architecture from there, but no weights
             raise UserError(f"{run_folder} has no encoder to take the architecture of: {error}") from error
+        raise
+
+
+def refuse_held(encoder: Encoder) -> None:
+    """Raise Held where another process trains the encoder: to know that, no image need be loaded."""
+    with hold(encoder.weights, "encoder"):
+        pass
+
+
+def train_unless_diverged(encoder: Encoder, config: Any, divergence: Path) -> None:
+    """Train by these settings.
+
+    Args:
+        divergence: the file that says that the training diverged; it is written when it does.
+    Raises:
+        Diverged: the training did, now or before.
+    """
+    if divergence.is_file():
+        message = json.loads(divergence.read_text(encoding="utf-8"))["diverged"]
+        raise Diverged(f"{message} ({divergence} says so; delete it to try again)")
+    try:
+        train(config, TRAININGS[encoder.entry.train].build_task)
+    except Diverged as error:
+        write_json(divergence, {"diverged": str(error)})
         raise
 
 
@@ -148,11 +165,12 @@ def check_beginning(encoder: Encoder) -> None:
     config = settings_to_train(encoder)
     before = read_record(encoder.weights) or {}
     now = record_images(config.data) or {}
-    compared = {split: {"files": images["files"]} for split, images in now.items()} | fingerprint_first_weights(config)
+    compared = fingerprint_first_weights(config)
     for split, images in now.items():
+        compared[split] = {"files": images["files"]}
         recorded = before.get(split, {})
         learned_from_all = recorded.get("images") == images["images"]
-        if recorded.get("labels") and learned_from_all:
+        if recorded.get("labels") and learned_from_all:  # the digest of a choice's labels is another
             compared[split]["labels"] = images["labels"]
     changed = differences(before, compared)
     if changed:
