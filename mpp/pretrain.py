@@ -41,7 +41,7 @@ from mpp.runtime.messages import note
 from mpp.runtime.randomness import HELD_OUT_EPOCH
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
-from mpp.training.health import Facts, targets_collapse
+from mpp.training.health import describe_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import train
@@ -139,8 +139,7 @@ class Pretraining(ImageTask):
         """Stop, if `objective.stop_on_collapse`, when the targets have become the same for all patches."""
         if not self.config.objective.stop_on_collapse:
             return
-        facts = Facts(steps=0, images=0, lr=self.config.optim.lr, moving=self.moves_teacher)
-        message = targets_collapse([scalars | {"step": 0}], facts)
+        message = describe_collapse(scalars["target_share"], self.config.optim.lr, self.moves_teacher)
         if message:
             raise UserError(f"targets collapse: {message}")
 

@@ -166,12 +166,21 @@ def targets_collapse(history: History, facts: Facts) -> str | None:
     Five healthy runs on CIFAR-10 (data2vec, I-JEPA; three learning rates) had 0.56 and more, a short one on birds 0.65.
     """
     shares = [share for _, share in series(history, "target_share")]
-    if not shares or shares[-1] >= MIN_TARGET_SHARE:
+    return describe_collapse(shares[-1], facts.lr, facts.moving) if shares else None
+
+
+def describe_collapse(target_share: float, lr: float, moving: bool) -> str | None:
+    """The message that targets have collapsed, with advice; None where this share of their mean square is no collapse.
+
+    Args:
+        lr, moving: see `Facts`.
+    """
+    if target_share >= MIN_TARGET_SHARE:
         return None
     advice = "change objective.teacher, or raise objective.teacher_depths"
-    if facts.moving:
-        advice = f"lower optim.lr ({facts.lr:g}), raise objective.half_life, or set objective.teacher_norm instance"
-    return f"{1 - shares[-1]:.1%} of the targets' mean square is the same for all patches; {advice}"
+    if moving:
+        advice = f"lower optim.lr ({lr:g}), raise objective.half_life, or set objective.teacher_norm instance"
+    return f"{1 - target_share:.1%} of the targets' mean square is the same for all patches; {advice}"
 
 
 LOSS_RISE = 0.02  # relative to the least loss
