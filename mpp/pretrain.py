@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -50,6 +50,17 @@ from mpp.training.task import ImageTask
 from mpp.training.watch import read_verdict
 
 PANEL_IMAGES = 8
+
+
+class Outputs(NamedTuple):
+    """Predictions of a batch with their targets. B images, K corrupted patches."""
+
+    predictions: Tensor
+    """(B, K, outputs) float32."""
+    targets: Tensor
+    """(B, K, ...)."""
+    collapse_features: Tensor | None = None
+    """A teacher's features (B, K, D) by which a collapse is seen (see `FeatureTeacher`); None: there is no teacher."""
 
 
 class Pretraining(ImageTask):
@@ -108,24 +119,25 @@ class Pretraining(ImageTask):
         )
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
         images = batch.images.to(self.accelerator.device, non_blocking=True)
         corruption = batch.corruption.to(self.accelerator.device)
-        predictions, targets, shown = self.outputs(model, images, corruption)
-        loss = self.objective.loss(predictions, targets)
+        outputs = self.outputs(model, images, corruption)
+        loss = self.objective.loss(outputs.predictions, outputs.targets)
         if not measure:
             return loss, {}
-        predictions = predictions.detach()
+        predictions = outputs.predictions.detach()
         if self.predicts_features:
-            return loss, measure_features(predictions, shown, corruption.positions, self.patch_count)
+            return loss, measure_features(
+                predictions, outputs.collapse_features, corruption.positions, self.patch_count
+            )
         return loss, measure_predictions(self.objective, predictions, images, corruption)
 
-    def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor, Tensor]:
-        """Predictions (B, K, outputs) float32, their targets (B, K, ...), and the tensor that shows their collapse."""
+    def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> Outputs:
+        """Predictions and targets of images (B, C, H, W): a network with a teacher has both, others predict alone."""
         if self.predicts_features:
-            return model(images, corruption)
-        predictions = model(images, corruption)
-        targets = self.objective.targets(images, corruption.positions)
-        return predictions, targets, targets
+            return Outputs(*model(images, corruption))
+        return Outputs(model(images, corruption), self.objective.targets(images, corruption.positions))
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, if it is a moving average."""
@@ -185,8 +197,8 @@ class Pretraining(ImageTask):
         batch = collate([views[HELD_OUT_EPOCH, index] for index in indices])
         images = batch.images.to(self.accelerator.device)
         corruption = batch.corruption.to(self.accelerator.device)
-        predictions, targets, _ = self.outputs(model, images, corruption)
-        return predictions.float(), targets, images, corruption
+        outputs = self.outputs(model, images, corruption)
+        return outputs.predictions.float(), outputs.targets, images, corruption
 
     def record(self) -> dict[str, Any]:
         """The record of the images, and of a published teacher's weights: other weights have files of their own."""
