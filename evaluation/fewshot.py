@@ -25,6 +25,7 @@ from mpp.runtime.command import command
 from mpp.runtime.messages import note
 
 BIAS = 100.0
+STD_OFFSET = 1e-5  # added to the deviation of a feature: a constant one is not divided by 0
 TEST_IMAGES_PER_BLOCK = 4096  # scored at a time, which bounds the memory
 
 
@@ -82,7 +83,7 @@ def predict(
     """
     support = support.astype(np.float64)
     mean = support.mean(0)
-    std = support.std(0) + 1e-5
+    std = support.std(0) + STD_OFFSET
     bias = np.full((len(support), 1), BIAS)
     whitened = np.hstack([(support - mean) / std, bias])
     targets = np.full((len(labels), classes), -1.0)
@@ -108,10 +109,11 @@ def least_squares(
         targets: Y (N, C).
     """
     count, width = features.shape
-    if count >= width:
+    if count >= width:  # w = (X^T X + l2 I)^-1 X^T Y
         values, vectors = np.linalg.eigh(features.T @ features)
         projected = vectors.T @ (features.T @ targets)
         return [vectors @ (projected / (values + penalty)[:, None]) for penalty in l2]
+    # the same by the Gram matrix of the images: w = X^T (X X^T + l2 I)^-1 Y
     values, vectors = np.linalg.eigh(features @ features.T)
     projected = vectors.T @ targets
     return [features.T @ (vectors @ (projected / (values + penalty)[:, None])) for penalty in l2]
