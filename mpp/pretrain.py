@@ -84,10 +84,10 @@ class Pretraining(ImageTask):
         for encoder_name in (config.model.init_from, config.objective.frozen_teacher):
             if encoder_name and learned_labels(encoder_name):
                 self.builds_on_labels = True
-        known = self.load_images(config)
+        train_images = self.load_images(config)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.held_out_views = self.held_out_loader.add(self.views(evaluated))
-        self.probe = self.build_probe(known, config.probe)
+        self.probe = self.build_probe(train_images, config.probe)
 
     def load_images(self, config: Config) -> ImageDataset:
         """Load the training and the held-out images.
@@ -95,14 +95,15 @@ class Pretraining(ImageTask):
         Returns:
             The training images that the probe compares with.
         """
-        if config.data.streaming:
+        data = config.data
+        if data.streaming:
             probe_images = config.probe.images if config.probe.every else 0
             with self.accelerator.local_main_process_first():  # machines may have no disk in common
-                self.train, known, self.held_out = load_streamed(config.data, probe_images, config.data.eval_images)
-            return known
+                self.train, train_images, self.held_out = load_streamed(data, probe_images, data.eval_images)
+            return train_images
         with self.accelerator.main_process_first():
-            train, self.held_out = load_image_datasets(config.data)
-        self.train = train.choose(config.data.train_images, config.data.eval_seed)
+            train, self.held_out = load_image_datasets(data)
+        self.train = train.choose(data.train_images, data.eval_seed)
         return self.train
 
     @property

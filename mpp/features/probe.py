@@ -3,7 +3,8 @@
 Without labels: whether two crops of an image have the same neighbours. N images, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +30,23 @@ NORTH_WEST = (0.0, 0.75)  # with SOUTH_EAST, two crops that share a quarter of t
 SOUTH_EAST = (0.25, 1.0)
 
 
+class ProbedFeatures(NamedTuple):
+    """Features of a set of N images, on the main process; empty on the others."""
+
+    by_depth: list[NDArray]
+    """(N, D) after each block."""
+    colours: NDArray | None
+    """(N, C * 64) mean colours of a grid over the image, the colour baseline; None: not asked for."""
+    labels: NDArray
+    """(N,)."""
+
+
 class Probe:
     """Effective rank of the features after each block and, with labels, kNN accuracy; without, neighbours' agreement.
 
     Args:
         loader: of the images that are probed.
-        known: training images, of which labelled ones are what the kNN classifier compares with.
+        train_images: of which labelled ones are what the kNN classifier compares with.
         held_out: images that are classified, labelled ones alone, and whose features are ranked.
         data: how many of them, which, and how they are cropped.
         img_size: height and width of the crops.
@@ -45,7 +57,7 @@ class Probe:
         self,
         accelerator: Accelerator,
         loader: HeldOutLoader,
-        known: ImageDataset,
+        train_images: ImageDataset,
         held_out: ImageDataset,
         data: DataConfig,
         img_size: ImageSize,
@@ -63,7 +75,7 @@ class Probe:
         self.ranked = add(held_out.choose(min(data.eval_images, MOST_RANKED), data.cut_seed))
         self.classified: ViewDataset | None = None  # held-out images with labels; None: there are no labels
         self.compared: ViewDataset | None = None  # training images with labels
-        train, test = known.labelled(), held_out.labelled()
+        train, test = train_images.labelled(), held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
             return
         classified = test.choose(data.eval_images, data.cut_seed)
@@ -87,45 +99,50 @@ class Probe:
             `features/rank/depth_XX`; `knn/depth_XX` or, without labels, `agreement/depth_XX`; with `baseline` also
             `knn/floor_pixels` or `agreement/floor_pixels`. Empty except on the main process.
         """
-        features, labels = self.extract(model, self.ranked, baseline)
-        depths = len(stages(model.encoder))
-        scalars = by_depth("features/rank", effective_ranks(features[:depths], self.accelerator.device))
+        held_out = self.extract(model, self.ranked, baseline)
+        scalars = by_depth("features/rank", effective_ranks(held_out.by_depth, self.accelerator.device))
         if self.compared is None:
-            return scalars | self.agreements(model, baseline, depths)
+            return scalars | self.agreements(model, baseline)
         if self.classified is not self.ranked:
-            features, labels = self.extract(model, self.classified, baseline)
-        return scalars | self.accuracies(model, features, labels, baseline, depths)
+            held_out = self.extract(model, self.classified, baseline)
+        return scalars | self.accuracies(model, held_out, baseline)
 
-    def agreements(self, model: nn.Module, baseline: bool, depths: int) -> dict[str, float]:
+    def agreements(self, model: nn.Module, baseline: bool) -> dict[str, float]:
         """Agreement of the neighbours of two crops, with that by chance."""
-        one_crop, _ = self.extract(model, self.ranked, baseline, NORTH_WEST)
-        other_crop, _ = self.extract(model, self.ranked, baseline, SOUTH_EAST)
-        values = [
-            agreement(self.on_device(one), self.on_device(other))
-            for one, other in zip(one_crop, other_crop, strict=True)
-        ]
-        scalars = by_depth("agreement", values, depths)
+        one_crop = self.extract(model, self.ranked, baseline, NORTH_WEST)
+        other_crop = self.extract(model, self.ranked, baseline, SOUTH_EAST)
+        scalars = self.score("agreement", one_crop, other_crop, agreement)
         if scalars:
             others = max(len(self.ranked.dataset) - 1, 1)
             scalars["agreement/chance"] = min(1.0, AGREEMENT_NEIGHBOURS / others)
         return scalars
 
-    def accuracies(
-        self, model: nn.Module, test: list[NDArray], test_labels: NDArray, baseline: bool, depths: int
-    ) -> dict[str, float]:
+    def accuracies(self, model: nn.Module, test: ProbedFeatures, baseline: bool) -> dict[str, float]:
         """kNN accuracy of held-out features."""
-        train, train_labels = self.extract(model, self.compared, baseline)
-        known, truth = self.on_device(train_labels), self.on_device(test_labels)
-        values = [
-            knn_accuracy(self.on_device(compared), known, self.on_device(classified), truth, self.neighbours)
-            for compared, classified in zip(train, test, strict=True)
-        ]
-        return by_depth("knn", values, depths)
+        train = self.extract(model, self.compared, baseline)
+        train_labels = self.on_device(train.labels)
+        test_labels = self.on_device(test.labels)
 
-    def extract(
-        self, model: nn.Module, views: ViewDataset, baseline: bool, part: Part | None = None
-    ) -> tuple[list[NDArray], NDArray]:
-        """Features (N, D) at every depth, then the baseline's; labels (N,). Empty except on the main process."""
+        def accuracy(train_features: Tensor, test_features: Tensor) -> float:
+            return knn_accuracy(train_features, train_labels, test_features, test_labels, self.neighbours)
+
+        return self.score("knn", train, test, accuracy)
+
+    def score(
+        self, name: str, one: ProbedFeatures, other: ProbedFeatures, score: Callable[[Tensor, Tensor], float]
+    ) -> dict[str, float]:
+        """Scores of the features of two sets, by depth, and that of the colour baseline if they have it."""
+        values = [
+            score(self.on_device(of_one), self.on_device(of_other))
+            for of_one, of_other in zip(one.by_depth, other.by_depth, strict=True)
+        ]
+        scalars = by_depth(name, values)
+        if one.colours is not None:
+            scalars[f"{name}/floor_pixels"] = score(self.on_device(one.colours), self.on_device(other.colours))
+        return scalars
+
+    def extract(self, model: nn.Module, views: ViewDataset, baseline: bool, part: Part | None = None) -> ProbedFeatures:
+        """Features of a set, of a part of each image if one is given."""
         depths = range(1, 1 + len(stages(model.encoder)))
 
         def encode(images: Tensor) -> list[Tensor]:
@@ -136,21 +153,18 @@ class Probe:
                 features.append(F.adaptive_avg_pool2d(images.float(), BASELINE_CELLS).flatten(1))
             return features
 
-        return extract(self.loader.batches(views), encode, len(views.dataset), self.accelerator)
+        features, labels = extract(self.loader.batches(views), encode, len(views.dataset), self.accelerator)
+        colours = features.pop() if baseline and features else None
+        return ProbedFeatures(features, colours, labels)
 
     def on_device(self, array: NDArray) -> Tensor:
         """An array as a tensor on the accelerator."""
         return torch.from_numpy(array).to(self.accelerator.device)
 
 
-def by_depth(name: str, values: Sequence[float], depths: int | None = None) -> dict[str, float]:
-    """Scalars by the names of their depths; a value after so many depths is that of the colour baseline."""
-    depths = len(values) if depths is None else depths
-    scalars = {}
-    for depth, value in enumerate(values, start=1):
-        place = f"depth_{depth:02d}" if depth <= depths else "floor_pixels"
-        scalars[f"{name}/{place}"] = value
-    return scalars
+def by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Scalars by the names of their depths."""
+    return {f"{name}/depth_{depth:02d}": value for depth, value in enumerate(values, start=1)}
 
 
 def crop_and_enlarge(images: Tensor, part: Part) -> Tensor:

@@ -86,7 +86,7 @@ class ImageTask:
         raise NotImplementedError
 
     def build_probe(
-        self, known: ImageDataset, config: ProbeConfig, representation: Representation = "mean"
+        self, train_images: ImageDataset, config: ProbeConfig, representation: Representation = "mean"
     ) -> Probe | None:
         """The probe of the held-out images, beside these training images; None where `probe.every` is 0."""
         if not config.every:
@@ -94,7 +94,7 @@ class ImageTask:
         return Probe(
             self.accelerator,
             self.held_out_loader,
-            known,
+            train_images,
             self.held_out,
             data=self.data,
             img_size=self.img_size,
