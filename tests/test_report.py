@@ -113,7 +113,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys
     seen, words = read(hostile / "report.html")
     for said in (
         *("Verdict", "Masked-patch accuracy", "copy baseline", "kNN", "random weights", "pixel colours"),
-        *("4 of 4 updates of 8", "Loss", "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank"),
+        *("4 of 4 steps of 8 images", "Loss", "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank"),
         *("Nearest neighbours", "Predicted best", "Predicted worst", "1 images could not be decoded", "50.0 ± 10.0"),
         *(
             "Settings that differ",
@@ -174,8 +174,8 @@ def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):
     report([f"--encoder={run}", *FAST])
     _, words = read(run / "report.html")
     for said in (
-        *("The run is not finished: it logged 3 of 4 updates", "Pictures: there is no encoder yet"),
-        *("Held-out figures: the run has not been evaluated yet", "the command that began the run goes on with it"),
+        *("The run is not finished: it logged 3 of 4 steps", "Pictures: there is no encoder yet"),
+        *("Held-out figures: the run has not been evaluated yet", "the command that started the run continues it"),
         *("Verdict: no evaluation has said how the run is", "config.yaml is not one of today's", "Not evaluated yet"),
     ):
         assert said in words, said

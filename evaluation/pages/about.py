@@ -1,4 +1,4 @@
-"""What every page says of a run: its settings, the machine, and what it lacks."""
+"""Blocks that several pages share: settings and the machine, and the list of content that a page lacks."""
 
 import platform
 from collections.abc import Callable
@@ -17,14 +17,15 @@ from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
 
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
+SETTINGS_NOT_SHOWN = ("run.dir", "run.precision")  # where precision is not set, it depends on the machine
 Missing = dict[str, str]
-"""What a page would have, and why it has not."""
+"""Content that a page lacks -> the reason."""
 
 
-def available(title: str, make: Callable[[], list[Block]], missing: Missing) -> list[Block]:
-    """The blocks; none where a run does not have what they show, which is noted."""
+def available(title: str, make_blocks: Callable[[], list[Block]], missing: Missing) -> list[Block]:
+    """The blocks of a section; none where the run cannot have them, and the reason goes to `missing`."""
     try:
-        return make()
+        return make_blocks()
     except (UserError, OSError, Unavailable) as error:
         missing[title] = str(error)
         return []
@@ -39,18 +40,27 @@ def settings_rows(config: Any) -> list[Block]:
 
 
 def changed(config: Any) -> dict[str, Any]:
-    """Setting -> value where it is not the default; where the run is written does not count."""
-    usual = type(config)()
-    as_run, usual = (flatten(replace(each, optim=each.optim.resolved(config.run.steps))) for each in (config, usual))
-    left_out = ("run.dir", "run.precision")  # the machine chooses the last one, unless somebody does
-    return {key: value for key, value in as_run.items() if value != usual[key] and key not in left_out}
+    """Setting -> value where it is not the default, without SETTINGS_NOT_SHOWN."""
+    defaults = type(config)()
+    steps = config.run.steps
+    default_values = flatten(replace(defaults, optim=defaults.optim.resolved(steps)))
+    values = flatten(replace(config, optim=config.optim.resolved(steps)))
+    different = {}
+    for key, value in values.items():
+        if value != default_values[key] and key not in SETTINGS_NOT_SHOWN:
+            different[key] = value
+    return different
 
 
 def machine_blocks() -> list[Block]:
-    """What wrote this page."""
-    gpu = torch.cuda.get_device_name() if uses_gpu() else "none"
-    rows = [["mpp", mpp.__version__], ["python", platform.python_version()]]
-    rows += [[library, version(library)] for library in LIBRARIES]
-    rows += [["system", platform.platform()], ["processor", platform.processor() or platform.machine()]]
-    rows += [["cores", str(cores())], ["GPU", gpu]]
-    return [Table(["", ""], rows, "The process that wrote this page")]
+    """Versions and hardware of the process that writes the page."""
+    versions = [["mpp", mpp.__version__], ["python", platform.python_version()]]
+    for library in LIBRARIES:
+        versions.append([library, version(library)])
+    hardware = [
+        ["system", platform.platform()],
+        ["processor", platform.processor() or platform.machine()],
+        ["cores", str(cores())],
+        ["GPU", torch.cuda.get_device_name() if uses_gpu() else "none"],
+    ]
+    return [Table(["", ""], versions + hardware, "The process that wrote this page")]

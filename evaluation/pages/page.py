@@ -1,6 +1,6 @@
-"""A self-contained HTML page: blocks in, one file out. It loads nothing, and runs nothing.
+"""A self-contained HTML page: blocks in, one file out. It loads no other file and runs no script.
 
-Text is escaped by jinja2, whatever it is: a file name, a label, a setting. Charts (SVG) and pictures are data URIs.
+jinja2 escapes all text: file names, labels, settings. Charts (SVG) and pictures are data URIs.
 """
 
 import base64
@@ -23,7 +23,7 @@ JPEG_QUALITY = 85
 
 @dataclass(frozen=True)
 class Link:
-    """A cell of a table that leads somewhere: a place in the page, or a page beside it."""
+    """A link in a cell of a table or in the verdict: to a section of the page, or to a file beside it."""
 
     text: str
     to: str
@@ -31,7 +31,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers, for whoever reads rather than looks."""
+    """Rows of text and links under headings; a folded one opens on a click."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str | Link | list[Link]]]
@@ -41,7 +41,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing of numbers, with the numbers below it."""
+    """A chart as an SVG image, with its numbers in a table below."""
 
     title: str
     source: str
@@ -51,7 +51,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Picture:
-    """Pixels."""
+    """An image of pixels, as opposed to a chart."""
 
     source: str
     """A data URI."""
@@ -61,7 +61,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `code`: as it is typed."""
+    """A paragraph, or with `code` a block of code."""
 
     text: str
     code: bool = False
@@ -72,10 +72,10 @@ Block = Table | Chart | Picture | Text
 
 @dataclass
 class Section:
-    """A part of a page."""
+    """A titled section of a page."""
 
     name: str
-    """Its anchor."""
+    """The anchor of links to it."""
     title: str
     blocks: list[Block] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class Page:
     title: str
     subtitle: str
     verdict: Sequence[tuple[str, Link | None]]
-    """Sentences, with what says so."""
+    """Sentences, each with a link to its evidence."""
     warnings: Sequence[str]
     sections: Sequence[Section]
     missing: dict[str, str]
@@ -134,10 +134,11 @@ def picture_of(figure: Figure, alt: str, caption: str = "") -> Picture:
 
 
 def picture(image: Image.Image, alt: str, caption: str = "") -> Picture:
-    """Pixels as a JPEG, or as a PNG where that is smaller, as of few colours."""
+    """An image as a JPEG, or as a PNG where that is smaller, as with few colours."""
     image = image.convert("RGB")
-    jpeg, png = io.BytesIO(), io.BytesIO()
+    jpeg = io.BytesIO()
     image.save(jpeg, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+    png = io.BytesIO()
     image.save(png, "png", optimize=True)
-    sources = data_uri("jpeg", jpeg.getvalue()), data_uri("png", png.getvalue())
+    sources = [data_uri("jpeg", jpeg.getvalue()), data_uri("png", png.getvalue())]
     return Picture(min(sources, key=len), alt, caption)

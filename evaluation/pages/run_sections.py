@@ -4,13 +4,14 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig
 from evaluation.frozen.results import format_percent
 from evaluation.pages.about import Missing, changed, settings_rows
 from evaluation.pages.curves import features_of_run
-from evaluation.pages.page import Link, Table, Text
+from evaluation.pages.page import Block, Link, Table, Text
 from mpp.config import Config
 from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, saved_imports
@@ -20,61 +21,94 @@ from mpp.training.history import History
 from mpp.training.record import recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, saved_settings
 
-CONFIGS = (("objective", Config), ("contrast", ContrastiveConfig), ("lrs", OneRunConfig), ("head", SupervisedConfig))
+CONFIG_BY_SETTING = {
+    "objective": Config,
+    "contrast": ContrastiveConfig,
+    "lrs": OneRunConfig,
+    "head": SupervisedConfig,
+}
+"""A setting that only runs of one kind have -> the class of their settings."""
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
+MAX_UNREADABLE_LISTED = 20
 
 
-def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list:
-    """kNN and rank by depth, and what the evaluation commands found."""
-    blocks = features_of_run(history, missing)
-    rows, beside = [], Path(config.out).parent if config.out else folder
+def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Block]:
+    """kNN and rank by depth, and the results of the evaluation commands."""
+    page_folder = Path(config.out).parent if config.out else folder
+    blocks: list[Block] = [*features_of_run(history, missing)]
+    rows = []
     for file in sorted((folder / "evaluation").glob("*.json")):
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            summary = found.get("summary") or {}
-            rows += [
-                [Link(file.stem, quote(os.path.relpath(file, beside))), name, format_percent(each)]
-                for name, each in summary.items()
-            ]
+            rows += rows_of_evaluation(file, page_folder)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is no report of an evaluation"
     if rows:
         headings = ["evaluation", "case", "accuracy or mean IoU (%)"]
-        blocks.append(Table(headings, rows, "What the evaluation commands found"))
+        blocks.append(Table(headings, rows, "Results of the evaluation commands"))
     else:
         missing["Few-shot, linear probe"] = f"not asked for yet: mpp fewshot --encoder {folder}"
     return blocks
 
 
-def unreadable_blocks(folder: Path) -> list:
+def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
+    """A row for each case of an evaluation's report, linked from a page in `page_folder`."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    link = Link(file.stem, quote(os.path.relpath(file, page_folder)))
+    summary = report.get("summary") or {}
+    return [[link, case, format_percent(statistics)] for case, statistics in summary.items()]
+
+
+def unreadable_blocks(folder: Path) -> list[Block]:
     """Images that could not be decoded."""
     file = folder / "unreadable.txt"
-    named = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    if not named:
+    lines = read_text(file).splitlines() if file.is_file() else []
+    if not lines:
         return [Text("All images that were read could be decoded.")]
-    shown = "\n".join(named[:20]) + (f"\n... and {len(named) - 20} more, in unreadable.txt" if len(named) > 20 else "")
-    return [Text(f"{len(named)} images could not be decoded; others took their place."), Text(shown, code=True)]
+    listed = "\n".join(lines[:MAX_UNREADABLE_LISTED])
+    if len(lines) > MAX_UNREADABLE_LISTED:
+        listed += f"\n... and {len(lines) - MAX_UNREADABLE_LISTED} more, in unreadable.txt"
+    return [
+        Text(f"{len(lines)} images could not be decoded; others took their place."),
+        Text(listed, code=True),
+    ]
 
 
-def settings_blocks(folder: Path) -> list:
+def settings_blocks(folder: Path) -> list[Block]:
     """Settings that differ from the defaults, and the command that repeats the run."""
-    saved, file = saved_settings(folder), folder / CONFIG_FILE
-    kind = next((each for name, each in CONFIGS if name in saved), None)
+    file = folder / CONFIG_FILE
+    config_class = config_class_of(saved_settings(folder))
+    if config_class is None:
+        return [Text(read_text(file), code=True)] if file.is_file() else []
     try:
-        config = parse_saved(kind, file) if kind else None
+        config = parse_saved(config_class, file)
     except UserError as error:
-        return [
-            Text(f"config.yaml is not one of today's: {error}"),
-            Text(file.read_text(encoding="utf-8", errors="replace"), code=True),
-        ]
-    if config is None:
-        return [Text(file.read_text(encoding="utf-8", errors="replace"), code=True)] if file.is_file() else []
+        return [Text(f"config.yaml is not one of today's: {error}"), Text(read_text(file), code=True)]
     blocks = settings_rows(config)
-    if kind in COMMANDS:
-        settings = changed(config) | {"run.precision": config.run.precision}
-        if commit := recorded_commit(folder):
-            settings["data.revision"] = commit
-        imports = [f"{OPTION}={each.name}" for each in saved_imports(folder)]
-        words = ["mpp", COMMANDS[kind], *imports, *as_command_line(settings)]
-        blocks.append(Text(shlex.join([*words, f"--run.dir={folder}_again"]), code=True))
+    if config_class in COMMANDS:
+        blocks.append(Text(command_to_repeat(config, folder), code=True))
     return [*blocks, Text("config.yaml in the run folder has all settings.")]
+
+
+def config_class_of(settings: dict[str, Any]) -> type | None:
+    """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
+    for name, config_class in CONFIG_BY_SETTING.items():
+        if name in settings:
+            return config_class
+    return None
+
+
+def command_to_repeat(config: Any, folder: Path) -> str:
+    """The command that repeats a run beside its folder, with the precision and the data's revision of the run."""
+    settings = changed(config)
+    settings["run.precision"] = config.run.precision
+    commit = recorded_commit(folder)
+    if commit:
+        settings["data.revision"] = commit
+    imports = [f"{OPTION}={path.name}" for path in saved_imports(folder)]
+    command = COMMANDS[type(config)]
+    return shlex.join(["mpp", command, *imports, *as_command_line(settings), f"--run.dir={folder}_again"])
+
+
+def read_text(file: Path) -> str:
+    """The text of a file; bytes that are not UTF-8 are replaced."""
+    return file.read_text(encoding="utf-8", errors="replace")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from evaluation.pages.page import Link, Section
 from mpp.training.history import History, after_training_began, best_depth, probe_lines, series, values_by_depth
@@ -10,82 +11,138 @@ from mpp.training.run_folder import saved_settings
 from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration
 from mpp.training.watch import read_verdict
 
+MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
+MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
+
 
 def subtitle(folder: Path, history: History) -> str:
-    """What was trained on what, for how long."""
-    saved, known = saved_settings(folder), read_record(folder) or {}
-    model, data, run = (saved.get(name) or {} for name in ("model", "data", "run"))
-    what = read_verdict(folder).get("model") or model.get("name") or "a ViT"
-    how = (saved.get("objective") or {}).get("name")
-    trained = f"pre-trained by {how} ({(saved.get('network') or {}).get('name', 'predictor')})" if how else "trained"
-    count = (known.get("train") or {}).get("images")
-    images = f"{count:,} images" if isinstance(count, int) else "images"
-    held_out = (known.get("held_out") or {}).get("images")
-    where = data.get("path") or "mpp's birds"
-    parts = [f"{what}", f"{trained} on {images} of {where}" + (f" ({held_out:,} held out)" if held_out else "")]
-    done, steps = int(history[-1]["step"]), run.get("steps")
-    batch = (saved.get("optim") or {}).get("global_batch_size")
-    parts.append(f"{done:,} of {steps:,} updates" if isinstance(steps, int) else f"{done:,} updates")
-    if batch and count:
-        parts[-1] += f" of {batch}, each image seen {done * batch / count:.3g} times"
-    seconds = training_seconds(history, batch or 0)
+    """The model, its training, its images, and how long it was trained."""
+    settings = saved_settings(folder)
+    record = read_record(folder) or {}
+    model = read_verdict(folder).get("model") or group_of(settings, "model").get("name") or "a ViT"
+    train_images = group_of(record, "train").get("images")
+    path = group_of(settings, "data").get("path") or "mpp's birds"
+    images = f"{train_images:,} images" if isinstance(train_images, int) else "images"
+    training = f"{describe_method(settings)} on {images} of {path}"
+    held_out_images = group_of(record, "held_out").get("images")
+    if held_out_images:
+        training += f" ({held_out_images:,} held out)"
+    parts = [str(model), training, describe_progress(settings, history, train_images)]
+    seconds = training_seconds(history, group_of(settings, "optim").get("global_batch_size") or 0)
     if seconds:
         parts.append(f"{duration(seconds)} of training")
     compute = series(history, "compute/pflop")
     if compute:
-        parts.append(f"{compute[-1][1]:.3g} PFLOP")
+        _, pflop = compute[-1]
+        parts.append(f"{pflop:.3g} PFLOP")
     return "; ".join(parts)
 
 
-def training_seconds(history: History, batch: int) -> float:
-    """What the logged updates took, evaluations left out; 0: not known."""
-    speeds = [(step, speed) for step, speed in series(history, "speed/images_per_second") if speed > 0]
-    before = [0, *(step for step, _ in speeds)]
-    return sum((step - last) * batch / speed for (step, speed), last in zip(speeds, before, strict=False))
+def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:
+    """A group of saved settings or of a record; empty where it was not saved."""
+    return saved.get(name) or {}
 
 
-def verdict_points(folder: Path, history: History, shown: Sequence[Section]) -> list[tuple[str, Link | None]]:
-    """The verdict in sentences, with what says so."""
-    there = {section.name for section in shown}
+def describe_method(settings: dict[str, Any]) -> str:
+    """The objective and the network of a pre-training run; "trained" for any other."""
+    objective = group_of(settings, "objective").get("name")
+    if not objective:
+        return "trained"
+    network = group_of(settings, "network").get("name", "predictor")
+    return f"pre-trained by {objective} ({network})"
 
-    def evidence(name: str) -> Link | None:
-        return Link("why", f"#{name}") if name in there else None
 
-    saved = saved_settings(folder)
-    steps, done = (saved.get("run") or {}).get("steps"), int(history[-1]["step"])
-    points, trend = [], describe_trend(history, read_verdict(folder).get("facts", {}).get("moving", False))
-    if isinstance(steps, int) and done < steps:
-        points.append((f"The run is not finished: it logged {done:,} of {steps:,} updates", evidence("curves")))
-    for text, where in (
+def describe_progress(settings: dict[str, Any], history: History, train_images: int | None) -> str:
+    """Steps done, the batch size, and how often each image was seen, as far as they are known."""
+    step = last_step(history)
+    steps = group_of(settings, "run").get("steps")
+    batch_size = group_of(settings, "optim").get("global_batch_size")
+    progress = f"{step:,} of {steps:,} steps" if isinstance(steps, int) else f"{step:,} steps"
+    if batch_size and train_images:
+        epochs = step * batch_size / train_images
+        progress += f" of {batch_size} images, each image seen {epochs:.3g} times"
+    return progress
+
+
+def last_step(history: History) -> int:
+    """The last step that was logged."""
+    return int(history[-1]["step"])
+
+
+def training_seconds(history: History, batch_size: int) -> float:
+    """Duration of the logged steps, without evaluations; 0 where it is not known."""
+    seconds = 0.0
+    previous_step = 0
+    for step, images_per_second in series(history, "speed/images_per_second"):
+        if images_per_second > 0:
+            seconds += (step - previous_step) * batch_size / images_per_second
+            previous_step = step
+    return seconds
+
+
+def verdict_points(folder: Path, history: History, sections: Sequence[Section]) -> list[tuple[str, Link | None]]:
+    """Sentences of the verdict, each with a link to the section of the page that shows it."""
+    steps = group_of(saved_settings(folder), "run").get("steps")
+    facts = read_verdict(folder).get("facts", {})
+    trend = describe_trend(history, facts.get("moving", False))
+    finished = not isinstance(steps, int) or last_step(history) >= steps
+    sentences = []  # (sentence, name of the section)
+    if not finished:
+        sentences.append((f"The run is not finished: it logged {last_step(history):,} of {steps:,} steps", "curves"))
+    sentences += [
         (describe_prediction(history), "curves"),
         (describe_features(history), "features"),
         (trend, "curves"),
-    ):
-        if text:
-            sentence = text if text.startswith("kNN") else f"{text[0].upper()}{text[1:]}"
-            points.append((sentence, evidence(where)))
-    return [*points, *((f"Next: {text}", None) for text in next_steps(folder, history, steps, done, trend))]
+    ]
+    names = {section.name for section in sections}
+    points: list[tuple[str, Link | None]] = []
+    for sentence, name in sentences:
+        if sentence:
+            evidence = Link("why", f"#{name}") if name in names else None
+            points.append((capitalized(sentence), evidence))
+    for advice in next_steps(folder, history, finished, trend):
+        points.append((f"Next: {advice}", None))
+    return points
 
 
-def next_steps(folder: Path, history: History, steps: int | None, done: int, trend: str) -> list[str]:
-    """What to try next."""
-    if isinstance(steps, int) and done < steps:
-        return ["the command that began the run goes on with it"]
-    found, (group, lines) = [], probe_lines(history)
-    judged = after_training_began(lines)
+def capitalized(sentence: str) -> str:
+    """The sentence with a capital letter, unless it begins with the name kNN."""
+    if sentence.startswith("kNN"):
+        return sentence
+    return sentence[0].upper() + sentence[1:]
+
+
+def next_steps(folder: Path, history: History, finished: bool, trend: str) -> list[str]:
+    """Advice on how to continue."""
+    if not finished:
+        return ["the command that started the run continues it"]
+    advice = []
     if trend == LOSS_FALLS:
-        found.append("train longer (run.steps): the held-out loss still falls")
-    if judged:
-        depth, value = best_depth(judged[-1], group)
-        floors = [best_depth(lines[0], group)[1], lines[0].get(f"{group}/floor_pixels", 0)]
-        if lines[0]["step"] == 0 and value < max(floors) + 0.03:
-            found.append(
-                "the features know hardly more than untrained ones or colours: more images, more updates or another "
-                f"objective; they may fine-tune well all the same (mpp finetune --encoder {folder})"
+        advice.append("train longer (run.steps): the held-out loss still falls")
+    advice += advice_on_features(folder, history)
+    if advice:
+        return advice
+    return [f"evaluate the features with labels (mpp fewshot --encoder {folder}), or fine-tune (mpp finetune)"]
+
+
+def advice_on_features(folder: Path, history: History) -> list[str]:
+    """Advice drawn from the probe: features hardly above their baselines, or best before the last depth."""
+    group, lines = probe_lines(history)
+    trained_lines = after_training_began(lines)
+    if not trained_lines:
+        return []
+    advice = []
+    first, last = lines[0], trained_lines[-1]
+    depth, accuracy = best_depth(last, group)
+    if first["step"] == 0:
+        _, untrained_accuracy = best_depth(first, group)
+        baseline = max(untrained_accuracy, first.get(f"{group}/floor_pixels", 0))
+        if accuracy < baseline + MIN_GAIN_OVER_BASELINES:
+            advice.append(
+                "the features are hardly better than those of random weights or pixel colours: more images, more steps "
+                f"or another objective; they may still fine-tune well (mpp finetune --encoder {folder})"
             )
-        last = values_by_depth(judged[-1], group)
-        if value >= last[max(last)] + 0.01:
-            found.append(
-                f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)"
-            )
-    return found or [f"judge the features with labels (mpp fewshot --encoder {folder}), or fine-tune (mpp finetune)"]
+    by_depth = values_by_depth(last, group)
+    if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
+        advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")
+    return advice
