@@ -37,7 +37,7 @@ from mpp.runtime.start import start_alone
 from mpp.training.feed import Feed
 from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
 from mpp.training.history import RECENT_LINES
-from mpp.training.run import fill_in_moments, resolve_config
+from mpp.training.run import resolve_config
 from mpp.training.run_folder import CHECK_CROPS, refuse_other_run
 from mpp.training.step import Update
 from mpp.training.verdict import duration
@@ -83,8 +83,8 @@ def check(config: Config) -> Path:
     refuse_other_run(config, folder)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
     with deaths_explained():
-        if "auto" in (config.model.mean, config.model.std):
-            config = fill_in_moments(config, *channel_moments(config.data))
+        if config.model.needs_moments():
+            config = replace(config, model=config.model.with_moments(*channel_moments(config.data)))
         task = Pretraining(config, accelerator, layout)
         surveyed = None
         if not isinstance(task.train, Shards):

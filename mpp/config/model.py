@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mpp.config.checks import check_bounds, require
@@ -84,6 +84,19 @@ class ModelConfig:
             require(width % heads == 0, "model.width", width, f"a multiple of model.heads ({heads})")
         self.check_moments("mean", above=-math.inf, kind="numbers")
         self.check_moments("std", above=0, kind="positive numbers")
+
+    def needs_moments(self) -> bool:
+        """Whether `mean` or `std` is to be measured."""
+        return "auto" in (self.mean, self.std)
+
+    def with_moments(self, mean: Any, std: Any) -> "ModelConfig":
+        """With measured lists of numbers in place of `auto`, which stays where there is no list."""
+        measured = {}
+        if self.mean == "auto" and isinstance(mean, list):
+            measured["mean"] = tuple(mean)
+        if self.std == "auto" and isinstance(std, list):
+            measured["std"] = tuple(std)
+        return replace(self, **measured)
 
     def check_moments(self, name: str, above: float, kind: str) -> None:
         """Raise UserError where `mean` or `std` has a number that is out of bounds."""

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
+from mpp.config import DataConfig
 from mpp.config.keys import changed_settings
 from mpp.config.saved import to_yaml
 from mpp.data.hub import resolve_commit
@@ -85,26 +86,10 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     resolved = replace(
         config, run=replace(config.run, precision=precision), optim=config.optim.resolved(config.run.steps)
     )
+    if not hasattr(config, "model"):  # fine-tuning has an encoder instead
+        return resolved
     measured = saved_settings(Path(config.run.dir)).get("model", {})  # when the run began
-    return fill_in_moments(resolved, measured.get("mean"), measured.get("std"))
-
-
-def fill_in_moments(config: Any, mean: Any, std: Any) -> Any:
-    """The config with measured `model.mean` and `model.std` (lists of numbers) in place of `auto`."""
-    model = getattr(config, "model", None)
-    measured = {}
-    for name, value in (("mean", mean), ("std", std)):
-        if isinstance(value, list) and getattr(model, name, None) == "auto":
-            measured[name] = tuple(value)
-    if not measured:
-        return config
-    return replace(config, model=replace(model, **measured))
-
-
-def needs_moments(config: Any) -> bool:
-    """Whether `model.mean` or `model.std` is to be measured."""
-    model = getattr(config, "model", None)
-    return "auto" in (getattr(model, "mean", None), getattr(model, "std", None))
+    return replace(resolved, model=config.model.with_moments(measured.get("mean"), measured.get("std")))
 
 
 def describe_overrides(config: Any) -> str:
@@ -122,13 +107,14 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
         passes = layout.accumulation_steps * layout.world_size
         shares = f"{passes} shares of {layout.smallest} or {layout.largest}"
         accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
-    pinned = pin_commit(config, folder, accelerator)
-    if needs_moments(config):
-        mean, std = broadcast_from_main(accelerator, lambda: channel_moments(pinned.data))
-        config, pinned = fill_in_moments(config, mean, std), fill_in_moments(pinned, mean, std)
+    data = pin_commit(config.data, folder, accelerator)
+    if hasattr(config, "model") and config.model.needs_moments():
+        mean, std = broadcast_from_main(accelerator, lambda: channel_moments(data))
+        config = replace(config, model=config.model.with_moments(mean, std))
         mean, std = config.model.normalization(config.data.channels)
         accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
-    task = build(pinned, accelerator, layout)
+    # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
+    task = build(replace(config, data=data), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         write_beginning(config, folder, task, accelerator)
@@ -181,15 +167,13 @@ def identify_on_all_nodes(identify: Callable[[], dict[str, Any]], accelerator: A
     return results[0]
 
 
-def pin_commit(config: Any, folder: Path, accelerator: Accelerator) -> Any:
-    """The config with the commit of a hub dataset in place of a branch.
+def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> DataConfig:
+    """The settings of the images with the commit of a hub dataset in place of a branch.
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    commit = broadcast_from_main(accelerator, lambda: resolve_commit(config.data, recorded_commit(folder)))
-    if not commit:
-        return config
-    return replace(config, data=replace(config.data, revision=commit))
+    commit = broadcast_from_main(accelerator, lambda: resolve_commit(data, recorded_commit(folder)))
+    return replace(data, revision=commit) if commit else data
 
 
 def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
@@ -201,10 +185,11 @@ def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any
 
 def fingerprint_first_weights(config: Any) -> dict[str, Any]:
     """Fingerprints of the weights that a run begins from and is taught by; none of random or missing ones."""
-    paths = {"model.init_from": getattr(getattr(config, "model", None), "init_from", None)}
-    objective = getattr(config, "objective", None)
-    if objective is not None:
-        paths["objective.teacher"] = objective.teacher_checkpoint or objective.frozen_teacher
+    paths = {}
+    if hasattr(config, "model"):
+        paths["model.init_from"] = config.model.init_from
+    if hasattr(config, "objective"):
+        paths["objective.teacher"] = config.objective.teacher_checkpoint or config.objective.frozen_teacher
     record = {}
     for key, path in paths.items():
         weights = fingerprint(Path(path)) if path else None
