@@ -87,7 +87,8 @@ class Loop:
             values, sums = self.update(step, batches, measure=logged)
             self.count_step(batches)
             if logged:
-                self.log_step(done, values, sums)
+                scalars = self.log_step(done, values, sums)
+                self.end_if_refused(done, scalars)
             if due(done, run.eval_every, run.steps):
                 self.evaluate(done)
             if due(done, run.checkpoint_every, run.steps):
@@ -110,7 +111,7 @@ class Loop:
         if ending is Ending.FAILURE:
             self.fail(step, failure)
         if ending is Ending.SIGNAL:
-            self.stop(step)
+            self.close_with_checkpoint(step)
             self.preemption.leave(f"after step {step}; a checkpoint is written" if step else "before its first step")
         return batches
 
@@ -124,8 +125,8 @@ class Loop:
         self.tracker.warn_unreadable(self.feed.undecoded)
         self.bar.update()
 
-    def log_step(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> None:
-        """Log the scalars of the step that was done last."""
+    def log_step(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> dict[str, float]:
+        """Log the scalars of the step that was done last, and return them."""
         scalars = {name: float(value) for name, value in values.items()}
         scalars |= self.task.describe(sum_over_processes(sums))
         waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
@@ -133,12 +134,16 @@ class Loop:
         scalars["compute/pflop"] = self.flops * done / 1e15
         scalars["unreadable"] = self.tracker.count_unreadable()
         self.tracker.log(done, scalars)
+        self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+        return scalars
+
+    def end_if_refused(self, done: int, scalars: dict[str, float]) -> None:
+        """End the run, with a checkpoint, if the task refuses to continue after a step with these scalars."""
         try:
             self.task.refuse_to_continue(scalars)
         except UserError as error:
-            self.stop(done)
+            self.close_with_checkpoint(done)
             raise type(error)(f"{error}; a checkpoint after step {done} is written") from None
-        self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
 
     def evaluate_untrained(self) -> None:
         """Log scalars of the untrained model: the baseline of each later evaluation."""
@@ -193,14 +198,14 @@ class Loop:
             save(self.accelerator, self.folder, step, self.model, self.optimizer, self.cursors, keep)
         self.saved_step = step
 
-    def stop(self, step: int) -> None:
-        """End before the last step, with a checkpoint."""
+    def close_with_checkpoint(self, step: int) -> None:
+        """Close the progress bar and write a checkpoint: the caller then ends the run before its last step."""
         self.bar.close()
         self.save(step)
 
     def fail(self, step: int, failure: UserError | None) -> NoReturn:
         """Raise on every process what went wrong with the images on any."""
-        self.stop(step)
+        self.close_with_checkpoint(step)
         if self.preemption.asked_of_any():  # the images may be there when the run is started again
             self.preemption.leave(f"after step {step}, while images could not be read")
         error = next(each for each in gather_object([failure]) if each)
