@@ -40,6 +40,24 @@ class Update:
         rate = learning_rate(self.optim, step, self.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
+        losses, sums = self.accumulate_gradients(step, batches, measure)
+        norm = whole_tensor(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim.clip or math.inf))
+        own_loss = sum(each / self.layout.loss_divisor(number) for number, each in enumerate(losses))
+        loss = self.accelerator.reduce(own_loss, "mean")
+        self.finite.record(step, loss, norm, losses, batches)
+        if measure or self.finite.verifies_each_step:  # deferred else: to read it, the host waits for a GPU
+            self.finite.verify()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        values = {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm}
+        return values | self.task.after_step(self.model, step), sums
+
+    def accumulate_gradients(self, step: int, batches: list[Batch], measure: bool) -> tuple[list[Tensor], Sums]:
+        """Forward and backward passes; processes share gradients in the last one.
+
+        Returns:
+            This process's losses by forward pass, and the task's sums if `measure`.
+        """
         losses, sums = [], {}
         for number, batch in enumerate(batches):
             torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place
@@ -49,15 +67,7 @@ class Update:
                 self.accelerator.backward(loss / self.layout.loss_divisor(number))
             losses.append(loss.detach())
             sums = add_sums(sums, measured)
-        norm = whole_tensor(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim.clip or math.inf))
-        own_loss = sum(each / self.layout.loss_divisor(number) for number, each in enumerate(losses))
-        loss = self.accelerator.reduce(own_loss, "mean")
-        self.finite.record(step, loss, norm, losses, batches)
-        if measure or self.finite.verifies_each_step:
-            self.finite.verify()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm} | self.task.after_step(self.model, step), sums
+        return losses, sums
 
     def seed_of(self, step: int, number: int) -> int:
         """The seed of everything that is drawn inside the model: distinct for (seed, step, forward pass, rank)."""
