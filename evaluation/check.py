@@ -271,7 +271,7 @@ def draw_crops(task: Pretraining, batches: Sequence[Batch]) -> Image.Image:
     rows = []
     for first in range(0, len(pairs), CROPS_IN_A_ROW):
         rows.append([picture for pair in pairs[first : first + CROPS_IN_A_ROW] for picture in pair])
-    return arrange_in_rows(rows, side=64)
+    return arrange_in_rows(rows, min_width=64)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

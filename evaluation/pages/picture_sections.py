@@ -1,9 +1,10 @@
-"""Sections of a page on a run that need its encoder and images: drawings, neighbours, best and worst predictions."""
+"""Sections of a page on a run that need its encoder and images: pictures, neighbours, best and worst predictions."""
 
 import os
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from evaluation.config import ReportConfig, VisualizeConfig
@@ -12,142 +13,184 @@ from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.results import report_suffix
 from evaluation.frozen.run_images import check_images_of_run
 from evaluation.pages.about import Missing, available
-from evaluation.pages.page import Section, Table, chart, picture, picture_of
+from evaluation.pages.page import Block, Picture, Section, Table, chart, picture, picture_of
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import (
+    Gallery,
     arrange_in_rows,
-    extract_shown_images,
+    extract_gallery,
     held_out_losses,
-    map_of,
-    nearest_neighbours,
     predict_columns,
+    project_to_plane,
 )
 from evaluation.pictures.subject import Subject, load_subject
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.pretrain import is_pretraining, reopen
+from mpp.features.neighbours import Neighbours, find_other_neighbours
+from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.training.history import History, after_training_began, best_depth, probe_lines
 
 NEIGHBOURS_OF_A_QUERY = 5
-QUERY_IMAGES = 6
-EXTREME_IMAGES = 4  # best predicted, and worst
-PREDICTED_IMAGES = 256  # held-out images among which the extremes are sought
-DRAWN_TITLE = "What it predicts and how it looks"
-DRAWN = {
+MAX_QUERIES = 6
+QUERY_GAP_PX = 12  # between a query and its neighbours
+MIN_IMAGES_COMPARED = 3
+MAX_EXTREMES = 4  # of the best predicted images, and of the worst
+MAX_IMAGES_PREDICTED = 256  # held-out images among which the extremes are sought
+PICTURES_TITLE = "Predictions, features, positions and attention"
+PICTURES_ON_PAGE = {
     "predictions": "Held-out images: original, corrupted, predicted and true, and how sure each prediction is",
     "pca": "The first three principal components of the patches' features as red, green and blue, by depth",
-    "positions": "How alike the encoder takes the places of any two patches to be",
-    "attention_distance": "How far each attention head looks, by depth",
+    "positions": "Similarity of the positions of any two patches, as the encoder has learned it",
+    "attention_distance": "Mean attention distance of each head, by depth",
 }
+"""Name of a picture of `mpp visualize` -> its caption."""
 
 
 def picture_sections(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Section]:
-    """Everything that needs the encoder and the images."""
+    """All sections that need the encoder and the images; without the images, the pictures that exist already."""
     if not (folder / "encoder").is_dir():
         missing["Pictures"] = "there is no encoder yet: it is written when the run ends"
         return []
-    drawing = VisualizeConfig(
+    visualize_config = VisualizeConfig(
         encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
     )
+    pictures_folder = folder / "evaluation" / f"pictures{report_suffix(visualize_config)}"
     try:
         check_images_of_run(config)
-        subject = load_subject(drawing)
+        subject = load_subject(visualize_config)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
-        kept = drawn_blocks(None, folder, drawing, {})
-        return [Section("pictures", DRAWN_TITLE, kept)] if kept else []
+        blocks = picture_blocks(None, folder, pictures_folder, missing)
+        return [Section("pictures", PICTURES_TITLE, blocks)] if blocks else []
+    sections = [
+        ("pictures", PICTURES_TITLE, lambda: picture_blocks(subject, folder, pictures_folder, missing)),
+        ("neighbours", "Nearest neighbours", lambda: neighbour_blocks(subject, config.compared, history)),
+        ("extremes", "Predicted best and worst", lambda: extreme_blocks(subject, folder)),
+    ]
     with deaths_explained():
-        made = [
-            ("pictures", DRAWN_TITLE, lambda: drawn_blocks(subject, folder, drawing, missing)),
-            ("neighbours", "Nearest neighbours", lambda: neighbour_blocks(config, subject, history)),
-            ("extremes", "Predicted best and worst", lambda: extreme_blocks(config, subject, folder)),
-        ]
-        return [Section(name, title, available(title, make, missing)) for name, title, make in made]
+        return [Section(name, title, available(title, make_blocks, missing)) for name, title, make_blocks in sections]
 
 
-def drawn_blocks(subject: Subject | None, folder: Path, drawing: VisualizeConfig, missing: Missing) -> list:
-    """Pictures of `mpp visualize`: those that are there and newer than the encoder; the others are drawn.
+def picture_blocks(subject: Subject | None, folder: Path, pictures_folder: Path, missing: Missing) -> list[Block]:
+    """Pictures of `mpp visualize`: read where they are newer than the encoder, otherwise drawn.
 
-    Without the images, which are the subject's, none is drawn.
+    Without a subject, none is drawn.
     """
-    made, blocks = (folder / "encoder" / "config.json").stat().st_mtime, []
-    place = folder / "evaluation" / f"pictures{report_suffix(drawing)}"
-    for name, alt in DRAWN.items():
-        file = place / f"{name}.png"
-        if file.is_file() and file.stat().st_mtime >= made:
+    encoder_written = (folder / "encoder" / "config.json").stat().st_mtime
+    blocks: list[Block] = []
+    for name, alt in PICTURES_ON_PAGE.items():
+        file = pictures_folder / f"{name}.png"
+        if file.is_file() and file.stat().st_mtime >= encoder_written:
             with Image.open(file) as image:
                 blocks.append(picture(image, alt, f"{alt}."))
-            continue
-        if subject is None:
-            continue
-        try:
-            drawing = PICTURES[name](subject)
-        except Unavailable as error:
-            missing[name] = str(error)
-            continue
-        if os.access(folder, os.W_OK):  # the folder may be somebody else's
-            place.mkdir(parents=True, exist_ok=True)
-            drawing.write(place, name)
-        blocks.append(picture_of(drawing.figure, alt, f"{alt}."))
+        elif subject is not None:
+            try:
+                blocks.append(draw_picture(subject, name, alt, pictures_folder))
+            except Unavailable as error:
+                missing[name] = str(error)
     return blocks
 
 
-def neighbour_blocks(config: ReportConfig, subject: Subject, history: History) -> list:
-    """Queries with their nearest held-out images, and all of them on a map."""
-    chosen = subject.held_out.choose(config.compared, config.data.cut_seed)
-    if len(chosen) < 3:
-        raise Unavailable(f"{len(chosen)} held-out images are too few to be neighbours")
-    group, lines = probe_lines(after_training_began(history))
-    depth = best_depth(lines[-1], group)[0] if lines else len(subject.encoder.stages)
-    depth, read = min(depth, len(subject.encoder.stages)), "class" if subject.has_trained_class_token else "mean"
-    shown = extract_shown_images(subject.encoder, chosen, config.data, subject.accelerator, depth, read)
-    queries = np.linspace(0, len(chosen) - 1, min(QUERY_IMAGES, len(chosen))).astype(int).tolist()
-    neighbours, similarity = nearest_neighbours(shown.features, queries, NEIGHBOURS_OF_A_QUERY)
-    rows = [[shown.pixels[q], *shown.pixels[near]] for q, near in zip(queries, neighbours, strict=True)]
-    listed = [
-        [shown.names[query], *(f"{shown.names[i]} ({s:.2f})" for i, s in zip(near, alike, strict=True))]
-        for query, near, alike in zip(queries, neighbours, similarity, strict=True)
-    ]
-    caption = f"Left, a held-out image; then the {neighbours.shape[1]} most like it of {len(chosen)}, by cosine at "
-    caption += f"depth {depth} ({'[class] token' if read == 'class' else 'mean of the patches'})."
-    if shown.labels is not None and (shown.labels[queries] >= 0).any():
-        known = (shown.labels[neighbours] >= 0) & (shown.labels[queries] >= 0)[:, None]
-        alike = known & (shown.labels[neighbours] == shown.labels[queries][:, None])
-        if known.any():
-            caption += f" {alike.sum()} of {known.sum()} have the label of their query."
-    headings = ["query", *(f"nearest {k}" for k in range(1, 1 + neighbours.shape[1]))]
+def draw_picture(subject: Subject, name: str, alt: str, pictures_folder: Path) -> Picture:
+    """Draw a picture of `mpp visualize`, and write it to its folder unless the run is read-only."""
+    drawing = PICTURES[name](subject)
+    if os.access(subject.run, os.W_OK):
+        pictures_folder.mkdir(parents=True, exist_ok=True)
+        drawing.write(pictures_folder, name)
+    return picture_of(drawing.figure, alt, f"{alt}.")
+
+
+def neighbour_blocks(subject: Subject, max_images: int, history: History) -> list[Block]:
+    """Held-out images with their nearest neighbours among at most `max_images`, and all of these on a map."""
+    dataset = subject.held_out.choose(max_images, subject.config.data.cut_seed)
+    if len(dataset) < MIN_IMAGES_COMPARED:
+        raise Unavailable(f"{len(dataset)} held-out images are too few to be neighbours")
+    depth = best_probed_depth(subject, history)
+    representation = "class" if subject.has_trained_class_token else "mean"
+    gallery = extract_gallery(subject, dataset, depth, representation)
+    queries = np.linspace(0, len(dataset) - 1, min(MAX_QUERIES, len(dataset))).astype(int).tolist()
+    neighbours = find_other_neighbours(gallery.features, queries, NEIGHBOURS_OF_A_QUERY)
+    rows = []
+    for query, nearest in zip(queries, neighbours.index.tolist(), strict=True):
+        rows.append([gallery.pixels[query], *gallery.pixels[nearest]])
+    token = "[class] token" if representation == "class" else "mean of the patches"
+    caption = (
+        f"Left, a held-out image; then the {neighbours.index.shape[1]} most like it of {len(dataset)}, by cosine at "
+        f"depth {depth} ({token}).{describe_label_agreement(gallery, queries, neighbours)}"
+    )
     alt = "Held-out images, each beside those whose features are most like its own"
     return [
-        picture(arrange_in_rows(rows, apart=12), alt, caption),
-        Table(headings, listed, "file names, and cosine similarity", folded=True),
+        picture(arrange_in_rows(rows, extra_gap=QUERY_GAP_PX), alt, caption),
+        table_of_neighbours(gallery, queries, neighbours),
         chart(
-            f"Map of {len(chosen)} held-out images: principal components of their features",
-            plot_map(map_of(shown.features), shown.labels),
+            f"Map of {len(dataset)} held-out images: principal components of their features",
+            plot_map(project_to_plane(gallery.features), gallery.labels),
         ),
     ]
 
 
-def extreme_blocks(config: ReportConfig, subject: Subject, folder: Path) -> list:
+def best_probed_depth(subject: Subject, history: History) -> int:
+    """The depth that the last probe found best; the last depth of the encoder where training had no probe."""
+    last_depth = len(subject.encoder.stages)
+    group, lines = probe_lines(after_training_began(history))
+    if not lines:
+        return last_depth
+    depth, _ = best_depth(lines[-1], group)
+    return min(depth, last_depth)
+
+
+def describe_label_agreement(gallery: Gallery, queries: list[int], neighbours: Neighbours) -> str:
+    """How many neighbours have the label of their query; "" where there are no labels to compare."""
+    if gallery.labels is None:
+        return ""
+    query_labels = gallery.labels[queries][:, None]
+    neighbour_labels = gallery.labels[neighbours.index.numpy()]
+    both_known = (neighbour_labels >= 0) & (query_labels >= 0)
+    if not both_known.any():
+        return ""
+    same = both_known & (neighbour_labels == query_labels)
+    return f" {same.sum()} of {both_known.sum()} have the label of their query."
+
+
+def table_of_neighbours(gallery: Gallery, queries: list[int], neighbours: Neighbours) -> Table:
+    """File names of the queries and of their neighbours, with cosine similarities."""
+    rows = []
+    for query, indices, similarities in zip(queries, neighbours.index, neighbours.similarity, strict=True):
+        row = [gallery.names[query]]
+        for index, similarity in zip(indices.tolist(), similarities.tolist(), strict=True):
+            row.append(f"{gallery.names[index]} ({similarity:.2f})")
+        rows.append(row)
+    numbered = [f"nearest {number}" for number in range(1, 1 + neighbours.index.shape[1])]
+    return Table(["query", *numbered], rows, "file names, and cosine similarity", folded=True)
+
+
+def extreme_blocks(subject: Subject, folder: Path) -> list[Block]:
     """The held-out images that the model predicts best and worst."""
     if not is_pretraining(folder):
         raise Unavailable("only a pre-training run predicts patches")
-    task = reopen(folder, config.data, config.data.eval_crop, PREDICTED_IMAGES, subject.accelerator)
+    data = subject.config.data
+    task = reopen(folder, data, data.eval_crop, MAX_IMAGES_PREDICTED, subject.accelerator)
+    blocks: list[Block] = []
+    rows = []
     with subject.accelerator.autocast():
-        losses = held_out_losses(task, subject.accelerator, PREDICTED_IMAGES)
-        order = np.argsort(losses, kind="stable").tolist()
-        few = min(EXTREME_IMAGES, max(1, len(order) // 2))
-        chosen = {"best": order[:few], "worst": order[-few:][::-1]}
-        blocks = []
-        for name, indices in chosen.items():
-            columns = predict_columns(task, indices)
-            alt = f"The held-out images that are predicted {name}: original, corrupted, predicted, true"
-            rows = [list(columns[:, i]) for i in range(len(indices))]
-            blocks.append(
-                picture(
-                    arrange_in_rows(rows),
-                    alt,
-                    f"Predicted {name}, of {len(order)}: original, corrupted, predicted, true.",
-                )
-            )
-    listed = [[name, task.held_out.name(i), f"{losses[i]:.3f}"] for name, of in chosen.items() for i in of]
-    return [*blocks, Table(["", "image", "loss"], listed, "file names and losses", folded=True)]
+        losses = held_out_losses(task, MAX_IMAGES_PREDICTED)
+        for name, indices in best_and_worst(losses).items():
+            blocks.append(picture_of_predictions(task, name, indices, len(losses)))
+            rows += [[name, task.held_out.name(index), f"{losses[index]:.3f}"] for index in indices]
+    return [*blocks, Table(["", "image", "loss"], rows, "file names and losses", folded=True)]
+
+
+def best_and_worst(losses: NDArray[np.float64]) -> dict[str, list[int]]:
+    """Indices of the lowest losses, ascending, and of the highest ones, descending."""
+    order = np.argsort(losses, kind="stable").tolist()
+    count = min(MAX_EXTREMES, max(1, len(order) // 2))
+    return {"best": order[:count], "worst": order[-count:][::-1]}
+
+
+def picture_of_predictions(task: Pretraining, name: str, indices: list[int], image_count: int) -> Picture:
+    """Original, corrupted, predicted and true pixels of the images that are predicted best or worst."""
+    columns = predict_columns(task, indices)
+    rows = [list(columns[:, number]) for number in range(len(indices))]
+    alt = f"The held-out images that are predicted {name}: original, corrupted, predicted, true"
+    caption = f"Predicted {name}, of {image_count}: original, corrupted, predicted, true."
+    return picture(arrange_in_rows(rows), alt, caption)

@@ -1,36 +1,34 @@
-"""Held-out images beside each other: nearest neighbours, a map, those that are predicted best and worst.
+"""Sheets of held-out images: nearest neighbours, a map, and the best and the worst predicted images.
 
 N images, D width.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.config import ProbeDataConfig
-from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder
 from evaluation.frozen.extraction import views_for
 from evaluation.pictures.pca import principal_components
+from evaluation.pictures.subject import Subject
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
-from mpp.features.neighbours import find_other_neighbours
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining
 
-GAP = 4  # pixels between two images of a sheet
-BATCH = 64
-LARGEST = 256  # pixels of an image of a sheet
+GALLERY_IMAGES_PER_BATCH = 64
+SHEET_GAP_PX = 4  # between two images of a sheet
+MAX_SHEET_IMAGE_PX = 256  # the longer side of an image of a sheet
 
 
-class Shown(NamedTuple):
-    """Held-out images with what an encoder makes of them."""
+class Gallery(NamedTuple):
+    """Held-out images with their features and labels."""
 
     features: Tensor  # (N, D) float32
     pixels: NDArray[np.uint8]  # (N, H, W, 3)
@@ -39,85 +37,92 @@ class Shown(NamedTuple):
 
 
 @torch.no_grad()
-def extract_shown_images(
-    encoder: FrozenEncoder | ColorBaseline,
-    dataset: ImageDataset,
-    data: ProbeDataConfig,
-    accelerator: Accelerator,
-    depth: int,
-    representation: Literal["mean", "class"] = "mean",
-) -> Shown:
-    """Features of all these images after `depth` blocks, and the images as the encoder takes them."""
-    features, pixels, labels, indices = [], [], [], []
-    for batch in held_out_batches(views_for(encoder, dataset, data), data.batch_size or BATCH):
-        images = batch.images.to(accelerator.device)
-        with accelerator.autocast():
-            features.append(encoder(images, representation, [depth])[0].float().cpu())
-        shown = images if images.shape[1] in (1, 3) else images.float().mean(1, keepdim=True)
-        pixels.append(as_rgb(shown).movedim(1, -1).cpu())
-        labels.append(batch.labels)
-        indices += batch.indices.tolist()
-    of_all = torch.cat(labels).numpy()
-    known = of_all.ndim == 1 and (of_all >= 0).any()
-    names = [dataset.name(index) for index in indices]
-    return Shown(torch.cat(features), torch.cat(pixels).numpy(), of_all if known else None, names)
+def extract_gallery(
+    subject: Subject, dataset: ImageDataset, depth: int, representation: Literal["mean", "class"]
+) -> Gallery:
+    """All images of a dataset as the encoder takes them, with their features after `depth` blocks."""
+    batch_size = subject.config.data.batch_size or GALLERY_IMAGES_PER_BATCH
+    views = views_for(subject.encoder, dataset, subject.config.data)
+    feature_batches = []
+    pixel_batches = []
+    label_batches = []
+    names = []
+    for batch in held_out_batches(views, batch_size):
+        images = batch.images.to(subject.accelerator.device)
+        with subject.accelerator.autocast():
+            (features,) = subject.encoder(images, representation, [depth])
+        feature_batches.append(features.float().cpu())
+        pixel_batches.append(subject.to_pixels(images))
+        label_batches.append(batch.labels)
+        names += [dataset.name(index) for index in batch.indices.tolist()]
+    labels = torch.cat(label_batches).numpy()
+    has_classes = labels.ndim == 1 and (labels >= 0).any()
+    pixels = torch.cat(pixel_batches).numpy()
+    return Gallery(torch.cat(feature_batches), pixels, labels if has_classes else None, names)
 
 
-def nearest_neighbours(
-    features: Tensor, queries: Sequence[int], count: int
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The `count` images most like each query, and their cosines, (queries, k) each; fewer where there are fewer.
-
-    The query itself is left out.
-    """
-    similarity, index = find_other_neighbours(features, queries, count)
-    return index.numpy(), similarity.numpy()
-
-
-def map_of(features: Tensor) -> NDArray[np.float64]:
-    """Places (N, 2) of images on a map: the first two principal components of their features (N, D) of unit length."""
+def project_to_plane(features: Tensor) -> NDArray[np.float64]:
+    """The first two principal components (N, 2) of features (N, D) that are scaled to unit length."""
     coordinates = principal_components(F.normalize(features.double(), dim=-1), 2).coordinates
     return F.pad(coordinates, (0, 2 - coordinates.shape[1])).numpy()
 
 
 @torch.no_grad()
-def held_out_losses(task: Pretraining, accelerator: Accelerator, count: int) -> NDArray[np.float64]:
+def held_out_losses(task: Pretraining, count: int) -> NDArray[np.float64]:
     """The loss of each of the first `count` held-out images, (count,), under its fixed corruption."""
-    found, count = [], min(count, len(task.held_out))
-    for first in range(0, count, BATCH):
-        predictions, targets, *_ = task.predict(task.model, range(first, min(first + BATCH, count)))
-        rows = zip(predictions.split(1), targets.split(1), strict=True)
-        found += [float(task.objective.loss(*row)) for row in rows]
-    return np.array(found)
+    count = min(count, len(task.held_out))
+    losses = []
+    for first in range(0, count, GALLERY_IMAGES_PER_BATCH):
+        indices = range(first, min(first + GALLERY_IMAGES_PER_BATCH, count))
+        predictions, targets, *_ = task.predict(task.model, indices)
+        for prediction, target in zip(predictions.split(1), targets.split(1), strict=True):
+            losses.append(float(task.objective.loss(prediction, target)))
+    return np.array(losses)
 
 
 def predict_columns(task: Pretraining, indices: Sequence[int]) -> NDArray[np.uint8]:
-    """Those held-out images as original, corrupted, predicted, true: (4, n, H, W, 3)."""
+    """Some held-out images as original, corrupted, predicted, true: (4, n, H, W, 3)."""
     columns = prediction_columns(task.objective, *task.predict(task.model, indices))
     return as_rgb(columns).movedim(2, -1).cpu().numpy()
 
 
 def shrink(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """An image (H, W, 3), made smaller where a page of many would be too large."""
+    """An image (H, W, 3) with no side longer than MAX_SHEET_IMAGE_PX."""
     image = Image.fromarray(pixels)
-    image.thumbnail((LARGEST, LARGEST))
+    image.thumbnail((MAX_SHEET_IMAGE_PX, MAX_SHEET_IMAGE_PX))
     return np.asarray(image)
 
 
-def arrange_in_rows(rows: Sequence[Sequence[NDArray[np.uint8]]], side: int = 96, apart: int = 0) -> Image.Image:
-    """Images (H, W, 3) in rows, each at least `side` pixels wide and at most `LARGEST` wide or high, on white.
+def enlarge_pixels(pixels: NDArray[np.uint8], times: int) -> NDArray[np.uint8]:
+    """An image (H, W, 3) with each pixel repeated: (times * H, times * W, 3)."""
+    return pixels.repeat(times, axis=0).repeat(times, axis=1)
+
+
+def arrange_in_rows(
+    rows: Sequence[Sequence[NDArray[np.uint8]]], min_width: int = 96, extra_gap: int = 0
+) -> Image.Image:
+    """Images of one size (H, W, 3) in rows, on white.
 
     Args:
-        apart: pixels between the first image of a row and the others, beyond the usual.
+        min_width: pixels; narrower images are enlarged by a whole number.
+        extra_gap: pixels between the first image of a row and the others, beyond the usual.
     """
     rows = [[shrink(pixels) for pixels in row] for row in rows]
-    times = max(1, -(-side // rows[0][0].shape[1]))
-    height, width = (times * length for length in rows[0][0].shape[:2])
-    across = max(map(len, rows))
-    whole = np.full(((height + GAP) * len(rows) - GAP, (width + GAP) * across - GAP + apart, 3), 255, np.uint8)
-    for down, row in enumerate(rows):
-        for place, pixels in enumerate(row):
-            top, left = down * (height + GAP), place * (width + GAP) + (apart if place else 0)
-            large = pixels.repeat(times, 0).repeat(times, 1)
-            whole[top : top + height, left : left + width] = large
-    return Image.fromarray(whole)
+    height, width, _ = rows[0][0].shape
+    times = max(1, math.ceil(min_width / width))
+    row_height = times * height + SHEET_GAP_PX
+    column_width = times * width + SHEET_GAP_PX
+    column_count = max(map(len, rows))
+    sheet_size = (
+        len(rows) * row_height - SHEET_GAP_PX,
+        column_count * column_width - SHEET_GAP_PX + extra_gap,
+    )
+    sheet = np.full((*sheet_size, 3), 255, np.uint8)
+    for row_number, row in enumerate(rows):
+        top = row_number * row_height
+        for column_number, pixels in enumerate(row):
+            left = column_number * column_width
+            if column_number > 0:
+                left += extra_gap
+            sheet[top : top + times * height, left : left + times * width] = enlarge_pixels(pixels, times)
+    return Image.fromarray(sheet)
