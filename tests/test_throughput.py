@@ -40,7 +40,10 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [("--rounds=0", "rounds is 0; it must be at least 1"), ("--model=vit", "model is vit; it must be a VisionTransf")],
+    [
+        ("--rounds=0", "rounds is 0; it must be at least 1"),
+        ("--model=vit", "model is vit; it must be a timm VisionTransf"),
+    ],
 )
 def test_bad_settings_are_named(setting, message):
     with pytest.raises(ValueError, match=message):

@@ -170,7 +170,7 @@ def check_beginning(encoder: Encoder) -> None:
         compared[split] = {"files": images["files"]}
         recorded = before.get(split, {})
         learned_from_all = recorded.get("images") == images["images"]
-        if recorded.get("labels") and learned_from_all:  # the digest of a choice's labels is another
+        if recorded.get("labels") and learned_from_all:  # a run on some of the images recorded the labels of these
             compared[split]["labels"] = images["labels"]
     changed = differences(before, compared)
     if changed:
