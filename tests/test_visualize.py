@@ -22,16 +22,16 @@ from evaluation.patches.features import patch_features
 from evaluation.pictures.attention import (
     attention_distance,
     attention_rollout,
-    distances,
+    extend_rollout,
     mean_distance,
-    roll_out,
-    see_attention,
-    spacing,
+    patch_distances,
+    patch_spacing,
+    visit_attention,
 )
 from evaluation.pictures.drawings import place_on_grid
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
-from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
+from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
 from evaluation.visualize import main
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
@@ -67,7 +67,7 @@ def mean_distance_on_a_grid(rows: int, columns: int, patch: float) -> float:
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
 def test_distance_of_uniform_and_of_identity_attention(grid):
-    apart, count = distances(grid, 8), grid[0] * grid[1]
+    apart, count = patch_distances(grid, 8), grid[0] * grid[1]
     uniform = torch.full((2, 3, count, count), 0.7 / count)  # 0.3 goes to [class]
     assert mean_distance(uniform, apart).flatten().tolist() == pytest.approx(
         [mean_distance_on_a_grid(*grid, 8)] * 6, rel=1e-5
@@ -86,8 +86,8 @@ def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
 
 def test_overlapping_patches_are_a_stride_apart():
     options = dict(img_size=32, width=16, depth=1, heads=2, patch_size=8)
-    assert spacing(FrozenEncoder(build_encoder(ModelConfig(**options, stride=4)))) == 4  # 7 x 7 patches
-    assert spacing(FrozenEncoder(build_encoder(ModelConfig(**options)))) == 8
+    assert patch_spacing(FrozenEncoder(build_encoder(ModelConfig(**options, stride=4)))) == 4  # 7 x 7 patches
+    assert patch_spacing(FrozenEncoder(build_encoder(ModelConfig(**options)))) == 8
 
 
 def test_distance_does_not_depend_on_how_images_are_batched():
@@ -97,7 +97,7 @@ def test_distance_does_not_depend_on_how_images_are_batched():
 
 def test_attention_is_that_of_the_forward_pass():
     encoder, images, seen = vit(), noise(2), []
-    see_attention(encoder, images, lambda depth, weights: seen.append(weights))
+    visit_attention(encoder, images, lambda depth, weights: seen.append(weights))
     attn, hidden = encoder.model.blocks[1].attn, []
     hook = attn.register_forward_hook(lambda module, args, out: hidden.append((args[0], out)))
     encoder.model.forward_features(encoder.normalize(images))
@@ -111,7 +111,7 @@ def test_attention_is_that_of_the_forward_pass():
 @pytest.mark.parametrize("residual", [False, True])
 def test_rollout_rows_sum_to_one_and_multiply_in_order(residual):
     layers = torch.randn(3, 2, 4, 7, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    rollout = reduce(lambda below, layer: roll_out(below, layer, residual), layers, None)
+    rollout = reduce(lambda below, layer: extend_rollout(below, layer, residual), layers, None)
     torch.testing.assert_close(rollout.sum(-1), torch.ones(2, 7))
     first, second, third = (layer.mean(1) / (1 + residual) + residual * torch.eye(7) / 2 for layer in layers)
     torch.testing.assert_close(rollout, third @ second @ first)
@@ -197,7 +197,7 @@ def test_similarity_is_the_cosine_with_each_patch():
 def test_neighbours_are_those_of_a_loop_over_images_and_patches():
     torch.manual_seed(0)
     gallery = torch.randn(9, 2, 3, 5)  # images that are their features
-    found = look_through(lambda images: images, gallery[[1, 4]], 2, gallery.split(4), [1, 4], 20)
+    found = search_gallery(lambda images: images, gallery[[1, 4]], 2, gallery.split(4), [1, 4], 20)
     assert found.images.shape == found.patches.shape == (2, 8)
     for number, query in enumerate((1, 4)):
         whole, patch = gallery[query].flatten(0, 1).mean(0), gallery[query, 0, 2]
@@ -335,7 +335,7 @@ def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path
 
 
 def test_a_query_that_looks_at_class_alone_has_no_distance():
-    apart = distances((2, 2), 8)
+    apart = patch_distances((2, 2), 8)
     weights = torch.zeros(1, 1, 4, 4)
     weights[0, 0, 0, 1] = 1  # the first looks at its neighbour, the others at [class]
     assert mean_distance(weights, apart).item() == 8
@@ -345,7 +345,7 @@ def test_a_query_that_looks_at_class_alone_has_no_distance():
 def test_looking_leaves_the_encoder_as_it_was():
     encoder = vit()
     before = [block.attn.fused_attn for block in encoder.model.blocks]
-    see_attention(encoder, noise(1), lambda *_: None)
+    visit_attention(encoder, noise(1), lambda *_: None)
     assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
 
 

@@ -1,10 +1,13 @@
-"""Where an encoder looks: attention of each block as it is computed, its distance, and its rollout."""
+"""Attention of an encoder: the weights of each block as they are computed, mean attention distance, and rollout.
 
-from collections.abc import Callable, Iterable
+B images, T tokens (N patches and a prefix such as [class]), h x w patches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evaluation.frozen.encoder import FrozenEncoder, Unavailable, patch_grid
 from mpp.models.attention import is_known
@@ -12,62 +15,79 @@ from mpp.models.timm_models import has_class, set_attention
 
 
 @torch.no_grad()
-def see_attention(encoder: FrozenEncoder, images: Tensor, see: Callable[[int, Tensor], None]) -> None:
-    """Run the encoder and show the attention weights of each block as they are computed.
+def visit_attention(encoder: FrozenEncoder, images: Tensor, visit: Callable[[int, Tensor], None]) -> None:
+    """Run the encoder and call `visit` with the attention weights of each block as they are computed.
 
     Args:
         images: (B, C, H, W).
-        see: called with the block's number (from 0) and weights (B, heads, T, T), rows of queries that sum to 1.
+        visit: takes the block's number (from 0) and weights (B, heads, T, T), whose rows (queries) sum to 1.
     """
-    blocks = getattr(encoder.model, "blocks", ())
-    patch_grid(encoder.model)
-    if not len(blocks) or not all(is_known(getattr(block, "attn", None)) for block in blocks):
-        raise Unavailable(f"the blocks of this {type(encoder.model).__name__} have no plain attention")
-    fused = [block.attn.fused_attn for block in blocks]
-    set_attention(encoder.model, fused=False)  # the fused kernel has no weights to show
+    blocks = blocks_with_attention(encoder)
 
-    def show(depth: int, weights: Tensor) -> None:
-        with torch.autocast(weights.device.type, enabled=False):  # sums are in float32, whatever the model computes in
-            see(depth, weights.float())
+    def visit_in_float32(depth: int, weights: Tensor) -> None:
+        with torch.autocast(weights.device.type, enabled=False):
+            visit(depth, weights.float())
 
-    hooks = [
-        block.attn.attn_drop.register_forward_pre_hook(lambda _, args, depth=depth: show(depth, args[0]))
-        for depth, block in enumerate(blocks)
-    ]
+    fused_before = [block.attn.fused_attn for block in blocks]
+    set_attention(encoder.model, fused=False)  # the fused kernel returns no weights
+    hooks = []
+    for depth, block in enumerate(blocks):
+        hook = block.attn.attn_drop.register_forward_pre_hook(
+            lambda _, arguments, depth=depth: visit_in_float32(depth, arguments[0])
+        )
+        hooks.append(hook)
     try:
         encoder.model.forward_features(encoder.normalize(images))
     finally:
-        for block, was in zip(blocks, fused, strict=True):
-            block.attn.fused_attn = was
+        for block, fused in zip(blocks, fused_before, strict=True):
+            block.attn.fused_attn = fused
         for hook in hooks:
             hook.remove()
 
 
-def distances(grid: tuple[int, int], patch_size: float) -> Tensor:
-    """Distances in pixels from the centre of each patch to that of each, (N, N)."""
+def blocks_with_attention(encoder: FrozenEncoder) -> Sequence[nn.Module]:
+    """The blocks of a ViT; Unavailable where the patches form no grid, or blocks have other attention than plain."""
+    patch_grid(encoder.model)
+    blocks = getattr(encoder.model, "blocks", ())
+    if len(blocks) == 0 or not all(is_known(getattr(block, "attn", None)) for block in blocks):
+        raise Unavailable(f"the blocks of this {type(encoder.model).__name__} have no plain attention")
+    return blocks
+
+
+def patch_distances(grid: tuple[int, int], spacing: float) -> Tensor:
+    """Distances in pixels between the centres of all pairs of patches, (N, N).
+
+    Args:
+        spacing: pixels from one patch to the next.
+    """
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    places = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
-    return torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist").float()
+    centres = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * spacing
+    return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist").float()
 
 
-def mean_distance(weights: Tensor, apart: Tensor) -> Tensor:
+def mean_distance(weights: Tensor, distances: Tensor) -> Tensor:
     """Attention-weighted distance between query and key, averaged over the queries.
 
     Args:
-        weights: (B, heads, N, N) among patches; rows are scaled to sum to 1, so that what goes to [class] is left out.
-        apart: (N, N), in pixels.
+        weights: (B, heads, N, N) among patches; rows are scaled to sum to 1, which leaves out the attention to [class].
+        distances: (N, N), in pixels.
     Returns:
         (B, heads), in pixels.
     """
-    weighted, whole = torch.einsum("bhqk,qk->bhq", weights, apart), weights.sum(-1)
-    looks = whole > 0  # a query that attends to [class] alone looks nowhere
-    return (weighted / whole.where(looks, 1)).sum(-1) / looks.sum(-1).clamp(min=1)
+    weighted_distances = torch.einsum("bhqk,qk->bhq", weights, distances)
+    weight_on_patches = weights.sum(-1)
+    attends = weight_on_patches > 0  # false for a query that attends to [class] only
+    by_query = weighted_distances / weight_on_patches.where(attends, 1)
+    return by_query.sum(-1) / attends.sum(-1).clamp(min=1)
 
 
-def spacing(encoder: FrozenEncoder) -> float:
-    """Pixels of the input from one patch to the next: fewer than a patch has, where patches overlap."""
+def patch_spacing(encoder: FrozenEncoder) -> float:
+    """Pixels of the input from one patch to the next; fewer than the side of a patch where patches overlap."""
     ratio = getattr(encoder.model.patch_embed, "feat_ratio", None)
-    return float(ratio()) if ratio else encoder.img_size[0] / patch_grid(encoder.model)[0]
+    if ratio:
+        return float(ratio())
+    rows, _ = patch_grid(encoder.model)
+    return encoder.img_size[0] / rows
 
 
 def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Tensor:
@@ -76,30 +96,31 @@ def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Ten
     Returns:
         (depth, heads), in pixels of the input.
     """
-    grid, prefix = patch_grid(encoder.model), getattr(encoder.model, "num_prefix_tokens", 0)
-    apart = distances(grid, spacing(encoder))
+    prefix = getattr(encoder.model, "num_prefix_tokens", 0)
+    distances = patch_distances(patch_grid(encoder.model), patch_spacing(encoder))
     totals: dict[int, Tensor] = {}
-    count = 0
+    image_count = 0
 
-    def see(depth: int, weights: Tensor) -> None:
-        mean = mean_distance(weights[:, :, prefix:, prefix:], apart.to(weights.device)).double().sum(0).cpu()
-        totals[depth] = totals.get(depth, 0) + mean
+    def add_distances(depth: int, weights: Tensor) -> None:
+        among_patches = weights[:, :, prefix:, prefix:]
+        by_image = mean_distance(among_patches, distances.to(weights.device))
+        totals[depth] = totals.get(depth, 0) + by_image.double().sum(0).cpu()
 
     for images in batches:
-        see_attention(encoder, images, see)
-        count += len(images)
-    return torch.stack([totals[depth] for depth in sorted(totals)]) / count
+        visit_attention(encoder, images, add_distances)
+        image_count += len(images)
+    return torch.stack([totals[depth] for depth in sorted(totals)]) / image_count
 
 
-def roll_out(below: Tensor | None, weights: Tensor, residual: bool) -> Tensor:
-    """Attention rollout, one layer further: heads averaged, layers multiplied (paper, Figure 6 and appendix D.8).
+def extend_rollout(below: Tensor | None, weights: Tensor, residual: bool) -> Tensor:
+    """Attention rollout up to one more layer: heads averaged, layers multiplied (paper, Figure 6 and appendix D.8).
 
     Args:
         below: the rollout up to the layer below, (B, T, T); None: this is the first layer.
         weights: of this layer, (B, heads, T, T).
         residual: average the layer with the identity, as Abnar and Zuidema (2020) do for the residual connection.
     Returns:
-        (B, T, T): how much of each output token comes from each input token. Rows sum to 1.
+        (B, T, T): the share of each input token (column) in each output token (row). Rows sum to 1.
     """
     layer = weights.mean(1)
     if residual:
@@ -121,12 +142,13 @@ def attention_rollout(
         raise Unavailable("this encoder has no [class] token to roll out from; use patches")
     rollout: Tensor | None = None
 
-    def see(depth: int, weights: Tensor) -> None:
+    def add_layer(depth: int, weights: Tensor) -> None:
         nonlocal rollout
-        rollout = roll_out(rollout, weights, residual)
+        rollout = extend_rollout(rollout, weights, residual)
 
-    see_attention(encoder, images, see)
-    prefix, grid = encoder.model.num_prefix_tokens, patch_grid(encoder.model)
-    rows = rollout[:, 0] if start == "class" else rollout[:, prefix:].mean(1)
-    patches = rows[:, prefix:]
-    return (patches / patches.mean(1, keepdim=True)).unflatten(1, grid).cpu()
+    visit_attention(encoder, images, add_layer)
+    prefix = encoder.model.num_prefix_tokens
+    from_start = rollout[:, 0] if start == "class" else rollout[:, prefix:].mean(1)  # (B, T)
+    on_patches = from_start[:, prefix:]
+    relative = on_patches / on_patches.mean(1, keepdim=True)
+    return relative.unflatten(1, patch_grid(encoder.model)).cpu()

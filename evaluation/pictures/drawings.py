@@ -30,10 +30,10 @@ from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import indices_in_split, is_stream_of_run
 from evaluation.patches.features import patch_features
-from evaluation.pictures.attention import attention_distance, attention_rollout, distances, spacing
+from evaluation.pictures.attention import attention_distance, attention_rollout, patch_distances, patch_spacing
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
-from evaluation.pictures.similarity import look_through, patch_similarity, spread_patches
+from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
 from evaluation.pictures.subject import Subject
 from mpp.config import Grid, require
 from mpp.data.sources import load_image_datasets
@@ -135,7 +135,7 @@ def draw_attention_distance(subject: Subject) -> Drawing:
     """Mean attention distance of each head, by depth."""
     encoder = subject.encoder
     count = min(subject.config.attention_images, len(subject.held_out))
-    uniform = float(distances(patch_grid(encoder.model), spacing(encoder)).mean())
+    uniform = float(patch_distances(patch_grid(encoder.model), patch_spacing(encoder)).mean())
     batches = progress_bar(subject.image_batches(count), desc="attention", unit="batch")
     with subject.accelerator.autocast():
         by_depth_and_head = attention_distance(encoder, batches)
@@ -236,7 +236,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
     queries_in_gallery = np.searchsorted(indices_in_split(gallery), indices_in_split(queries)).tolist()
     gallery_batches = progress_bar(subject.image_batches(len(gallery)), desc="neighbours", unit="batch")
     query_images = torch.cat(list(subject.image_batches(config.images)))
-    nearest = look_through(
+    nearest = search_gallery(
         subject.patch_features, query_images, patch, gallery_batches, queries_in_gallery, NEIGHBOURS_SHOWN
     )
     numbers = {name: values.numpy() for name, values in nearest._asdict().items()}

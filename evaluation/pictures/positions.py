@@ -1,4 +1,4 @@
-"""What an encoder knows before its first block: filters of the patch embedding, and how alike two places are."""
+"""What an encoder has learned for its input: filters of the patch embedding, and similarity of positions."""
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +12,24 @@ def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor
     """Principal components of the first filters: a ViT's patch embedding, a ResNet's stem (paper, Figure 7).
 
     Args:
-        count: at most so many; there are no more than filters, or than numbers in one.
+        count: at most; there are no more components than filters, or than numbers in a filter.
     Returns:
-        (count, C, P, P), of unit length, the number largest in size positive; (count,) shares of the variance.
+        Components (count, C, P, P) of unit length, whose largest number in size is positive, and their shares of the
+        variance (count,).
     """
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    if not convolutions:
         raise Unavailable(f"{type(model).__name__} has no convolution on pixels")
-    filters = first.weight.detach().cpu()  # (D, C, P, P)
+    filters = convolutions[0].weight.detach().cpu()  # (D, C, P, P)
     components = principal_components(filters.flatten(1), count)
     return components.axes.unflatten(1, filters.shape[1:]).float(), components.variance_shares.float()
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """How alike the encoder takes the places of any two patches to be, (h, w, h, w): of query and key.
+    """Similarity of the positions of all pairs of patches as the encoder has learned it, (h, w, h, w): query, key.
 
-    Embeddings that are added: their cosine similarity. `relative`: that of the embedding of their offset with the
-    embedding of no offset. `relative_bias`: the bias itself. The last two are means over blocks (and heads).
+    For added embeddings, their cosine similarity. For `relative` positions, the cosine similarity of the embedding of
+    the offset with the embedding of no offset; for `relative_bias`, the bias itself: means over blocks, and over heads.
     """
     rows, columns = patch_grid(model)
     patches = rows * columns
@@ -38,20 +39,32 @@ def position_similarity(model: nn.Module) -> Tensor:
     if position == "rope":
         raise Unavailable("rotary positions are fixed turns of queries and keys: nothing is learned")
     if position in RELATIVE:
-        found = torch.stack([of_offsets(block.attn.added) for block in model.blocks]).mean(0)[-patches:, -patches:]
-        return found.float().view(rows, columns, rows, columns)
+        by_block = torch.stack([offset_similarity(block.attn.added) for block in model.blocks])
+        similarity = by_block.mean(0)[-patches:, -patches:]
+    else:
+        embedding = embedding_of_patches(model, patches)
+        if embedding is None:
+            raise Unavailable(f"this {type(model).__name__} has no position embedding for each patch")
+        units = nn.functional.normalize(embedding.double().cpu(), dim=-1)
+        similarity = units @ units.T
+    return similarity.float().view(rows, columns, rows, columns)
+
+
+def embedding_of_patches(model: nn.Module, patches: int) -> Tensor | None:
+    """Position embeddings that are added to the patches, (N, D); None where a model has none of this kind."""
     embedding = getattr(model, "pos_embed", None)
     if isinstance(getattr(model, "pos_embeds", None), nn.Module):
         embedding = model.pos_embeds()[None]
     if not isinstance(embedding, Tensor) or embedding.ndim != 3 or embedding.shape[1] < patches:
-        raise Unavailable(f"this {type(model).__name__} has no position embedding for each patch")
-    found = nn.functional.normalize(embedding.detach()[0, -patches:].double().cpu(), dim=-1)
-    return (found @ found.T).float().view(rows, columns, rows, columns)
+        return None
+    return embedding.detach()[0, -patches:]  # a prefix such as [class] comes first
 
 
-def of_offsets(added: RelativeKeys | RelativeBiases) -> Tensor:
-    """What a block learned of the offset of each query and key, (T, T)."""
+def offset_similarity(added: RelativeKeys | RelativeBiases) -> Tensor:
+    """Similarity of query and key by their offset, as a block has learned it, (T, T)."""
     if isinstance(added, RelativeBiases):
         return added.biases.get_bias()[0].detach().double().cpu().mean(0)
-    offsets = nn.functional.normalize(added.pos_embed_offsets.detach().double().cpu(), dim=-1)
-    return (offsets @ offsets[len(offsets) // 2])[added.offsets.cpu()]
+    embeddings = nn.functional.normalize(added.pos_embed_offsets.detach().double().cpu(), dim=-1)
+    no_offset = embeddings[len(embeddings) // 2]
+    by_offset = embeddings @ no_offset
+    return by_offset[added.offsets.cpu()]

@@ -1,6 +1,6 @@
-"""What features find alike: patches of one image, images, and patches of other images.
+"""Similarity of features: of patches of one image, of images, and of patches of different images.
 
-B images, h x w patches, D width, P patches that are asked for, n images that are looked through.
+B images, h x w patches, D width, P query patches, n images of a gallery.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,68 +12,88 @@ from torch import Tensor
 
 from mpp.features.neighbours import largest_of_rows
 
-SPREAD = ((0.25, 0.25), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (0.75, 0.75))  # of the height and width
+SPREAD_POSITIONS = ((0.25, 0.25), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (0.75, 0.75))  # in height and width
 
 
 def spread_patches(grid: tuple[int, int]) -> list[int]:
-    """Some patches over the whole image, counted row by row from 0."""
+    """Different patches at SPREAD_POSITIONS of an image, counted row by row from 0."""
     rows, columns = grid
-    return list(dict.fromkeys(int(down * rows) * columns + int(right * columns) for down, right in SPREAD))
+    patches = []
+    for vertical, horizontal in SPREAD_POSITIONS:
+        patch = int(vertical * rows) * columns + int(horizontal * columns)
+        if patch not in patches:
+            patches.append(patch)
+    return patches
 
 
 def patch_similarity(features: Tensor, patches: Sequence[int]) -> Tensor:
-    """Cosine similarity of some patches of an image with all of it: (B, h, w, D) to (B, P, h, w)."""
+    """Cosine similarity of some patches of an image with all its patches: (B, h, w, D) to (B, P, h, w)."""
     units = F.normalize(features, dim=-1)
-    asked = units.flatten(1, 2)[:, list(patches)]  # (B, P, D)
-    return torch.einsum("bpd,bhwd->bphw", asked, units)
+    queries = units.flatten(1, 2)[:, list(patches)]  # (B, P, D)
+    return torch.einsum("bpd,bhwd->bphw", queries, units)
 
 
-class Alike(NamedTuple):
+class NearestInGallery(NamedTuple):
     """The nearest images, and the nearest patches in other images, of B queries; the nearest first."""
 
-    images: Tensor  # (B, k): which of the images that were looked through
+    images: Tensor  # (B, k): indices in the gallery of the images that are nearest as a whole
     image_similarity: Tensor  # (B, k)
-    hosts: Tensor  # (B, k): images with the nearest patches, each image once
-    patches: Tensor  # (B, k): which patch of these
+    hosts: Tensor  # (B, k): indices in the gallery of the images with the nearest patches
+    patches: Tensor  # (B, k): the nearest patch of each host
     patch_similarity: Tensor  # (B, k)
 
 
 @torch.no_grad()
-def look_through(
-    features: Callable[[Tensor], Tensor],
+def search_gallery(
+    patch_features: Callable[[Tensor], Tensor],
     queries: Tensor,
     patch: int,
     gallery: Iterable[Tensor],
-    own: Sequence[int],
+    queries_in_gallery: Sequence[int],
     count: int,
-) -> Alike:
-    """The images, and the patches, that are most like queries: by cosine, of the mean of the patches and of a patch.
+) -> NearestInGallery:
+    """The images that are nearest to queries, by the mean of their patches, and those with the nearest patches.
+
+    Similarity is the cosine.
 
     Args:
-        features: of the patches of images (b, C, H, W): (b, h, w, D).
+        patch_features: from images (b, C, H, W) to features (b, h, w, D).
         queries: (B, C, H, W).
-        patch: of each query, counted row by row from 0.
-        gallery: batches of n images (b, C, H, W), which are seen once.
-        own: where each query is in the gallery: it does not count.
+        patch: the patch of each query whose nearest patches are sought, counted row by row from 0.
+        gallery: batches of images (b, C, H, W), n in all, read once.
+        queries_in_gallery: index of each query in the gallery: a query is not its own neighbour.
         count: k, fewer where there are fewer other images.
     """
 
-    def units(images: Tensor) -> tuple[Tensor, Tensor]:
-        found = features(images).flatten(1, 2)
-        return F.normalize(found.mean(1), dim=-1), F.normalize(found, dim=-1)
+    def unit_features(images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of whole images (b, D) and of their patches (b, N, D), of unit length."""
+        features = patch_features(images).flatten(1, 2)
+        return F.normalize(features.mean(1), dim=-1), F.normalize(features, dim=-1)
 
-    wholes, patches = units(queries)
-    near, best, places = [], [], []
+    query_images, query_patches = unit_features(queries)
+    image_batches = []
+    patch_batches = []
+    index_batches = []
     for images in gallery:
-        others, of_others = units(images)
-        near.append(wholes @ others.T)
-        similarity, place = torch.einsum("bd,npd->bnp", patches[:, patch], of_others).max(-1)
-        best.append(similarity)
-        places.append(place)
-    near, best, places = (torch.cat(parts, 1) for parts in (near, best, places))  # (B, n)
-    itself = torch.arange(len(queries)), torch.as_tensor(own)
-    near[itself] = best[itself] = -torch.inf
-    count = min(count, near.shape[1] - 1)
-    image_similarity, found = largest_of_rows(near, count)
-    similarity, hosts = largest_of_rows(best, count)
-    return Alike(found, image_similarity, hosts, places.gather(1, hosts), similarity)
+        gallery_images, gallery_patches = unit_features(images)
+        image_batches.append(query_images @ gallery_images.T)
+        similarity_by_patch = torch.einsum("bd,npd->bnp", query_patches[:, patch], gallery_patches)
+        similarity, patch_index = similarity_by_patch.max(-1)
+        patch_batches.append(similarity)
+        index_batches.append(patch_index)
+    image_similarity = torch.cat(image_batches, dim=1)  # (B, n)
+    patch_similarity = torch.cat(patch_batches, dim=1)  # (B, n), of the nearest patch of each image
+    nearest_patch = torch.cat(index_batches, dim=1)  # (B, n)
+    itself = (torch.arange(len(queries)), torch.as_tensor(queries_in_gallery))
+    image_similarity[itself] = -torch.inf
+    patch_similarity[itself] = -torch.inf
+    count = min(count, image_similarity.shape[1] - 1)
+    nearest_images = largest_of_rows(image_similarity, count)
+    hosts = largest_of_rows(patch_similarity, count)
+    return NearestInGallery(
+        images=nearest_images.index,
+        image_similarity=nearest_images.similarity,
+        hosts=hosts.index,
+        patches=nearest_patch.gather(1, hosts.index),
+        patch_similarity=hosts.similarity,
+    )
