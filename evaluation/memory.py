@@ -1,12 +1,12 @@
-"""How much memory pre-training takes on a GPU, counted before there is one: `mpp memory --config imagenet_vit_b16`.
+"""GPU memory that pre-training needs, counted without a GPU: `mpp memory --config imagenet_vit_b16`.
 
-The settings are those of `mpp pretrain`. An update is done with fake tensors, which have shapes and no numbers, and
-torch's MemTracker counts their storages at the peak. Not counted: what CUDA and its libraries take for themselves, some
-1 GB, and what torch's allocator wastes between tensors.
+The settings are those of `mpp pretrain`. A step is computed on fake tensors, which have shapes and no numbers, and
+torch's MemTracker counts their storages at the peak. Not counted: memory that CUDA and its libraries take, some 1 GB,
+and gaps between tensors in torch's allocator.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,68 +20,98 @@ from mpp.corruption import Corruption, draw
 from mpp.data.loader import BatchLayout
 from mpp.models.networks import build_model
 from mpp.models.timm_models import cell_grid
+from mpp.objectives import Objective
 from mpp.runtime.command import command
 from mpp.training.optim import build_optimizer
 
+BYTES_PER_GB = 1e9
+
 
 def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
-    """Bytes at the peak of an update: weights, gradients, optimiser, activations, total.
+    """Bytes at the peak of a step: weights, gradients, optimiser, activations, total.
 
     Args:
         images: of a forward pass, on one GPU that holds the whole model (not sharded).
-        passes: forward passes of an update; from the second one on the gradients are there.
+        passes: forward passes of a step; gradients exist from the second one on.
     """
     if config.model.attention == "auto":
         config = replace(config, model=replace(config.model, attention="fused"))  # as on a GPU
     with torch.device("meta"):
         model, objective = build_model(config)
+    of_optimizer = optimizer_bytes(model, config.optim)
+    of_passes = peak_of_passes(config, model, objective, images, passes)
+    weights = of_passes["PARAM"]
+    gradients = of_passes["GRAD"]
+    total = of_passes["Total"]
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimiser": of_optimizer,
+        "activations": total - weights - gradients,
+        "total": total + of_optimizer,
+    }
+
+
+def peak_of_passes(config: Config, model: nn.Module, objective: Objective, images: int, passes: int) -> dict[str, int]:
+    """Bytes at the peak of forward and backward passes by torch's kind of memory, such as PARAM, GRAD and Total."""
     grid, patch_size = cell_grid(model.encoder)
-    fields = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in draw(config.corruption, grid, 0, 0, 0)]
-    moments = optimizer_bytes(model, config.optim)
-    model.requires_grad_(True)  # the tracker takes no other; a teacher, which computes without a graph, gets none
-    half = config.run.precision != "fp32"
+    height, width = (side * patch_size for side in grid)
+    of_one_image = draw(config.corruption, grid, seed=0, epoch=0, index=0)
+    of_batch = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in of_one_image]
+    model.requires_grad_(True)  # the tracker needs it; a teacher computes without a graph and gets no gradients
     tracker = MemTracker()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
         model.to_empty(device="cpu")
-        shown = torch.empty(images, config.data.channels, *(side * patch_size for side in grid), dtype=torch.uint8)
-        corruption = Corruption(*map(fake.from_tensor, fields))
+        pixels = torch.empty(images, config.data.channels, height, width, dtype=torch.uint8)
+        corruption = Corruption(*map(fake_mode.from_tensor, of_batch))
         tracker.track_external(model)
         with tracker:
             for _ in range(min(2, passes)):
-                with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
-                    found = model(shown, corruption)
-                taught = isinstance(found, tuple)
-                predictions, targets = found[:2] if taught else (found, objective.targets(shown, corruption.positions))
-                objective.loss(predictions.float(), targets).backward()
-                del found, predictions, targets
+                run_pass(model, objective, pixels, corruption, config.run.precision)
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
-    parts = {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}
-    kinds = {"weights": parts["PARAM"], "gradients": parts["GRAD"], "optimiser": moments}
-    return kinds | {"activations": parts["Total"] - parts["PARAM"] - parts["GRAD"], "total": parts["Total"] + moments}
+    return {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}
+
+
+def run_pass(model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str) -> None:
+    """One forward and backward pass; its outputs are freed when it returns."""
+    with autocast_of(precision):
+        outputs = model(pixels, corruption)
+    if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
+        predictions, targets = outputs[:2]
+    else:
+        predictions = outputs
+        targets = objective.targets(pixels, corruption.positions)
+    objective.loss(predictions.float(), targets).backward()
+
+
+def autocast_of(precision: str) -> AbstractContextManager:
+    """Autocast to 16 bits, unless a run computes in float32."""
+    return nullcontext() if precision == "fp32" else torch.autocast("cpu", torch.bfloat16)
 
 
 def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:
-    """What the optimiser keeps of a model on torch's `meta` device."""
+    """Bytes of the optimiser's state for a model on torch's `meta` device."""
     optimizer = build_optimizer(model, config)
     for group in optimizer.param_groups:
-        group["fused"] = False  # there is no kernel for nothing
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        parameter.grad = torch.empty_like(parameter)
+        group["fused"] = False  # meta tensors have no fused kernel
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    kept = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
-    return sum(each.nbytes for each in kept)
+    total = 0
+    for state in optimizer.state.values():
+        total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+    return total
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Count as the command line, or `arguments`, say."""
+    """Count with the settings of the command line, or of `arguments`."""
     config = parse(Config, arguments, prog="python evaluation/memory.py")
-    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
-    images, passes = layout.largest, layout.accumulation_steps
-    found = peak_memory(config, images, passes)
-    print(f"GB at the peak of an update, {images} images a forward pass, one GPU with the whole model:")
-    print(", ".join(f"{kind} {taken / 1e9:.3g}" for kind, taken in found.items()))
+    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, world_size=1, rank=0)
+    peak = peak_memory(config, layout.largest, layout.accumulation_steps)
+    print(f"GB at the peak of a step, {layout.largest} images a forward pass, one GPU with the whole model:")
+    print(", ".join(f"{kind} {taken / BYTES_PER_GB:.3g}" for kind, taken in peak.items()))
 
 
 if __name__ == "__main__":
