@@ -1,7 +1,7 @@
 """Pictures of what an encoder has learned, each with its numbers.
 
-The figures are those of the paper's section 4.5 and appendices D.7 and D.8, and some more. A drawing that an encoder
-does not allow raises `Unavailable` with the reason.
+The figures are those of the paper's section 4.5 and appendices D.7 and D.8, and some more. Drawing raises `Unavailable`
+with the reason where an encoder does not allow it.
 
 B images, h x w patches, K corrupted patches.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ from mpp.runtime.weights import BEST
 FILTERS_SHOWN = 28  # as in the paper's figure
 NEIGHBOURS_SHOWN = 5
 MAX_DEPTHS_OF_PCA = 6  # more would be too small to see
+ResultT = TypeVar("ResultT")
 
 
 class Drawing(NamedTuple):
@@ -65,6 +66,18 @@ class Drawing(NamedTuple):
             np.savez_compressed(folder / f"{name}.npz", **self.numbers)
         else:
             write_json(folder / f"{name}.json", self.numbers)
+
+
+def pixels_and_results(
+    subject: Subject, compute: Callable[[Tensor], ResultT]
+) -> tuple[NDArray[np.uint8], list[ResultT]]:
+    """Pixels (B, H, W, 3) of all images to draw, and the results of a function of their batches."""
+    pixel_batches = []
+    results = []
+    for images in subject.image_batches(subject.config.images):
+        results.append(compute(images))
+        pixel_batches.append(subject.to_pixels(images))
+    return torch.cat(pixel_batches).numpy(), results
 
 
 def draw_predictions(subject: Subject) -> Drawing:
@@ -92,19 +105,26 @@ def draw_predictions(subject: Subject) -> Drawing:
 
 
 def open_pretraining(subject: Subject) -> Pretraining:
-    """The pre-training task of the subject's run, with the head that predicts; it holds out the images shown."""
+    """The pre-training task of the subject's run, with the head that predicts, and the images to draw held out."""
     config = subject.config
-    other_weights = config.random or config.checkpoint or Path(config.encoder).name == BEST
-    if other_weights or not is_pretraining(subject.run):
+    has_other_weights = config.random or config.checkpoint or Path(config.encoder).name == BEST
+    if has_other_weights or not is_pretraining(subject.run):
         raise Unavailable("only the folder of a pre-training run has the head that predicts")
     try:
         return reopen(subject.run, config.data, config.data.eval_crop, config.images, subject.accelerator)
-    except UserError as error:  # such as a run whose checkpoints are gone
+    except UserError as error:  # such as missing checkpoints
         raise Unavailable(str(error)) from error
 
 
 def place_on_grid(values: NDArray, positions: NDArray, grid: Grid) -> NDArray[np.float32]:
-    """Put values of the cells of some patches, (B, K, cells), in their places of a map (B, h, w); NaN elsewhere."""
+    """Maps of values that some patches have.
+
+    Args:
+        values: of the cells of each corrupted patch, (B, K, cells).
+        positions: of these patches, (B, K).
+    Returns:
+        (B, h, w) in cells; NaN at the other patches.
+    """
     count, _, cells = values.shape
     rows, columns = grid
     cells_across = round(cells**0.5)
@@ -135,7 +155,8 @@ def draw_attention_distance(subject: Subject) -> Drawing:
     """Mean attention distance of each head, by depth."""
     encoder = subject.encoder
     count = min(subject.config.attention_images, len(subject.held_out))
-    uniform = float(patch_distances(patch_grid(encoder.model), patch_spacing(encoder)).mean())
+    distances = patch_distances(patch_grid(encoder.model), patch_spacing(encoder))
+    uniform = float(distances.mean())
     batches = progress_bar(subject.image_batches(count), desc="attention", unit="batch")
     with subject.accelerator.autocast():
         by_depth_and_head = attention_distance(encoder, batches)
@@ -151,17 +172,16 @@ def draw_attention_distance(subject: Subject) -> Drawing:
 
 def draw_rollout(subject: Subject) -> Drawing:
     """Attention rollout: the share of each patch in the output, through all layers."""
-    config = subject.config
+    residual = subject.config.residual
     start = rollout_start(subject)
-    pixel_batches = []
-    rollout_batches = []
-    for images in subject.image_batches(config.images):
+
+    def roll_out(images: Tensor) -> Tensor:
         with subject.accelerator.autocast():
-            rollout_batches.append(attention_rollout(subject.encoder, images, config.residual, start))
-        pixel_batches.append(subject.to_pixels(images))
-    pixels = torch.cat(pixel_batches).numpy()
+            return attention_rollout(subject.encoder, images, residual, start)
+
+    pixels, rollout_batches = pixels_and_results(subject, roll_out)
     rollout = torch.cat(rollout_batches).numpy()
-    figure = image_figures.plot_rollout(pixels, rollout, start, config.residual)
+    figure = image_figures.plot_rollout(pixels, rollout, start, residual)
     return Drawing(figure, {"images": pixels, "rollout": rollout})
 
 
@@ -177,14 +197,14 @@ def draw_pca(subject: Subject) -> Drawing:
     """Principal components of patch features as colours, and the foreground by the first one, by depth."""
     last_depth = len(subject.encoder.stages)
     depths = np.linspace(1, last_depth, min(MAX_DEPTHS_OF_PCA, last_depth)).round().astype(int)
-    pixel_batches = []
-    feature_batches = []
-    for images in subject.image_batches(subject.config.images):
+
+    def features_at_depths(images: Tensor) -> list[Tensor]:
         with subject.accelerator.autocast():
-            feature_batches.append(patch_features(subject.encoder, images, depths.tolist()))
-        pixel_batches.append(subject.to_pixels(images))
-    pixels = torch.cat(pixel_batches).numpy()
-    by_depth = components_by_depth([torch.cat(batches) for batches in zip(*feature_batches, strict=True)])
+            return patch_features(subject.encoder, images, depths.tolist())
+
+    pixels, feature_batches = pixels_and_results(subject, features_at_depths)
+    features_by_depth = [torch.cat(batches) for batches in zip(*feature_batches, strict=True)]
+    by_depth = components_by_depth(features_by_depth)
     numbers = {
         "colors": torch.stack([components.colors for components in by_depth]).numpy(),
         "foreground": torch.stack([components.foreground for components in by_depth]).numpy(),
@@ -198,7 +218,7 @@ def draw_pca(subject: Subject) -> Drawing:
 
 
 def query_patches(subject: Subject) -> list[int]:
-    """The patches that similarity starts from, counted row by row from 0."""
+    """Patches to compare others with (`patches`, or some over the whole image), counted row by row from 0."""
     grid = patch_grid(subject.encoder.model)
     if subject.config.patches is None:
         return spread_patches(grid)
@@ -211,19 +231,16 @@ def query_patches(subject: Subject) -> list[int]:
 def draw_similarity(subject: Subject) -> Drawing:
     """Similarity of some patches to all patches of their image."""
     patches = query_patches(subject)
-    pixel_batches = []
-    similarity_batches = []
-    for images in subject.image_batches(subject.config.images):
-        similarity_batches.append(patch_similarity(subject.patch_features(images), patches))
-        pixel_batches.append(subject.to_pixels(images))
-    pixels = torch.cat(pixel_batches).numpy()
+    pixels, similarity_batches = pixels_and_results(
+        subject, lambda images: patch_similarity(subject.patch_features(images), patches)
+    )
     similarity = torch.cat(similarity_batches).numpy()
     figure = image_figures.plot_similarity(pixels, similarity, patches)
     return Drawing(figure, {"images": pixels, "patches": np.array(patches), "similarity": similarity})
 
 
 def draw_neighbours(subject: Subject) -> Drawing:
-    """The most similar of other held-out images, and patches in them."""
+    """Held-out images with the nearest other images, and with the nearest patches in other images."""
     config = subject.config
     grid = patch_grid(subject.encoder.model)
     rows, columns = grid

@@ -1,4 +1,4 @@
-"""The encoder and the held-out images that pictures are drawn of.
+"""The subject of pictures: an encoder and its held-out images.
 
 B images, h x w patches, D width.
 """
@@ -50,8 +50,10 @@ class Subject(NamedTuple):
             return False
         saved = saved_settings(self.run)
         if not saved:
-            is_pretrained_here = getattr(model, "pretrained_cfg", {}).get("tag") == "mpp"  # from the hub, without a run
-            return not is_pretrained_here
+            is_pretrained_by_mpp = (
+                getattr(model, "pretrained_cfg", {}).get("tag") == "mpp"
+            )  # from the hub, without a run
+            return not is_pretrained_by_mpp
         if "objective" in saved:
             return False
         head = saved.get("head") or {}  # of a supervised run; fine-tuning has no such group
@@ -68,13 +70,16 @@ class Subject(NamedTuple):
             yield batch.images.to(self.accelerator.device)
 
     def patch_features(self, images: Tensor) -> Tensor:
-        """Features of the patches of images (B, C, H, W) at the encoder's end: (B, h, w, D)."""
+        """Features of the patches of images (B, C, H, W) after the last block: (B, h, w, D)."""
         last_depth = len(self.encoder.stages)
         with self.accelerator.autocast():
             return patch_features(self.encoder, images, [last_depth])[0]
 
     def to_pixels(self, images: Tensor) -> Tensor:
-        """Images (B, C, H, W) for display, (B, H, W, 3) uint8; several channels are `bands`, or grey as their mean."""
+        """Images (B, C, H, W) for display, (B, H, W, 3) uint8.
+
+        Other than 1 or 3 channels are shown by `bands`, or as their mean in grey.
+        """
         bands = self.config.bands
         if not bands and images.shape[1] not in (1, 3):
             images = images.float().mean(1, keepdim=True)
@@ -85,7 +90,7 @@ def load_subject(config: VisualizeConfig) -> Subject:
     """Load an encoder and its held-out images.
 
     Raises:
-        UserError: no such encoder or images.
+        UserError: there is no such encoder, or there are no such images.
     """
     run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run, "pictures are drawn")
