@@ -6,10 +6,11 @@
 The file is run on held-out images, and kept if its numbers are PyTorch's.
 """
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
 from mpp.models.timm_models import set_attention
 from mpp.runtime.command import command
-from mpp.runtime.files import complete
+from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import encoder_folder, fingerprint
 
@@ -87,8 +88,7 @@ def write_verified(config: ExportConfig, module: ExportedModule, verification: V
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
     metadata = describe_file(config, verification.encoder, images)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-        folder = Path(temporary)
+    with folder_beside(out) as folder:
         file = folder / out.name
         write_file(config, module, images, file, metadata)
         report = verify(config, module, verification, file)
@@ -107,6 +107,18 @@ def write_verified(config: ExportConfig, module: ExportedModule, verification: V
     write_json(out.with_name(f"{out.name}.json"), report)
     print(f"wrote {out} ({size / 1e6:.1f} MB) and {out.name}.json")
     return report
+
+
+@contextmanager
+def folder_beside(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out` for the time being; one that a killed export has left is cleared."""
+    folder = partial_path(out.with_name(f"{out.name}.export"))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def write_file(

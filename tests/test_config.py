@@ -182,7 +182,7 @@ def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, 
     [
         (Config, "--corruption.rate=1", "corruption.rate is 1.0; it must be above 0 and below 1"),
         (Config, "--objective.bits=9", "objective.bits is 9; it must be from 1 to 8"),
-        (Config, "--optim.lr=.inf", "optim.lr is inf; it must be above 0"),
+        (Config, "--optim.lr=.inf", "optim.lr is inf; it must be above 0, and finite"),
         (Config, "--optim.lr=.nan", "optim.lr is nan; it must be above 0"),
         (Config, "--optim.clip=0", "optim.clip is 0.0; it must be above 0, or null"),
         (Config, "--optim.betas=[0.9,1]", "optim.betas is [0.9, 1.0]; it must be two numbers from 0 and below 1"),

@@ -199,3 +199,61 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
     brightness.write_text(brightness.read_text() + "\n# changed\n")
     after = digests()
     assert before["own"] != after["own"] and before["colours"] == after["colours"]
+
+
+@pytest.fixture
+def two_patterns(tmp_path):
+    """Two files, each with a pattern of its name."""
+    for name in ("first", "second"):
+        code = f"def choose(*arguments):\n    return random_patches(*arguments)\n\n\nPATTERNS[{name!r}] = choose\n"
+        (tmp_path / f"{name}.py").write_text(f"from mpp.corruption import PATTERNS, random_patches\n\n\n{code}")
+    yield tmp_path / "first.py", tmp_path / "second.py"
+    for name in ("first", "second"):
+        sys.modules.pop(name, None)
+
+
+def test_runs_with_other_code_in_one_process_keep_apart(pretrain, two_patterns, tmp_path):
+    first, second = two_patterns
+    one = pretrain(f"--import={first}", "--corruption.pattern=first", dir=tmp_path / "one")
+    two = pretrain(f"--import={second}", "--corruption.pattern=second", dir=tmp_path / "two")
+    names = [[each.name for each in imports.saved_imports(folder)] for folder in (one, two)]
+    assert names == [[str(first)], [str(second)]]
+    pretrain("--corruption.pattern=first", dir=one)  # resumed beside the other run's code
+
+
+def test_loader_processes_that_do_not_fork_import_the_code(two_patterns):
+    """As on macOS: the process begins without the imports of its parent."""
+    first, _ = two_patterns
+    command = f"""
+import sys, torch
+from mpp.corruption import PATTERNS
+from mpp.data.workers import start_worker
+
+reading, warned = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+start_worker(reading, warned, ["--import={first}"], 0)
+print("first" in PATTERNS)
+"""
+    ended = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout == "True\n", ended.stderr
+
+
+def test_a_file_that_changes_while_a_process_runs_is_not_taken_for_the_new_one(two_patterns):
+    first, _ = two_patterns
+    take_imports([f"--import={first}"])
+    first.write_text(first.read_text() + "\n# edited in a notebook\n")
+    with pytest.raises(UserError, match=r"first\.py has changed since this process imported it; start"):
+        take_imports([f"--import={first}"])
+
+
+def test_a_package_without_a_file_of_its_own_is_known_by_all_its_files(tmp_path, monkeypatch):
+    (tmp_path / "namespace").mkdir()
+    (tmp_path / "namespace" / "inside.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    take_imports(["--import=namespace"])
+    (before,) = user_imports()
+    (tmp_path / "namespace" / "inside.py").write_text("value = 2\n")
+    imports._imports.clear()
+    take_imports(["--import=namespace"])
+    assert before.sha256 != user_imports()[0].sha256
+    with pytest.raises(UserError, match="--import is sys, which has no Python file"):
+        take_imports(["--import=sys"])

@@ -199,14 +199,19 @@ def test_a_process_that_others_wait_for_is_said_to_be_gone(message, said):
     )
 
 
+OWN = "10.0.0.2"  # an address of this machine
+
+
 @pytest.mark.parametrize(
     ("addresses", "environment", "refused"),
     [
         (["127.0.1.1"], {}, r"resolves to 127\.0\.1\.1, which"),  # Debian's default
         (["::1", "127.0.0.1"], {}, r"resolves to ::1, which"),
-        ([], {}, "resolves to no address"),
-        (["127.0.1.1", "10.0.0.2"], {}, ""),
-        (["10.0.0.2"], {}, ""),
+        ([], {}, "resolves to no address of its own"),
+        (["127.0.1.1", OWN], {}, r"resolves to 127\.0\.1\.1, which"),
+        (["10.255.255.7"], {}, "resolves to no address of its own"),  # another machine's
+        (["10.255.255.7", OWN], {}, ""),
+        ([OWN], {}, ""),
         (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, ""),
         (["127.0.1.1"], {"LOCAL_WORLD_SIZE": "4"}, ""),  # one machine
         (["127.0.1.1"], {"MASTER_ADDR": "127.0.0.1"}, ""),
@@ -221,6 +226,7 @@ def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, addresses, e
     for name, value in ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"} | environment).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.getaddrinfo", resolve)
+    monkeypatch.setattr(launcher, "is_own", lambda address: address in (OWN, "127.0.1.1", "::1"))
     if refused:
         with pytest.raises(UserError, match=f"{refused}.*; GLOO_SOCKET_IFNAME must be the network interface"):
             check_address()

@@ -14,6 +14,7 @@ from evaluation import fewshot
 from evaluation.config import FinetuneConfig, KnnConfig
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import report_path, report_suffix
+from evaluation.frozen.run_images import load_images_of
 from mpp.config import SourceConfig
 from mpp.data import sources
 from mpp.errors import UserError
@@ -139,6 +140,16 @@ def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monk
     monkeypatch.setattr(sources, "load_local", noted_load_local)
     fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
     assert len(listed) == 1
+
+
+def test_images_that_one_command_compared_are_not_those_of_the_next(of_a_relative_path, image_folder):
+    """A command that stops between comparing and loading leaves nothing behind: files may change before the next."""
+    own_images(of_a_relative_path)
+    (image_folder / "cat").rename(image_folder / "lion")
+    data = own_images(of_a_relative_path, f"--data.path={image_folder}", *CUT, "--data.cut_seed=3")
+    train, _ = load_images_of(KnnConfig(encoder=str(of_a_relative_path), data=data))
+    names = [train.name(index) for index in range(len(train))]
+    assert any("lion" in name for name in names) and not any("cat" in name for name in names)
 
 
 def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder, tmp_path, capsys):

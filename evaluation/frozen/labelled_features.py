@@ -128,12 +128,14 @@ def load_features(path: Path) -> LabelledFeatures:
     try:
         arrays = np.load(path, allow_pickle=False)
         if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise UserError("it holds one array, not several by name")
+            raise ValueError("it holds one array, not several by name")
         with arrays:
             missing = [name for name in ARRAY_NAMES if name not in arrays]
             if missing:
-                raise UserError(f"it lacks {', '.join(missing)}")
+                raise ValueError(f"it lacks {', '.join(missing)}")
             features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES))
-    except (OSError, EOFError, ValueError, BadZipFile) as error:
+    except UserError:
+        raise  # of temporary files
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))

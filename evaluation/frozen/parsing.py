@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.frozen.run_images import find_run, is_moved_copy, refuse_changed_images, run_image_settings
+from evaluation.frozen.run_images import (
+    find_run,
+    forget_kept_images,
+    is_moved_copy,
+    refuse_changed_images,
+    run_image_settings,
+)
 from mpp.config import HOW_READ, refuse_idle
 from mpp.config.command_line import as_words, files_first
 from mpp.config.parsing import ConfigT, read
@@ -35,6 +41,7 @@ def parse_with_images(
     Raises:
         UserError: the run's images are gone, or have changed.
     """
+    forget_kept_images()
     words = files_first(sys.argv[1:] if arguments is None else arguments)
     config: Any = read(config_class, words, prog)
     inherited = {} if getattr(config, "features", None) else inherited_settings(config, words, refuse_changed)

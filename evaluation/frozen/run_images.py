@@ -132,6 +132,11 @@ KEPT: list[tuple[dict[str, Any], Splits]] = []
 """Images that were loaded to compare them, with their settings, for the command that loads them next: at most one."""
 
 
+def forget_kept_images() -> None:
+    """Forget the images that were kept for an earlier command of this process."""
+    KEPT.clear()
+
+
 def load_and_keep(source: SourceConfig) -> Splits:
     """Load images, and keep them for `load_images`: a large folder takes long to list."""
     splits = load_image_datasets(source)

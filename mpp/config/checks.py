@@ -1,5 +1,6 @@
 """Checks of settings: values out of bounds, and settings that have no effect, are errors of one line."""
 
+import math
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -29,7 +30,10 @@ def check_bounds(config: Any, prefix: str = "") -> None:
             object.__setattr__(config, each.name, value)
         numbers = [number for number in values if not isinstance(number, str)]
         fits = len(values) > 0 and all(map(bounds.contain, numbers))
-        require(fits, f"{prefix}{each.name}", describe_value(value), describe_allowed(each))
+        allowed = describe_allowed(each)
+        if any(map(math.isinf, numbers)):
+            allowed += ", and finite"
+        require(fits, f"{prefix}{each.name}", describe_value(value), allowed)
 
 
 def refuse_idle(config: Any, usual: Any = None, prefix: str = "") -> None:

@@ -70,15 +70,18 @@ def import_code(name: str) -> None:
     if not name or name.startswith("-"):
         raise UserError(f"{OPTION} needs a Python file or the name of a module")
     key = str(Path(name).resolve()) if name.endswith(".py") else name
-    if key in _imports:
-        return
     try:
         module = import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{OPTION} {name} failed: {type(error).__name__}: {one_line(error)}") from error
-    _imports[key] = UserImport(name, module_digest(module))
+    digest = module_digest(module)
+    if not digest:
+        raise UserError(f"{OPTION} is {name}, which has no Python file")
+    if key in _imports and _imports[key].sha256 != digest:
+        raise UserError(f"{name} has changed since this process imported it; start the process again")
+    _imports.setdefault(key, UserImport(name, digest))
 
 
 def import_file(path: Path) -> ModuleType:
@@ -102,11 +105,14 @@ def import_file(path: Path) -> ModuleType:
 
 
 def module_digest(module: ModuleType) -> str:
-    """SHA-256 of a module's file, or of all Python files of a package in the order of their names."""
-    if module.__file__ is None:
+    """SHA-256 of a module's file, or of all Python files of a package in the order of their names; empty: none."""
+    file = getattr(module, "__file__", None)
+    if hasattr(module, "__path__"):
+        files = sorted(path for folder in module.__path__ for path in Path(folder).rglob("*.py"))
+    else:
+        files = [Path(file)] if file else []
+    if not files:
         return ""
-    file = Path(module.__file__)
-    files = sorted(file.parent.rglob("*.py")) if hasattr(module, "__path__") else [file]
     total = hashlib.sha256()
     for each in files:
         total.update(each.read_bytes())

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from mpp.config.imports import import_words, take_imports
 from mpp.errors import UserError
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.output import steady_output
@@ -77,14 +78,16 @@ def allow_warning_again() -> None:
     notes.warned[0] = 0
 
 
-def start_worker(reading: Tensor, warned: Tensor, worker: int) -> None:
+def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn).
 
     Args:
         reading: (workers, 2): notes of all of them.
         warned: (1,): see Notes.
+        imports: words of the command line that import code of the user.
     """
     steady_output()  # a fork has it from its parent
+    take_imports(imports)  # likewise
     notes.reading = reading[worker].numpy()
     notes.warned = warned.numpy()
     notes.reading[:] = os.getpid(), NO_IMAGE
@@ -121,7 +124,7 @@ class WatchedLoader:
         self.reading = torch.zeros(max(1, workers), 2, dtype=torch.int64).share_memory_()
         warned = torch.zeros(1, dtype=torch.int64).share_memory_()
         options.setdefault("pin_memory", uses_gpu())
-        options["worker_init_fn"] = partial(start_worker, self.reading, warned)
+        options["worker_init_fn"] = partial(start_worker, self.reading, warned, import_words())
         options["generator"] = torch.Generator().manual_seed(0)  # the loader would draw from the global one
         if workers:
             options["multiprocessing_context"] = worker_context()

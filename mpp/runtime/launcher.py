@@ -85,9 +85,9 @@ def check_process_count() -> None:
 
 
 def check_address() -> None:
-    """Refuse several machines where this one's name resolves to itself alone, or not at all.
+    """Refuse several machines where others cannot reach this one by the first of its own addresses.
 
-    gloo would tell the others that this machine is at 127.0.0.1.
+    gloo would tell the others to find this machine there, or at 127.0.0.1 where its name has no address of its own.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
@@ -95,12 +95,12 @@ def check_address() -> None:
     if processes <= processes_here or meets_here or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     name = socket.gethostname()
-    addresses = addresses_of(name)
-    if any(not ipaddress.ip_address(address).is_loopback for address in addresses):
+    own_addresses = [address for address in addresses_of(name) if is_own(address)]
+    if own_addresses and not ipaddress.ip_address(own_addresses[0]).is_loopback:
         return
-    problem = "resolves to no address"
-    if addresses:
-        problem = f"resolves to {addresses[0]}, which other machines cannot reach"
+    problem = "resolves to no address of its own"
+    if own_addresses:
+        problem = f"resolves to {own_addresses[0]}, which other machines cannot reach"
     allowed = "the network interface that they share, such as eth0"
     raise UserError(f"this machine's name, {name}, {problem}; GLOO_SOCKET_IFNAME must be {allowed}")
 
@@ -111,3 +111,14 @@ def addresses_of(name: str) -> list[str]:
         return [address[0] for *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)]
     except OSError:
         return []
+
+
+def is_own(address: str) -> bool:
+    """Whether an address is one of this machine's: a socket can listen at it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((address, 0))
+    except OSError:
+        return False
+    return True

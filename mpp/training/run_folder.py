@@ -23,7 +23,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from mpp.config import require
-from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code
+from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code, require_imports
 from mpp.config.saved import changed_keys, read_saved, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
@@ -75,6 +75,7 @@ def refuse_other_run(config: Any, folder: Path) -> None:
     imports = imports_used(config)
     if not (folder / CONFIG_FILE).is_file():
         return
+    require_imports(folder)
     refuse_other_code(folder, imports)
     different = settings_changed_since(config, folder)
     if different:

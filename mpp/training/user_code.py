@@ -4,7 +4,7 @@ from typing import Any
 
 import timm
 
-from mpp.config.imports import UserImport, user_imports
+from mpp.config.imports import UserImport, module_name, user_imports
 from mpp.corruption import PATTERNS
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
@@ -13,9 +13,24 @@ OURS = ("mpp", "timm")
 
 
 def imports_used(config: Any) -> list[UserImport]:
-    """The imports of this process, if the settings name a function or class that is neither mpp's nor timm's."""
-    packages = {getattr(each, "__module__", "").partition(".")[0] for each in components_named(config)}
-    return user_imports() if packages - set(OURS) else []
+    """The imports that define a function or class which the settings name, and which is neither mpp's nor timm's.
+
+    All imports of the process, where such a function or class is of a module that none of them is.
+    """
+    used: set[UserImport] = set()
+    for component in components_named(config):
+        module = getattr(component, "__module__", "")
+        if module.partition(".")[0] in OURS:
+            continue
+        defining = [each for each in user_imports() if defines(each, module)]
+        used.update(defining or user_imports())
+    return [each for each in user_imports() if each in used]
+
+
+def defines(code: UserImport, module: str) -> bool:
+    """Whether a module is this import, or is in this package."""
+    name = module_name(code)
+    return module == name or module.startswith(f"{name}.")
 
 
 def components_named(config: Any) -> list[Any]:
