@@ -1,4 +1,4 @@
-"""The memory that an update takes, by closed forms: on fake tensors nothing is allocated."""
+"""Memory of a step against closed forms: on fake tensors nothing is allocated."""
 
 from dataclasses import replace
 
@@ -17,53 +17,53 @@ CONFIG = Config(run=RUN, model=MODEL, optim=OptimConfig(name="adam"))
 def test_weights_and_moments_are_four_bytes_each():
     head = 512 * 64 + 512 + 64  # and [mask]
     count = sum(parameter.numel() for parameter in build_encoder(MODEL).parameters()) + head
-    found = memory.peak_memory(CONFIG, 8)
-    assert found["weights"] == pytest.approx(4 * count, rel=0.01)
-    assert found["optimiser"] == pytest.approx(8 * count, rel=0.01)
-    assert found["total"] == sum(found[kind] for kind in ("weights", "gradients", "optimiser", "activations"))
-    for optim, numbers in ((OptimConfig(name="sgd"), 1), (OptimConfig(name="adam", average=0.9), 3)):
-        assert memory.peak_memory(replace(CONFIG, optim=optim), 8)["optimiser"] == pytest.approx(
-            4 * numbers * count, rel=0.01
-        )
+    peak = memory.peak_memory(CONFIG, 8)
+    assert peak["weights"] == pytest.approx(4 * count, rel=0.01)
+    assert peak["optimiser"] == pytest.approx(8 * count, rel=0.01)
+    assert peak["total"] == sum(peak[kind] for kind in ("weights", "gradients", "optimiser", "activations"))
+    for optim, moments in ((OptimConfig(name="sgd"), 1), (OptimConfig(name="adam", average=0.9), 3)):
+        of_optimizer = memory.peak_memory(replace(CONFIG, optim=optim), 8)["optimiser"]
+        assert of_optimizer == pytest.approx(4 * moments * count, rel=0.01)
 
 
 @pytest.mark.faults
-def test_a_teacher_takes_its_weights_and_nothing_else_that_stays():
+def test_a_teacher_adds_its_weights_but_no_gradients_and_no_moments():
     objective = ObjectiveConfig(name="features")
     head = 64 * 64 + 64 + 64
     count = sum(parameter.numel() for parameter in build_encoder(MODEL).parameters())
-    found = memory.peak_memory(replace(CONFIG, objective=objective), 8)
-    assert found["weights"] == pytest.approx(4 * (2 * count + head), rel=0.01)
-    assert found["gradients"] <= 4.1 * (count + head) and found["optimiser"] == pytest.approx(
-        8 * (count + head), rel=0.01
-    )
-    assert found["activations"] < 1.5 * memory.peak_memory(CONFIG, 8)["activations"]
+    peak = memory.peak_memory(replace(CONFIG, objective=objective), 8)
+    assert peak["weights"] == pytest.approx(4 * (2 * count + head), rel=0.01)
+    assert peak["gradients"] <= 4.1 * (count + head)
+    assert peak["optimiser"] == pytest.approx(8 * (count + head), rel=0.01)
+    assert peak["activations"] < 1.5 * memory.peak_memory(CONFIG, 8)["activations"]
 
 
 @pytest.mark.faults
-def test_activations_grow_with_the_images_and_fall_with_what_is_computed_again():
-    found = {images: memory.peak_memory(CONFIG, images)["activations"] for images in (64, 128, 192)}
-    assert found[192] - found[128] == pytest.approx(found[128] - found[64], rel=0.01)
-    again = replace(CONFIG, model=replace(MODEL, activation_checkpointing=True))
-    assert memory.peak_memory(again, 64)["activations"] < found[64] / 2
+def test_activations_grow_with_the_images_and_fall_with_checkpointing():
+    activations = {images: memory.peak_memory(CONFIG, images)["activations"] for images in (64, 128, 192)}
+    assert activations[192] - activations[128] == pytest.approx(activations[128] - activations[64], rel=0.01)
+    checkpointed = replace(CONFIG, model=replace(MODEL, activation_checkpointing=True))
+    assert memory.peak_memory(checkpointed, 64)["activations"] < activations[64] / 2
     unfused = replace(CONFIG, model=replace(MODEL, attention="unfused"))
     scores = 4 * 64 * 2 * 65**2  # bytes: float32, images, heads, tokens; kept by each of three blocks at least
-    assert memory.peak_memory(unfused, 64)["activations"] - found[64] > 3 * scores
+    assert memory.peak_memory(unfused, 64)["activations"] - activations[64] > 3 * scores
     half = replace(CONFIG, run=replace(RUN, precision="bf16"))
-    assert memory.peak_memory(half, 64)["activations"] < found[64]
+    assert memory.peak_memory(half, 64)["activations"] < activations[64]
 
 
 @pytest.mark.faults
 def test_gradients_are_there_from_the_second_forward_pass_on():
     one, two, three = (memory.peak_memory(CONFIG, 64, passes) for passes in (1, 2, 3))
-    assert one["gradients"] < 0.1 * one["weights"] and two["gradients"] == pytest.approx(one["weights"], rel=0.1)
+    assert one["gradients"] < 0.1 * one["weights"]
+    assert two["gradients"] == pytest.approx(one["weights"], rel=0.1)
     assert two["total"] == three["total"] > one["total"]
 
 
-def test_the_command_says_it(capsys):
+def test_the_command_prints_the_peak(capsys):
     memory.main(["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.batch_size=4"])
-    said = capsys.readouterr().out
-    assert "4 images a forward pass" in said and "weights" in said and "total" in said
+    printed = capsys.readouterr().out
+    for words in ("4 images a forward pass", "weights", "total"):
+        assert words in printed
 
 
 def test_a_report_has_three_parts(tmp_path, monkeypatch, capsys):

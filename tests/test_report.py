@@ -1,4 +1,4 @@
-"""Pages: what they say of whole, broken and strange runs, that they load nothing, and that nothing of theirs is run."""
+"""Pages on finished, broken and hostile runs: their content, that they load nothing, and that they run no script."""
 
 import json
 import re
@@ -32,8 +32,8 @@ CHROMIUM = next(
 )
 
 
-class Seen(HTMLParser):
-    """What a page consists of. Tags that are not closed in their order, or attributes given twice, are errors."""
+class ParsedPage(HTMLParser):
+    """Tags, attributes and text of a page; tags closed out of order and attributes given twice are errors."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -67,33 +67,33 @@ class Seen(HTMLParser):
         return [value for tag, each, value in self.attributes if each == name and of in (None, tag)]
 
 
-def read(path: Path) -> tuple[Seen, str]:
-    """A page that holds what all pages promise, and its words."""
+def read(path: Path) -> tuple[ParsedPage, str]:
+    """A page and its words, after checks that hold for all pages."""
     text = path.read_text()
     assert len(text) < 5e6 and text.startswith("<!DOCTYPE html>")
-    seen = Seen(text)
-    assert not set(seen.tags) & {"script", "iframe", "object", "embed", "base", "form"}
-    assert not [name for _, name, _ in seen.attributes if name.startswith("on")]
-    assert all(source.startswith("data:image/") for source in seen.values("src"))
-    ids = seen.values("id")
+    page = ParsedPage(text)
+    assert not set(page.tags) & {"script", "iframe", "object", "embed", "base", "form"}
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert all(source.startswith("data:image/") for source in page.values("src"))
+    ids = page.values("id")
     assert len(ids) == len(set(ids))
-    for link in seen.values("href"):
-        assert link == "data:," or (link[1:] in ids if link.startswith("#") else re.match(r"[\w.%-]+/|\.\./", link)), (
-            link
-        )
+    for link in page.values("href"):
+        if link.startswith("#"):
+            assert link[1:] in ids, link
+        else:
+            assert link == "data:," or re.match(r"[\w.%-]+/|\.\./", link), link
     assert "url(" not in text
-    assert len(seen.values("alt", "img")) == seen.tags["img"] and all(seen.values("alt", "img"))
+    assert len(page.values("alt", "img")) == page.tags["img"] and all(page.values("alt", "img"))
     assert not re.search(r"https?://", text)
-    return seen, " ".join("".join(seen.text).split())
+    return page, " ".join("".join(page.text).split())
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A finished run with a probe, of images, classes, a folder and a report that are named by somebody evil."""
-    from conftest import TINY
-
+    """A finished run with a probe, whose images, classes, folder and evaluation have names that attack a page."""
     top = tmp_path_factory.mktemp("hostile")
-    images, folder = top / f"images {SCRIPT}", top / f"run {SCRIPT}"
+    images = top / f"images {SCRIPT}"
+    folder = top / f"run {SCRIPT}"
     for number in range(24):
         file = images / (SCRIPT if number % 2 else IMAGE) / f"{number:02d}{SCRIPT}{IMAGE}$x_1$.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,17 +101,17 @@ def hostile(tmp_path_factory):
     settings = ("--run.eval_every=2", "--probe.every=2", "--data.eval_fraction=0.5", f"--data.path={images}")
     kept = [word for word in TINY if not word.startswith("--probe")]
     command.main([*kept, *settings, f"--run.dir={folder}"])
-    found = {"summary": {f"5 {SCRIPT}": {"mean": 0.5, "std": 0.1, "count": 3}}}
+    evaluation = {"summary": {f"5 {SCRIPT}": {"mean": 0.5, "std": 0.1, "count": 3}}}
     (folder / "evaluation").mkdir()
-    (folder / "evaluation" / f"few{SCRIPT}.json").write_text(json.dumps(found))
+    (folder / "evaluation" / f"few{SCRIPT}.json").write_text(json.dumps(evaluation))
     (folder / "evaluation" / "torn.json").write_text("{")
     report([f"--encoder={folder}", *FAST])
     return folder
 
 
 def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys):
-    seen, words = read(hostile / "report.html")
-    for said in (
+    page, words = read(hostile / "report.html")
+    for expected in (
         *("Verdict", "Masked-patch accuracy", "copy baseline", "kNN", "random weights", "pixel colours"),
         *("4 of 4 steps of 8 images", "Loss", "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank"),
         *("Nearest neighbours", "Predicted best", "Predicted worst", "1 images could not be decoded", "50.0 ± 10.0"),
@@ -124,8 +124,8 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys
         ),
         *(SCRIPT, f"5 {SCRIPT}", IMAGE, "Gradient norm", "Waiting for data"),
     ):
-        assert said in words, said
-    assert "svg" not in seen.tags and seen.tags["img"] >= 15
+        assert expected in words, expected
+    assert "svg" not in page.tags and page.tags["img"] >= 15
     assert "<title>" + str(hostile).replace("<", "&lt;").replace(">", "&gt;") in (hostile / "report.html").read_text()
 
 
@@ -145,7 +145,7 @@ def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pr
     run = pretrain(*settings, f"--data.path={tmp_path / 'plain'}", "--model.position=rope", "--run.steps=5")
     report([f"--encoder={run}/encoder", *FAST])
     _, words = read(run / "report.html")
-    for said in (
+    for expected in (
         *("Accuracy on masked patches: this run predicts no colours", "kNN accuracy: the images have no labels"),
         *(
             "positions: rotary positions",
@@ -154,37 +154,36 @@ def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pr
         ),
         *("Held-out loss", "hog"),
     ):
-        assert said in words, said
+        assert expected in words, expected
     (tmp_path / "plain").rename(tmp_path / "away")
     report([f"--encoder={run}", f"--out={tmp_path / 'again.html'}", *FAST])
-    seen, words = read(tmp_path / "again.html")
-    assert "Pictures: the images of" in words and seen.tags["img"] >= 3  # those that were drawn
+    page, words = read(tmp_path / "again.html")
+    assert "Pictures: the images of" in words and page.tags["img"] >= 3  # those that were drawn
 
 
 def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     shutil.rmtree(run / "encoder")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    old = [
-        {name: value for name, value in line.items() if "two_nearest" not in name} for line in lines if line["step"] < 4
-    ]
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in old) + '{"step": 4, "lo')
+    old = ""
+    for line in lines:
+        if line["step"] < 4:
+            old += json.dumps({name: value for name, value in line.items() if "two_nearest" not in name}) + "\n"
+    (run / "metrics.jsonl").write_text(old + '{"step": 4, "lo')
     (run / "verdict.json").unlink()
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "of_an_older_length: 1\n")
     report([f"--encoder={run}", *FAST])
     _, words = read(run / "report.html")
-    for said in (
+    for expected in (
         *("The run is not finished: it logged 3 of 4 steps", "Pictures: there is no encoder yet"),
         *("Held-out figures: the run has not been evaluated yet", "the command that started the run continues it"),
         *("Verdict: no evaluation has said how the run is", "config.yaml is not one of today's", "Not evaluated yet"),
     ):
-        assert said in words, said
+        assert expected in words, expected
 
 
 @pytest.mark.faults
 def test_other_trainings_have_pages(tmp_path):
-    from conftest import TINY
-
     contrastive.main([*TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=1"])
     report([f"--encoder={tmp_path / 'run'}", *FAST])
     _, words = read(tmp_path / "run" / "report.html")
@@ -210,9 +209,9 @@ def test_every_part_of_a_page_is_escaped():
         as_picture(Image.new("RGB", (4, 4)), evil, evil),
     ]
     page = Page(evil, evil, [(evil, links[0])], [evil], [Section(evil, evil, with_all)], {evil: evil})
-    seen = Seen(render(page))
-    assert not seen.tags["script"] and seen.tags["img"] == 1 and not seen.values("onerror")
-    assert "".join(seen.text).count(evil) == 19
+    page = ParsedPage(render(page))
+    assert not page.tags["script"] and page.tags["img"] == 1 and not page.values("onerror")
+    assert "".join(page.text).count(evil) == 19
 
 
 # --- around the run ---
@@ -293,10 +292,10 @@ def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
     write_comparison(
         tmp_path / "out", questions, rows, {}, {SCRIPT: [tmp_path / f"run {SCRIPT}"], "floor": [Path("floor:x")]}
     )
-    seen, words = read(tmp_path / "out" / "report.html")
+    page, words = read(tmp_path / "out" / "report.html")
     assert f"few-shot 5 on birds: best is {SCRIPT} with 60.0 % (beside floor 40.0 %)" in words
-    assert "1 trainings diverged" in words and "there are no results yet" in words and seen.tags["img"] == 1
-    assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in seen.values("href")
+    assert "1 trainings diverged" in words and "there are no results yet" in words and page.tags["img"] == 1
+    assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in page.values("href")
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")

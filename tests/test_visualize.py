@@ -67,21 +67,21 @@ def mean_distance_on_a_grid(rows: int, columns: int, patch: float) -> float:
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
 def test_distance_of_uniform_and_of_identity_attention(grid):
-    apart, count = patch_distances(grid, 8), grid[0] * grid[1]
+    distances = patch_distances(grid, 8)
+    count = math.prod(grid)
     uniform = torch.full((2, 3, count, count), 0.7 / count)  # 0.3 goes to [class]
-    assert mean_distance(uniform, apart).flatten().tolist() == pytest.approx(
-        [mean_distance_on_a_grid(*grid, 8)] * 6, rel=1e-5
-    )
-    assert mean_distance(torch.eye(count).expand(2, 3, -1, -1), apart).abs().max() == 0
+    expected = mean_distance_on_a_grid(*grid, 8)
+    assert mean_distance(uniform, distances).flatten().tolist() == pytest.approx([expected] * 6, rel=1e-5)
+    assert mean_distance(torch.eye(count).expand(2, 3, -1, -1), distances).abs().max() == 0
 
 
 def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
     encoder = vit()
     for block in encoder.model.blocks:
         torch.nn.init.zeros_(block.attn.qkv.weight[:16])  # queries
-    found = attention_distance(encoder, [noise(3), noise(2)])
-    assert found.shape == (3, 2)
-    np.testing.assert_allclose(found, mean_distance_on_a_grid(4, 4, 8), rtol=1e-5)
+    by_depth_and_head = attention_distance(encoder, [noise(3), noise(2)])
+    assert by_depth_and_head.shape == (3, 2)
+    np.testing.assert_allclose(by_depth_and_head, mean_distance_on_a_grid(4, 4, 8), rtol=1e-5)
 
 
 def test_overlapping_patches_are_a_stride_apart():
@@ -96,15 +96,18 @@ def test_distance_does_not_depend_on_how_images_are_batched():
 
 
 def test_attention_is_that_of_the_forward_pass():
-    encoder, images, seen = vit(), noise(2), []
-    visit_attention(encoder, images, lambda depth, weights: seen.append(weights))
-    attn, hidden = encoder.model.blocks[1].attn, []
-    hook = attn.register_forward_hook(lambda module, args, out: hidden.append((args[0], out)))
+    encoder = vit()
+    images = noise(2)
+    weights_by_depth = []
+    visit_attention(encoder, images, lambda depth, weights: weights_by_depth.append(weights))
+    attn = encoder.model.blocks[1].attn
+    calls = []
+    hook = attn.register_forward_hook(lambda module, args, out: calls.append((args[0], out)))
     encoder.model.forward_features(encoder.normalize(images))
     hook.remove()
-    tokens, out = hidden[0]
+    tokens, out = calls[0]
     values = attn.qkv(tokens)[..., 32:].unflatten(-1, (2, 8)).transpose(1, 2)
-    mixed = (seen[1] @ values).transpose(1, 2).flatten(2)
+    mixed = (weights_by_depth[1] @ values).transpose(1, 2).flatten(2)
     torch.testing.assert_close(attn.proj(mixed), out, rtol=1e-4, atol=1e-5)
 
 
@@ -133,8 +136,10 @@ def test_similarity_of_sinusoidal_positions():
     positions[0, 1:, :2] = 3 * waves
     encoder.model.pos_embed.data = positions
     similarity = position_similarity(encoder.model)
-    apart = torch.arange(4)[:, None] - torch.arange(4)
-    expected = torch.cos(apart * 0.9)[None, :, None, :].expand(4, 4, 4, 4)  # one wave over the columns, none over rows
+    offsets = torch.arange(4)[:, None] - torch.arange(4)
+    expected = torch.cos(offsets * 0.9)[None, :, None, :].expand(
+        4, 4, 4, 4
+    )  # one wave over the columns, none over rows
     torch.testing.assert_close(similarity, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -184,34 +189,41 @@ def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_t
 
 def test_similarity_is_the_cosine_with_each_patch():
     features = torch.randn(2, 3, 4, 5)
-    found = patch_similarity(features, [7, 0])
-    assert found.shape == (2, 2, 3, 4)
+    similarity = patch_similarity(features, [7, 0])
+    assert similarity.shape == (2, 2, 3, 4)
     for row in range(3):
         for column in range(4):
             expected = torch.cosine_similarity(features[:, 1, 3], features[:, row, column])
-            torch.testing.assert_close(found[:, 0, row, column], expected)
-    assert found[:, 1, 0, 0].tolist() == pytest.approx([1, 1])
-    assert spread_patches((4, 4)) == [5, 7, 10, 13, 15] and spread_patches((1, 1)) == [0]
+            torch.testing.assert_close(similarity[:, 0, row, column], expected)
+    assert similarity[:, 1, 0, 0].tolist() == pytest.approx([1, 1])
+    assert spread_patches((4, 4)) == [5, 7, 10, 13, 15]
+    assert spread_patches((1, 1)) == [0]
 
 
 def test_neighbours_are_those_of_a_loop_over_images_and_patches():
     torch.manual_seed(0)
     gallery = torch.randn(9, 2, 3, 5)  # images that are their features
-    found = search_gallery(lambda images: images, gallery[[1, 4]], 2, gallery.split(4), [1, 4], 20)
-    assert found.images.shape == found.patches.shape == (2, 8)
+    nearest = search_gallery(lambda images: images, gallery[[1, 4]], 2, gallery.split(4), [1, 4], 20)
+    assert nearest.images.shape == nearest.patches.shape == (2, 8)
     for number, query in enumerate((1, 4)):
-        whole, patch = gallery[query].flatten(0, 1).mean(0), gallery[query, 0, 2]
-        of_images, of_patches = {}, {}
+        query_mean = gallery[query].flatten(0, 1).mean(0)
+        query_patch = gallery[query, 0, 2]
+        image_similarity = {}
+        nearest_patch = {}  # (similarity, patch) of each other image
         for other in range(9):
-            if other != query:
-                of_images[other] = torch.cosine_similarity(whole, gallery[other].flatten(0, 1).mean(0), dim=0).item()
-                each = torch.cosine_similarity(patch[None], gallery[other].flatten(0, 1))
-                of_patches[other] = (each.max().item(), int(each.argmax()))
-        assert found.images[number].tolist() == sorted(of_images, key=of_images.get, reverse=True)
-        hosts = found.hosts[number].tolist()
-        assert hosts == sorted(of_patches, key=of_patches.get, reverse=True)
-        assert found.patches[number].tolist() == [of_patches[host][1] for host in hosts]
-        assert found.patch_similarity[number].tolist() == pytest.approx([of_patches[h][0] for h in hosts], abs=1e-6)
+            if other == query:
+                continue
+            patches = gallery[other].flatten(0, 1)
+            image_similarity[other] = torch.cosine_similarity(query_mean, patches.mean(0), dim=0).item()
+            by_patch = torch.cosine_similarity(query_patch[None], patches)
+            nearest_patch[other] = (by_patch.max().item(), int(by_patch.argmax()))
+        images = nearest.images[number].tolist()
+        assert images == sorted(image_similarity, key=image_similarity.get, reverse=True)
+        hosts = nearest.hosts[number].tolist()
+        assert hosts == sorted(nearest_patch, key=nearest_patch.get, reverse=True)
+        assert nearest.patches[number].tolist() == [nearest_patch[host][1] for host in hosts]
+        expected = [nearest_patch[host][0] for host in hosts]
+        assert nearest.patch_similarity[number].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_patch_features_are_the_models_own_in_their_places():
@@ -334,15 +346,15 @@ def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path
     assert [path.name for path in (tmp_path / "q").glob("*.png")] == ["filters.png"]
 
 
-def test_a_query_that_looks_at_class_alone_has_no_distance():
-    apart = patch_distances((2, 2), 8)
+def test_a_query_that_attends_to_class_only_has_no_distance():
+    distances = patch_distances((2, 2), 8)
     weights = torch.zeros(1, 1, 4, 4)
-    weights[0, 0, 0, 1] = 1  # the first looks at its neighbour, the others at [class]
-    assert mean_distance(weights, apart).item() == 8
-    assert mean_distance(torch.zeros(1, 1, 4, 4), apart).item() == 0
+    weights[0, 0, 0, 1] = 1  # the first attends to its neighbour, the others to [class]
+    assert mean_distance(weights, distances).item() == 8
+    assert mean_distance(torch.zeros(1, 1, 4, 4), distances).item() == 0
 
 
-def test_looking_leaves_the_encoder_as_it_was():
+def test_visiting_attention_leaves_the_encoder_as_it_was():
     encoder = vit()
     before = [block.attn.fused_attn for block in encoder.model.blocks]
     visit_attention(encoder, noise(1), lambda *_: None)
