@@ -1,9 +1,9 @@
-"""A page on a run that people look at: the verdict in words, curves, pictures, and how to repeat it.
+"""A page on a run: the verdict in words, curves, pictures, and the command that repeats it.
 
     python evaluation/report.py --encoder runs/birds
 
-One self-contained file, `report.html` in the run folder. It is made of metrics.jsonl, verdict.json and the evaluation's
-JSON. Pictures that are not there yet are drawn; what a run does not have is said to be missing.
+One self-contained file, `report.html` in the run folder. It is made of metrics.jsonl, verdict.json and the evaluations'
+JSON. Pictures that do not exist yet are drawn; the page lists missing content with the reasons.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ from mpp.training.watch import read_verdict
 
 
 def report(config: ReportConfig) -> Path:
-    """Write the page on a run; where it is.
+    """Write the page on a run, and return its path.
 
     Raises:
-        UserError: no run there.
+        UserError: there is no run, or it has logged nothing.
     """
     folder = find_run(config.encoder)
     require(folder is not None, "encoder", config.encoder, "the folder of a run")
@@ -46,17 +46,16 @@ def report(config: ReportConfig) -> Path:
         Section("settings", "Settings, and how to repeat this", settings_blocks(folder)),
         Section("machine", "Versions and machine", machine_blocks()),
     ]
-    said = read_verdict(folder)
-    if not said:
-        missing["Verdict"] = "no evaluation has said how the run is (verdict.json): what is above is from its metrics"
-    warnings = [
-        f"{each['check']} (since step {each['step']}): {each['message']}"
-        for each in said.get("warnings", [])
-        if each["check"] in said["off"]
-    ]
+    if not read_verdict(folder):
+        missing["Verdict"] = "no evaluation has written verdict.json: the verdict above is drawn from the metrics"
     shown = [section for section in sections if section.blocks]
     page = Page(
-        str(folder), subtitle(folder, history), verdict_points(folder, history, shown), warnings, shown, missing
+        title=str(folder),
+        subtitle=subtitle(folder, history),
+        verdict=verdict_points(folder, history, shown),
+        warnings=active_warnings(folder),
+        sections=shown,
+        missing=missing,
     )
     path = Path(config.out) if config.out else folder / REPORT_PAGE
     require(not path.is_dir(), "out", path, "a file")
@@ -67,10 +66,21 @@ def report(config: ReportConfig) -> Path:
     return path
 
 
+def active_warnings(folder: Path) -> list[str]:
+    """Warnings of the health checks that failed when they last ran."""
+    verdict = read_verdict(folder)
+    active = []
+    for warning in verdict.get("warnings", []):
+        if warning["check"] in verdict["off"]:
+            active.append(f"{warning['check']} (since step {warning['step']}): {warning['message']}")
+    return active
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Report as the command line, or `arguments`, say."""
+    """Write a page with the settings of the command line, or of `arguments`."""
+    # without its images a run still has curves, so other images than the run's are not refused here
     config = parse_with_images(ReportConfig, arguments, prog="python evaluation/report.py", refuse_changed=False)
-    report(config)  # without its images a run still has curves
+    report(config)
 
 
 if __name__ == "__main__":

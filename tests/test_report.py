@@ -177,7 +177,7 @@ def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):
     for expected in (
         *("The run is not finished: it logged 3 of 4 steps", "Pictures: there is no encoder yet"),
         *("Held-out figures: the run has not been evaluated yet", "the command that started the run continues it"),
-        *("Verdict: no evaluation has said how the run is", "config.yaml is not one of today's", "Not evaluated yet"),
+        *("Verdict: no evaluation has written verdict.json", "config.yaml is not one of today's", "Not evaluated yet"),
     ):
         assert expected in words, expected
 
