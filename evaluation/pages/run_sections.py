@@ -61,7 +61,7 @@ def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
 def unreadable_blocks(folder: Path) -> list[Block]:
     """Images that could not be decoded."""
     file = folder / "unreadable.txt"
-    lines = read_text(file).splitlines() if file.is_file() else []
+    lines = read_any_text(file).splitlines() if file.is_file() else []
     if not lines:
         return [Text("All images that were read could be decoded.")]
     listed = "\n".join(lines[:MAX_UNREADABLE_LISTED])
@@ -78,11 +78,11 @@ def settings_blocks(folder: Path) -> list[Block]:
     file = folder / CONFIG_FILE
     config_class = config_class_of(saved_settings(folder))
     if config_class is None:
-        return [Text(read_text(file), code=True)] if file.is_file() else []
+        return [Text(read_any_text(file), code=True)] if file.is_file() else []
     try:
         config = parse_saved(config_class, file)
     except UserError as error:
-        return [Text(f"config.yaml is not one of today's: {error}"), Text(read_text(file), code=True)]
+        return [Text(f"config.yaml is not one of today's: {error}"), Text(read_any_text(file), code=True)]
     blocks = settings_rows(config)
     if config_class in COMMANDS:
         blocks.append(Text(command_to_repeat(config, folder), code=True))
@@ -109,6 +109,6 @@ def command_to_repeat(config: Any, folder: Path) -> str:
     return shlex.join(["mpp", command, *imports, *as_command_line(settings), f"--run.dir={folder}_again"])
 
 
-def read_text(file: Path) -> str:
+def read_any_text(file: Path) -> str:
     """The text of a file; bytes that are not UTF-8 are replaced."""
     return file.read_text(encoding="utf-8", errors="replace")
