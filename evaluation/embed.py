@@ -33,7 +33,7 @@ from mpp.config import HOW_READ, ImageSize, RunConfig, require
 from mpp.data.columns import find_image_column
 from mpp.data.crops import centre_crop
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
 from mpp.data.loader import build_loader
 from mpp.data.sources import load_splits
@@ -88,7 +88,7 @@ def load_all_images(data: ProbeDataConfig) -> list[ImageDataset]:
     for name, rows in splits.items():
         column = find_image_column(data, rows.features)
         if len(rows):
-            images.append(ImageDataset.from_column(rows, column, None, name))
+            images.append(ImageDataset(images_only(rows, column), column, None, name))
     tell(f"{describe_source(data)}: {counts}")
     return images
 

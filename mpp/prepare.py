@@ -33,15 +33,14 @@ from mpp.config.parsing import parse
 from mpp.config.saved import changed_keys, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import rows_in_memory
 from mpp.data.decoding.decode import read_values
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences, short_digest, split_fingerprint
-from mpp.data.labels import number_labels, read_labels
 from mpp.data.overview import announce_splits
-from mpp.data.sources import load_splits
+from mpp.data.sources import label_images, load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
 from mpp.runtime.command import command
@@ -141,8 +140,7 @@ def to_jpeg(values: NDArray, quality: int) -> bytes:
 def write_shard(shard: Shard) -> None:
     """Write a shard, and notes on its images."""
     notes: dict[str, Any] = {"kept": 0, "dropped": [], "bytes_before": 0, "bytes_after": 0}
-    features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
-    columns: dict[str, list] = {column: [] for column in features}
+    kept: list[dict[str, Any]] = []
     array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
         name = relative_name(row["image"], shard.config.data.path)
@@ -152,15 +150,14 @@ def write_shard(shard: Shard) -> None:
         except UnreadableImage as error:
             notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
             continue
-        row["image"] = {"bytes": prepared, "path": name}
-        for column, value in row.items():
-            columns[column].append(value)
+        kept.append(row | {"image": {"bytes": prepared, "path": name}})
         notes["kept"] += 1
         notes["bytes_before"] += memoryview(data).nbytes
         notes["bytes_after"] += len(prepared)
+    features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     shard.file.parent.mkdir(exist_ok=True)
     with complete(shard.file) as partial:
-        datasets.Dataset.from_dict(columns, features=features).to_parquet(partial)  # without compression of images
+        rows_in_memory(kept, features).to_parquet(partial)  # without compression of images
         write_complete(shard.notes, json.dumps(notes))
 
 
@@ -181,21 +178,21 @@ def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard],
     Raises:
         UserError: no such images.
     """
+    loaded = load_splits(replace(config.data, revision=commit))
+    splits = {split: select_columns(config, rows) for split, rows in loaded.items()}
+    announce_images(config, splits)
     shards: list[Shard] = []
     records = {}
-    splits = load_splits(replace(config.data, revision=commit))
-    announce_images(config, splits)
     for split, rows in splits.items():
-        label_column = config.data.label_column or ("label" if "label" in rows.features else None)
-        rows = select_columns(config, rows, label_column)
-        records[split] = record_of_rows(config, rows, label_column, commit)
+        records[split] = record_of_rows(config, rows, commit)
         shards += cut_into_shards(config, split, rows)
     return shards, records
 
 
-def select_columns(config: PrepareConfig, rows: datasets.Dataset, label_column: str | None) -> datasets.Dataset:
+def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Dataset:
     """The images, as the column `image`, and their labels."""
     image_column = find_image_column(config.data, rows.features)
+    label_column = config.data.label_column or ("label" if "label" in rows.features else None)
     require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
     if image_column != "image" and label_column == "image":
         raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
@@ -208,16 +205,15 @@ def select_columns(config: PrepareConfig, rows: datasets.Dataset, label_column: 
     return without_decoding(rows, "image")
 
 
-def record_of_rows(
-    config: PrepareConfig, rows: datasets.Dataset, label_column: str | None, commit: str | None
-) -> dict[str, Any]:
+def record_of_rows(config: PrepareConfig, rows: datasets.Dataset, commit: str | None) -> dict[str, Any]:
     """The record of a split's images and labels."""
     files = short_digest(split_fingerprint(rows, "image", config.data.read_retries))
     record = {"images": len(rows), "files": files, "revision": commit}
-    if label_column:
-        labels = rows.select_columns([label_column]).with_format("arrow")[:].column(0)
-        values = json.dumps(labels.to_pylist(), default=str)
-        record["labels"] = short_digest([str(rows.features[label_column]).encode(), values.encode()])
+    for column in rows.column_names:
+        if column != "image":
+            labels = rows.select_columns([column]).with_format("arrow")[:].column(0)
+            values = json.dumps(labels.to_pylist(), default=str)
+            record["labels"] = short_digest([str(rows.features[column]).encode(), values.encode()])
     return record
 
 
@@ -235,15 +231,9 @@ def cut_into_shards(config: PrepareConfig, split: str, rows: datasets.Dataset) -
 
 def announce_images(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:
     """Print how many images there are, how many of them have a label, and the classes."""
-    source = describe_source(config.data)
-    known = {split: rows for split, rows in splits.items() if len(rows)}
+    filled = {split: rows for split, rows in splits.items() if len(rows)}
     with contextlib.suppress(UserError):  # labels that are no classes are kept as they are
-        labels = number_labels([read_labels(rows, config.data.label_column, source) for rows in known.values()])
-        images = []
-        for (split, rows), numbers in zip(known.items(), labels.parts, strict=True):
-            column = find_image_column(config.data, rows.features)
-            images.append(ImageDataset.from_column(rows, column, numbers, split, labels.names, labels.classes))
-        announce_splits(source, images, {})
+        announce_splits(describe_source(config.data), label_images(config.data, filled, "image"), {})
 
 
 # --- the folder ---

@@ -25,8 +25,6 @@ BINARY_TYPES = ("binary", "large_binary")
 """Types of a column that may hold image files."""
 ENCODED_TYPES = (*BINARY_TYPES, "string", "large_string")
 """Types of a column that may hold image files, or their names."""
-CELL_FIELDS = ["bytes", "path"]
-"""Fields of a cell that holds an image file."""
 
 
 def decode_cell(cell: Any, config: ImagesConfig, array_dtype: str | None = None) -> Tensor:
@@ -114,7 +112,7 @@ def image_columns(features: datasets.Features) -> list[str]:
     """Columns that can hold images: those of image files; without any, those of arrays; else those of nested lists."""
     files, arrays, nested_lists = [], [], []
     for name, feature in features.items():
-        if isinstance(feature, datasets.Image) or is_cell(feature):
+        if is_cell(feature):
             files.append(name)
         if is_array(feature) or f".{name}" in ARRAY_EXTENSIONS:
             arrays.append(name)
@@ -125,12 +123,13 @@ def image_columns(features: datasets.Features) -> list[str]:
 
 def is_encoded(feature: Any) -> bool:
     """Whether a column holds image files, or their names."""
-    return isinstance(feature, datasets.Image) or is_cell(feature) or getattr(feature, "dtype", None) in ENCODED_TYPES
+    return is_cell(feature) or getattr(feature, "dtype", None) in ENCODED_TYPES
 
 
 def is_cell(feature: Any) -> bool:
-    """Whether a column holds {"bytes", "path"}, as tools write images that do not know the library's type."""
-    return isinstance(feature, dict) and {*feature} == {*CELL_FIELDS}
+    """Whether a column holds cells {"bytes", "path"}: of the library's type, or of tools that do not know it."""
+    is_untyped_cell = isinstance(feature, dict) and {*feature} == {"bytes", "path"}
+    return is_untyped_cell or isinstance(feature, datasets.Image)
 
 
 def is_array(feature: Any) -> bool:

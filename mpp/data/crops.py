@@ -46,7 +46,7 @@ def random_crop(image: Tensor, size: int | ImageSize, config: DataConfig, seed: 
     view_height, view_width = sides(size)
     flip_number, *box_numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
     box = crop_box(height, width, config, box_numbers, view_width / view_height)
-    crop = image[:, box.top : box.top + box.height, box.left : box.left + box.width]
+    crop = functional.crop_image(image, *box)
     # torchvision's resize without its dispatch
     crop = F.interpolate(crop[None], (view_height, view_width), mode="bilinear", antialias=True)[0]
     if config.flip and flip_number < 0.5:
@@ -123,10 +123,8 @@ def centre_crop(image: Tensor, size: int | ImageSize, share: float, nearest: boo
     image = limit_aspect(image, size)
     height, width = image.shape[-2:]
     covering = covering_size(height, width, size, share)
-    if nearest:
-        resized = functional.resize(image, covering, interpolation=v2.InterpolationMode.NEAREST_EXACT)
-    else:
-        resized = functional.resize(image, covering, antialias=True)
+    mode = v2.InterpolationMode.NEAREST_EXACT if nearest else v2.InterpolationMode.BILINEAR
+    resized = functional.resize(image, covering, interpolation=mode, antialias=True)
     return functional.center_crop(resized, list(size))
 
 
@@ -136,8 +134,6 @@ def limit_aspect(image: Tensor, size: ImageSize) -> Tensor:
     view_height, view_width = size
     max_width = max(1, MAX_RELATIVE_ASPECT * height * view_width // view_height)
     max_height = max(1, MAX_RELATIVE_ASPECT * width * view_height // view_width)
-    if width <= max_width and height <= max_height:
-        return image
     return functional.center_crop(image, [min(height, max_height), min(width, max_width)])
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -13,6 +13,17 @@ from mpp.config import ImagesConfig
 from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype, without_decoding
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
+
+
+def images_only(rows: datasets.Dataset, column: str) -> datasets.Dataset:
+    """The column of images alone, as they are stored."""
+    return without_decoding(rows.select_columns([column]), column)
+
+
+def rows_in_memory(rows: list[dict[str, Any]], features: datasets.Features) -> datasets.Dataset:
+    """Rows as a dataset. Of no rows, the library's `from_list` makes no columns."""
+    columns = {name: [row[name] for row in rows] for name in features}
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
 class Selection(NamedTuple):
@@ -68,20 +79,6 @@ class ImageDataset:
     def __post_init__(self):
         if self.origin is None:
             self.origin = Selection(self.rows, self.split, None)
-
-    @classmethod
-    def from_column(
-        cls,
-        rows: datasets.Dataset,
-        column: str,
-        labels: NDArray[np.int64] | None,
-        split: str,
-        names: list[str] | None = None,
-        classes: int = 0,
-    ) -> "ImageDataset":
-        """The images of a column of `rows`, as they are stored."""
-        rows = without_decoding(rows.select_columns([column]), column)
-        return cls(rows, column, labels, split, names, classes)
 
     def __len__(self) -> int:
         return len(self.rows)

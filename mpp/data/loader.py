@@ -1,7 +1,6 @@
 """Loaders: how the images of a step are shared out among processes, and the batches that each of them loads."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -132,7 +131,6 @@ class HeldOutSets(Dataset):
 
     def __init__(self):
         self.views: list[ViewDataset] = []
-        self.is_loading = False
         self.current: ViewDataset | None = None
         """The set that is loaded, or was last: an error that ended its loading still names its images."""
 
@@ -140,42 +138,9 @@ class HeldOutSets(Dataset):
         number, index = key
         return self.views[number][HELD_OUT_EPOCH, index]
 
-    @contextmanager
-    def loading(self, views: ViewDataset) -> Iterator[None]:
-        """While open, this set is the one that is loaded."""
-        if self.is_loading:
-            raise RuntimeError("a set of held-out images is to be loaded while another one is")
-        self.current = views
-        self.is_loading = True
-        try:
-            yield
-        finally:
-            self.is_loading = False
-
     def name(self, index: int) -> str:
-        """Name of an image of that set, for messages."""
+        """Name of an image of the current set, for messages."""
         return self.current.dataset.name(index)
-
-
-class HeldOutBatchSampler(Sampler[list[tuple[int, int]]]):
-    """This process's share of the set that is loaded, in batches of keys; the last batch may be smaller."""
-
-    def __init__(self, sets: HeldOutSets, batch_size: int, world_size: int, rank: int):
-        self.sets = sets
-        self.batch_size = batch_size
-        self.world_size = world_size
-        self.rank = rank
-
-    def batches(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
-        """Batches of keys of a set."""
-        number = self.sets.views.index(views)
-        keys = [(number, index) for index in range(self.rank, len(views.dataset), self.world_size)]
-        return [keys[first : first + self.batch_size] for first in range(0, len(keys), self.batch_size)]
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        if not self.sets.is_loading:
-            return iter(())
-        return iter(self.batches(self.sets.current))
 
 
 class HeldOutLoader:
@@ -191,7 +156,11 @@ class HeldOutLoader:
 
     def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0, persistent: bool = True):
         self.sets = HeldOutSets()
-        self.sampler = HeldOutBatchSampler(self.sets, batch_size, world_size, rank)
+        self.keys: list[list[tuple[int, int]]] = []
+        """Batches of keys of the set that is being loaded, as torch's loader takes them; else none."""
+        self.batch_size = batch_size
+        self.world_size = world_size
+        self.rank = rank
         self.workers = workers
         self.persistent = persistent and workers > 0
 
@@ -205,7 +174,7 @@ class HeldOutLoader:
         return WatchedLoader(
             self.sets,
             self.sets.name,
-            batch_sampler=self.sampler,
+            batch_sampler=self.keys,
             num_workers=self.workers,
             persistent_workers=self.persistent,
             collate_fn=collate,
@@ -220,10 +189,22 @@ class HeldOutLoader:
         """This process's share of a set that was added."""
         return HeldOutBatches(self, views)
 
+    def keys_of(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
+        """This process's share of a set in batches of keys; the last batch may be smaller."""
+        number = self.sets.views.index(views)
+        keys = [(number, index) for index in range(self.rank, len(views.dataset), self.world_size)]
+        return [keys[first : first + self.batch_size] for first in range(0, len(keys), self.batch_size)]
+
     def load(self, views: ViewDataset) -> Iterator[Batch]:
         """Load this process's share of a set now."""
-        with self.sets.loading(views):
+        if self.keys:
+            raise RuntimeError("a set of held-out images is to be loaded while another one is")
+        self.sets.current = views
+        self.keys[:] = self.keys_of(views)
+        try:
             yield from self.loader
+        finally:
+            self.keys.clear()
 
 
 @dataclass(frozen=True)
@@ -234,7 +215,7 @@ class HeldOutBatches:
     views: ViewDataset
 
     def __len__(self) -> int:
-        return len(self.loader.sampler.batches(self.views))
+        return len(self.loader.keys_of(self.views))
 
     def __iter__(self) -> Iterator[Batch]:
         return self.loader.load(self.views)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,28 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
         saved = datasets.load_from_disk(plain_path(path))
         return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
     if has_card_with_configs(path):
-        require(config.labels is None, "data.labels", config.labels, "left out: README.md says what the images are")
+        refuse_list(config)
         return load_by_card(path, config, streaming)
-    require(config.name is None, "data.name", config.name, f"left out: {path} has no README.md with configs")
+    refuse_name(config)
     listing = share_folder_listing(path, config, streaming)
     return listing.splits or load_shards(listing.shards, config, streaming)
 
 
 def refuse_settings_of_folders(config: ImagesConfig) -> None:
     """Refuse settings for folders with configs or lists of images, where there are none."""
-    require(config.name is None, "data.name", config.name, f"left out: {config.path} has no configs")
-    require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
+    refuse_name(config)
+    refuse_list(config)
+
+
+def refuse_name(config: ImagesConfig) -> None:
+    """Refuse `data.name` where no dataset card declares configs."""
+    require(config.name is None, "data.name", config.name, f"left out: {config.path} has no README.md with configs")
+
+
+def refuse_list(config: ImagesConfig) -> None:
+    """Refuse `data.labels` where the images are not the files of a folder."""
+    allowed = "left out: it is for folders of image files, and shards have labels of their own"
+    require(config.labels is None, "data.labels", config.labels, allowed)
 
 
 def has_card_with_configs(folder: Path) -> bool:
@@ -82,19 +94,18 @@ def declared_files(builder: datasets.DatasetBuilder) -> dict[str, list[str]]:
 
 def share_folder_listing(path: Path, config: ImagesConfig, streaming: bool) -> SharedListing:
     """The images or shards of a folder: see `list_folder`."""
-    make = partial(list_folder, path, config, streaming)
-    return share_listing(make, describe_source(config), listing_key(config, streaming))
+    return share_once(partial(list_folder, path, config, streaming), config, streaming)
 
 
 def share_tar_listing(shards: dict[str, list[str]], config: ImagesConfig) -> dict[str, datasets.Dataset]:
     """The images of tar shards on this machine, by split."""
-    make = partial(list_shards, shards, config)
-    return share_listing(make, describe_source(config), listing_key(config, streaming=False)).splits
+    return share_once(partial(list_shards, shards, config), config).splits
 
 
-def listing_key(config: ImagesConfig, streaming: bool) -> str:
-    """All that a listing is made from."""
-    return repr((streaming, dataclasses.asdict(config)))
+def share_once(make: Callable[[], Listing], config: ImagesConfig, streaming: bool = False) -> SharedListing:
+    """The listing that one process of this machine makes for all; it depends on the settings and `streaming` alone."""
+    key = repr((streaming, dataclasses.asdict(config)))
+    return share_listing(make, describe_source(config), key)
 
 
 def list_folder(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
@@ -154,14 +165,11 @@ def holds_images(table: str) -> bool:
         features = datasets.Features.from_arrow_schema(schema)
     except LOADING_ERRORS:
         return False
-    return any(can_hold_images(feature) for feature in features.values())
-
-
-def can_hold_images(feature: Any) -> bool:
-    """Whether a column may hold image files or arrays."""
-    if isinstance(feature, datasets.Image) or is_cell(feature):
-        return True
-    return getattr(feature, "dtype", "") in BINARY_TYPES or find_array_dtype(feature) is not None
+    for feature in features.values():
+        is_binary = getattr(feature, "dtype", None) in BINARY_TYPES
+        if is_binary or is_cell(feature) or find_array_dtype(feature):
+            return True
+    return False
 
 
 def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
@@ -170,7 +178,7 @@ def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> 
     if len(extensions) > 1:
         kinds = ", ".join(sorted(extensions))
         raise UserError(f"data.path is {config.path}, which holds shards of several kinds: {kinds}")
-    require(config.labels is None, "data.labels", config.labels, "left out: shards have labels of their own")
+    refuse_list(config)
     for parts, path in tree.lists:
         tree.leave_out("lists of images next to shards", parts, path)
     shards: dict[str, list[str]] = {}
@@ -248,8 +256,7 @@ def resolve_relative_paths(rows: datasets.Dataset, folders: list[str]) -> datase
 
 def relative_paths(rows: datasets.Dataset, column: str) -> list[str | None] | None:
     """The paths in a column of images without bytes, if some are relative; None: it is another column."""
-    feature = rows.features[column]
-    if not (isinstance(feature, datasets.Image) or is_cell(feature)) or len(rows) == 0:
+    if not is_cell(rows.features[column]) or len(rows) == 0:
         return None
     cells = rows.with_format("arrow").select_columns([column])[:].column(0)
     if pc.struct_field(cells, "bytes").null_count < len(cells):

@@ -11,13 +11,13 @@ from datasets.data_files import get_data_patterns
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
-from mpp.config import ImagesConfig, require
+from mpp.config import ImagesConfig
 from mpp.data.data_path import is_hub_dataset
 from mpp.data.hub import check_commit
 from mpp.data.listing.formats import SHARD_BUILDERS
 from mpp.data.listing.tars import stream_shards
 from mpp.data.listing.tree import walk_folder
-from mpp.data.local import declared_files, has_card_with_configs, share_folder_listing, share_tar_listing
+from mpp.data.local import declared_files, has_card_with_configs, refuse_list, share_folder_listing, share_tar_listing
 from mpp.data.retry import SERVER_ERRORS, read_with_retries
 from mpp.errors import UserError
 
@@ -38,7 +38,7 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
         folder = Path(huggingface_hub.snapshot_download(config.path, repo_type="dataset", revision=config.revision))
         if not has_card_with_configs(folder):
             return share_folder_listing(folder, config, streaming=False).splits
-    require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
+    refuse_list(config)
     splits = datasets.load_dataset(config.path, name=config.name, revision=config.revision, streaming=streaming)
     check_commit(splits, config)
     return splits
@@ -80,7 +80,7 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
 
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of the shards at a URL."""
-    require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
+    refuse_list(config)
     builder, patterns_by_split = find_shards(config.path)
     if builder == SHARD_BUILDERS[".tar"]:
         shards = {split: list(files_matching(patterns)) for split, patterns in patterns_by_split.items()}

@@ -24,7 +24,7 @@ HTTPError = HfHubHTTPError.__mro__[1]
 NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError)
 """Errors of a disk or a server that has gone away."""
 LOADING_ERRORS = (
-    OSError,
+    *NETWORK_ERRORS,
     EOFError,
     ValueError,
     RuntimeError,
@@ -33,11 +33,9 @@ LOADING_ERRORS = (
     zipfile.BadZipFile,
     ArrowException,
     DatasetsError,
-    HfHubHTTPError,
-    *NETWORK_ERRORS,
 )
 """Errors of the `datasets` library and of those below it where images cannot be loaded."""
-SERVER_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
+SERVER_ERRORS = (HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
 """Errors of servers alone: a local dataset that is not there raises none of them."""
 LASTING_STATUS_CODES = (400, 401, 403, 404, 410, 416)  # answers of a server that will be the same in a minute
 MAX_PAUSE_S = 60

@@ -13,7 +13,7 @@ from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.config.command_line import as_words
 from mpp.data.columns import find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.labels import number_labels, read_labels
 from mpp.data.local import QUIET, load_local
@@ -39,37 +39,53 @@ def load_image_datasets(
     if splits is None:
         splits = load_splits(config)
     held_out = find_held_out_split(config, list(splits))
-    if held_out is None and config.eval_label_column:
-        what = f"data.eval_label_column is {config.eval_label_column}; it must be left out"
-        raise UserError(f"{what}: what is held out is cut from {config.split}")
+    is_needless = held_out is None and config.eval_label_column
+    allowed = f"left out: the held-out images are cut from {config.split}"
+    require(not is_needless, "data.eval_label_column", config.eval_label_column, allowed)
 
-    train = splits[config.split]
-    used = {config.split: train}
-    if held_out is not None:
-        used[held_out] = splits[held_out]
+    names = [config.split] if held_out is None else [config.split, held_out]
+    used = {name: splits[name] for name in names}
+    train = used[config.split]
     image_column = find_image_column(config, train.features)
     for name, rows in used.items():
         if len(rows) == 0:
             raise UserError(f"{source}: its split {name} has no images")
 
     hint_at_labels(config, train, image_column)
-    label_columns = [read_labels(train, config.label_column, source)]
-    if held_out is not None and config.eval_label_column:
-        label_columns.append(read_labels(used[held_out], config.eval_label_column, source, "data.eval_label_column"))
-    elif held_out is not None:
-        label_columns.append(read_labels(used[held_out], config.label_column, source))
-    numbered = number_labels(label_columns)
-
-    loaded = []
-    for (name, rows), labels in zip(used.items(), numbered.parts, strict=True):
-        loaded.append(ImageDataset.from_column(rows, image_column, labels, name, numbered.names, numbered.classes))
+    images = label_images(config, used, image_column)
     unused = {name: len(rows) for name, rows in splits.items() if name not in used}
-    announce_splits(source, loaded, unused)
+    announce_splits(source, images, unused)
     if held_out is None:
-        loaded = loaded[0].cut(config.eval_fraction, config.cut_seed, "held out")
-    train_images, held_out_images = loaded
+        images = images[0].cut(config.eval_fraction, config.cut_seed, "held out")
+    train_images, held_out_images = images
     warn_of_labels(train_images, held_out_images)
     return train_images, held_out_images
+
+
+def label_images(config: ImagesConfig, splits: dict[str, datasets.Dataset], image_column: str) -> list[ImageDataset]:
+    """The images of each split, with their labels as numbers of the same classes.
+
+    Args:
+        splits: the training split first; all others have the labels of held-out images.
+    """
+    label_columns = []
+    for position, rows in enumerate(splits.values()):
+        column, setting = label_setting(config, held_out=position > 0)
+        label_columns.append(read_labels(rows, column, describe_source(config), setting))
+    numbered = number_labels(label_columns)
+    images = []
+    for (split, rows), labels in zip(splits.items(), numbered.parts, strict=True):
+        rows = images_only(rows, image_column)
+        images.append(ImageDataset(rows, image_column, labels, split, numbered.names, numbered.classes))
+    return images
+
+
+def label_setting(config: ImagesConfig, held_out: bool) -> tuple[str | None, str]:
+    """The setting that may name the column of a split's labels: its value and its name."""
+    eval_label_column = getattr(config, "eval_label_column", None)
+    if held_out and eval_label_column:
+        return eval_label_column, "data.eval_label_column"
+    return config.label_column, "data.label_column"
 
 
 def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: str) -> None:

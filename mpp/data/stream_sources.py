@@ -8,12 +8,12 @@ import numpy as np
 from mpp.config import SourceConfig, require
 from mpp.data.columns import find_image_column, without_decoding
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import ImageDataset, rows_in_memory
 from mpp.data.kept_samples import FileStamps, keep_rows, list_stream_files
-from mpp.data.labels import LabelColumn, find_label_column, number_labels, read_labels
+from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_stream
-from mpp.data.shards import SHARDS_PER_TURN, Shards, StreamRow
-from mpp.data.sources import find_held_out_split, load_splits
+from mpp.data.shards import SHARDS_PER_TURN, Shards
+from mpp.data.sources import find_held_out_split, label_images, label_setting, load_splits
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
 
@@ -33,24 +33,6 @@ class OpenedStreams:
     """The splits of a dataset without shards, such as a folder of image files, which were cut into some."""
 
 
-@dataclass
-class LabelSetting:
-    """The setting that may name the column of a split's labels, and its value."""
-
-    column: str | None
-    setting: str
-    source: str
-    """Name of the dataset, for messages."""
-
-    def find(self, shards: Shards) -> str | None:
-        """The column in these shards; None: there is none."""
-        return find_label_column(self.column, shards.stream.features, self.source, self.setting)
-
-    def read(self, rows: datasets.Dataset) -> LabelColumn | None:
-        """The labels of these rows; None: there are none."""
-        return read_labels(rows, self.column, self.source, self.setting)
-
-
 def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Shards, ImageDataset, ImageDataset]:
     """The images to train on as a stream; `probed` of them, if they have labels; and `evaluated` held-out ones.
 
@@ -63,22 +45,21 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
     source = describe_source(config)
     shards, held_out = split_shards(config, open_streams(config))
-    train_labels = held_out_labels = LabelSetting(config.label_column, "data.label_column", source)
-    if config.eval_label_column:
-        held_out_labels = LabelSetting(config.eval_label_column, "data.eval_label_column", source)
-    if train_labels.find(shards) is None:
+    label_columns = []
+    for part in (shards, held_out):
+        column, setting = label_setting(config, held_out=part is held_out)
+        label_columns.append(find_label_column(column, part.stream.features, source, setting))
+    train_label, held_out_label = label_columns
+    if train_label is None:
         probed = 0
-    train_rows = sample_rows(config, shards, train_labels, probed, config.eval_seed)
-    held_out_rows = sample_rows(config, held_out, held_out_labels, evaluated, config.cut_seed)
-    labels = number_labels([train_labels.read(train_rows), held_out_labels.read(held_out_rows)])
-    samples = []
-    for part, rows, numbers in zip((shards, held_out), (train_rows, held_out_rows), labels.parts, strict=True):
-        samples.append(
-            ImageDataset.from_column(rows, part.image_column, numbers, part.split, labels.names, labels.classes)
-        )
-    announce_stream(source, shards.count, held_out.count, samples)
-    images_only = replace(shards, stream=shards.stream.select_columns([shards.image_column]))
-    return images_only, samples[0], samples[1]
+    rows = {
+        shards.split: sample_rows(config, shards, train_label, probed, config.eval_seed),
+        held_out.split: sample_rows(config, held_out, held_out_label, evaluated, config.cut_seed),
+    }
+    train_images, held_out_images = label_images(config, rows, shards.image_column)
+    announce_stream(source, shards.count, held_out.count, (train_images, held_out_images))
+    unlabelled = replace(shards, stream=shards.stream.select_columns([shards.image_column]))
+    return unlabelled, train_images, held_out_images
 
 
 def open_streams(config: SourceConfig) -> OpenedStreams:
@@ -133,16 +114,15 @@ def without_decoding_all(stream: datasets.IterableDataset, column: str) -> datas
 
 
 def sample_rows(
-    config: SourceConfig, shards: Shards, label_setting: LabelSetting, limit: int, seed: int
+    config: SourceConfig, shards: Shards, label_column: str | None, limit: int, seed: int
 ) -> datasets.Dataset:
     """A sample of the rows, images and labels, mapped from disk; see mpp/data/kept_samples.py.
 
     The sample of a stream whose files are not known is not kept on disk, but in memory.
     """
-    label = label_setting.find(shards)
     columns = [shards.image_column]
-    if label:
-        columns.append(label)
+    if label_column:
+        columns.append(label_column)
     sampled = replace(shards, stream=shards.stream.select_columns(columns))
     features = datasets.Features(sampled.stream.features | {POSITION: datasets.Value("int64")})
     rows = (row | {POSITION: position} for position, row in sampled.sample(limit, seed, config.read_retries))
@@ -161,12 +141,6 @@ def sample_rows(
         }
         sample = keep_rows(rows, features, identity)
     else:
-        sample = in_memory([*rows], features)
+        sample = rows_in_memory([*rows], features)
     order = np.argsort(sample[POSITION][:])
     return sample.select(order[:limit])
-
-
-def in_memory(rows: list[StreamRow], features: datasets.Features) -> datasets.Dataset:
-    """Rows as a dataset. Of no rows, the library's `from_list` makes no columns."""
-    columns = {name: [row[name] for row in rows] for name in features}
-    return datasets.Dataset.from_dict(columns, features=features)

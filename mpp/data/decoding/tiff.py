@@ -86,16 +86,13 @@ def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
     Args:
         axes: of `pixels`, a letter each, as tifffile has them.
     """
-    band_axis = ""
-    for axis in ("S", "C", *axes):
-        if axis in axes and axis not in "YX":
-            band_axis = axis
-            break
-    kept = f"{band_axis}YX"
-    pixels = pixels[tuple(slice(None) if axis in kept else 0 for axis in axes)]
-    order = [axis for axis in axes if axis in kept]
-    pixels = pixels.transpose([order.index(axis) for axis in kept])
-    return pixels if band_axis else pixels[None]
+    from tifffile import transpose_axes
+
+    band_axes = [axis for axis in ("S", "C", *axes) if axis in axes and axis not in "YX"]
+    kept = f"{band_axes[0] if band_axes else 'S'}YX"
+    first_entries = tuple(slice(None) if axis in kept else 0 for axis in axes)
+    remaining = "".join(axis for axis in axes if axis in kept)
+    return transpose_axes(pixels[first_entries], remaining, kept)  # adds an axis for a single band
 
 
 def white_is_zero(image: bytes) -> bool:
