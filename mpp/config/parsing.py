@@ -109,8 +109,9 @@ def check_file(config_class: type, file: Path) -> None:
     except UnicodeDecodeError as error:
         raise UserError(f"--config is {file}, which is no text: {error}") from None
     content = yaml.safe_load(text)
-    if isinstance(content, dict):
-        check_keys(config_class, file, content)
+    if not isinstance(content, dict):
+        raise UserError(f"--config is {file}, which has no settings; it must have lines such as `optim: {{lr: 1e-3}}`")
+    check_keys(config_class, file, content)
     for key in repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)):
         raise UserError(f"{file}: {key} stands there twice")
 

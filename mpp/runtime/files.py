@@ -38,7 +38,7 @@ def complete(path: Path, shared: bool = False) -> Iterator[Path]:
             replace_folder(partial, path)
         else:
             sync(partial)
-            partial.replace(path)
+            os.replace(partial, path)
             sync(path.parent)
     except BaseException:
         delete(partial)
@@ -70,8 +70,8 @@ def replace_folder(partial: Path, folder: Path) -> None:
     earlier = folder.with_name(f".{folder.name}.earlier")
     shutil.rmtree(earlier, ignore_errors=True)
     if folder.exists():
-        folder.replace(earlier)  # not deleted where it lies: a crash could leave half of it
-    partial.replace(folder)
+        os.replace(folder, earlier)  # not deleted where it lies: a crash could leave half of it
+    os.replace(partial, folder)
     sync(folder.parent)
     shutil.rmtree(earlier, ignore_errors=True)
 
