@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import datasets
+import fsspec
 import pytest
 import webdataset
 from colours import CATS_AND_DOGS, COLOURS, Seen, colour, in_train, seen
@@ -354,14 +355,18 @@ def test_far_shards_are_those_of_this_machine(tmp_path):
     members = [*samples(range(6), "jpg", "JPEG"), ("x.v1.png", colour(0)), ("x.v1.cls", b"0")]
     write_tar(tmp_path / "train.tar", members)
     near = streamed(tmp_path)
-    far = streamed(f"file://{tmp_path}/train.tar")
+    server = fsspec.filesystem("memory")
+    far_shard = f"memory://{tmp_path.name}/train.tar"
+    server.pipe(far_shard, (tmp_path / "train.tar").read_bytes())
+    far = streamed(far_shard)
     assert near == far and len(near) == 7
     random.Random(0).shuffle(members)
     write_tar(tmp_path / "train.tar", members)
+    server.pipe(far_shard, (tmp_path / "train.tar").read_bytes())
     with pytest.raises(
         UserError, match=r"stands apart from its sample: members of a sample must stand next to each other in a shard"
     ):
-        streamed(f"file://{tmp_path}/train.tar")
+        streamed(far_shard)
 
 
 def test_several_pictures_of_one_label_are_refused_or_chosen(tmp_path):

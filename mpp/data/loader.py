@@ -75,15 +75,15 @@ class BatchLayout:
         return self.images / (self.world_size * len(self.share(forward)))
 
 
+@dataclass(frozen=True)
 class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
     """This process's batches of (epoch, index) from step `start` to `stop`: the step is the sampler's only state."""
 
-    def __init__(self, size: int, seed: int, layout: BatchLayout, start: int, stop: int):
-        self.size = size  # images of the dataset
-        self.seed = seed
-        self.layout = layout
-        self.start = start
-        self.stop = stop
+    size: int  # images of the dataset
+    seed: int
+    layout: BatchLayout
+    start: int
+    stop: int
 
     def __len__(self) -> int:
         return (self.stop - self.start) * self.layout.accumulation_steps

@@ -12,6 +12,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
@@ -84,7 +85,15 @@ def load_by_card(path: Path, config: ImagesConfig, streaming: bool) -> dict[str,
     builder = datasets.load_dataset_builder(plain_path(path), config.name, download_config=QUIET)
     if isinstance(builder, WebDataset):
         return load_shards(declared_files(builder), config, streaming)
+    refuse_streamed_files(builder, streaming)
     return datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
+
+
+def refuse_streamed_files(builder: datasets.DatasetBuilder, streaming: bool) -> None:
+    """Refuse a stream of loose image files."""
+    if streaming and isinstance(builder, ImageFolder):
+        advice = "leave out data.streaming, or make shards by mpp prepare"
+        raise UserError(f"data.path holds image files, no shards: {advice}")
 
 
 def declared_files(builder: datasets.DatasetBuilder) -> dict[str, list[str]]:

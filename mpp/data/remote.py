@@ -1,13 +1,14 @@
 """Images that are far away: datasets of the hub, and shards at URLs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
 import huggingface_hub
-from datasets.data_files import get_data_patterns
+from datasets.data_files import get_data_patterns, resolve_pattern
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
@@ -17,7 +18,14 @@ from mpp.data.hub import check_commit
 from mpp.data.listing.formats import SHARD_BUILDERS
 from mpp.data.listing.tars import stream_shards
 from mpp.data.listing.tree import walk_folder
-from mpp.data.local import declared_files, has_card_with_configs, refuse_list, share_folder_listing, share_tar_listing
+from mpp.data.local import (
+    declared_files,
+    has_card_with_configs,
+    refuse_list,
+    refuse_streamed_files,
+    share_folder_listing,
+    share_tar_listing,
+)
 from mpp.data.retry import SERVER_ERRORS, read_with_retries
 from mpp.errors import UserError
 
@@ -31,10 +39,8 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     builder = datasets.load_dataset_builder(config.path, name=config.name, revision=config.revision)
     if isinstance(builder, WebDataset):
         return load_remote_tars(declared_files(builder), config, streaming)
+    refuse_streamed_files(builder, streaming)
     if isinstance(builder, ImageFolder):
-        if streaming:
-            advice = "leave out data.streaming, or make shards by mpp prepare"
-            raise UserError(f"data.path holds image files, no shards: {advice}")
         folder = Path(huggingface_hub.snapshot_download(config.path, repo_type="dataset", revision=config.revision))
         if not has_card_with_configs(folder):
             return share_folder_listing(folder, config, streaming=False).splits
@@ -81,23 +87,17 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of the shards at a URL."""
     refuse_list(config)
-    builder, patterns_by_split = find_shards(config.path)
-    if builder == SHARD_BUILDERS[".tar"]:
-        shards = {split: list(files_matching(patterns)) for split, patterns in patterns_by_split.items()}
+    name, patterns_by_split = find_shards(config.path)
+    if name == SHARD_BUILDERS[".tar"]:
+        shards = {split: files_matching(patterns) for split, patterns in patterns_by_split.items()}
         return load_remote_tars(shards, config, streaming)
-    return datasets.load_dataset(builder, data_files=patterns_by_split, streaming=streaming)
+    return datasets.load_dataset(name, data_files=patterns_by_split, streaming=streaming)
 
 
-def files_matching(patterns: list[str]) -> Iterator[str]:
-    """The URLs of the files that match patterns, each once, in order."""
-    seen: set[str] = set()
-    for pattern in patterns:
-        system, path = fsspec.url_to_fs(pattern)
-        paths = sorted(system.glob(path)) if "*" in path else [path]
-        for url in map(system.unstrip_protocol, paths):
-            if url not in seen:
-                seen.add(url)
-                yield url
+def files_matching(patterns: list[str]) -> list[str]:
+    """The URLs of the files that match patterns, each once."""
+    files = chain.from_iterable(resolve_pattern(pattern, base_path="") for pattern in patterns)
+    return list(dict.fromkeys(files))
 
 
 def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import datasets
-from PIL import Image
 from torch import Tensor
 
 from mpp.config import ImagesConfig
@@ -58,7 +57,7 @@ class Shards:
         Args:
             retries: see `data.read_retries`.
         Raises:
-            UserError: the shard is damaged, or holds image files.
+            UserError: the shard is damaged.
             ReadFailed: it cannot be read.
         """
         done = skip
@@ -89,15 +88,7 @@ class Shards:
         shard_stream = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         batches = shard_stream.iter(batch_size=size)
         for columns in islice(batches, skip, None):  # datasets 4.0's skip guesses types anew
-            if isinstance(columns[self.image_column][0], Image.Image):  # the library has decoded a file
-                without = "leave out data.streaming, or make shards by mpp prepare"
-                raise UserError(f"data.path holds image files, no shards: {without}")
             yield [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-    def rows_of(self, shard: int, retries: int) -> Iterator[StreamRow]:
-        """The rows of a shard, one by one."""
-        for block in self.blocks(shard, ROWS_PER_READ, retries=retries):
-            yield from block
 
     def sample(self, limit: int, seed: int, retries: int) -> Iterator[tuple[int, StreamRow]]:
         """At least `limit` rows, each with its position in the sample; fewer where the last shards are shorter.
@@ -113,8 +104,8 @@ class Shards:
             chosen = order[first : first + SHARDS_PER_TURN]
             rows_per_shard = -(-limit // len(chosen))
             for number, shard in enumerate(chosen):
-                rows = islice(self.rows_of(int(shard), retries), rows_per_shard)
-                for turn, row in enumerate(rows):
+                rows = chain.from_iterable(self.blocks(int(shard), ROWS_PER_READ, retries=retries))
+                for turn, row in enumerate(islice(rows, rows_per_shard)):
                     position = first * limit + turn * SHARDS_PER_TURN + number
                     yield position, row
                     read += 1

@@ -86,12 +86,15 @@ def split_shards(config: SourceConfig, streams: OpenedStreams) -> tuple[Shards, 
     stream = without_decoding_all(stream, column)
     rows = without_decoding(streams.rows[config.split], column) if streams.rows else None
     if held_out is None:
+        held_out = "held out"
+        held_out_stream = stream
         train_numbers, held_out_numbers = cut_shards(config, stream.num_shards)
-        train = Shards(stream, column, config.split, train_numbers, streams.files, rows)
-        return train, Shards(stream, column, "held out", held_out_numbers, streams.files)
-    train = Shards(stream, column, config.split, [*range(stream.num_shards)], streams.files, rows)
-    other = without_decoding_all(streams.splits[held_out], column)
-    return train, Shards(other, column, held_out, [*range(other.num_shards)], streams.files)
+    else:
+        held_out_stream = without_decoding_all(streams.splits[held_out], column)
+        train_numbers = list(range(stream.num_shards))
+        held_out_numbers = list(range(held_out_stream.num_shards))
+    train = Shards(stream, column, config.split, train_numbers, streams.files, rows)
+    return train, Shards(held_out_stream, column, held_out, held_out_numbers, streams.files)
 
 
 def cut_shards(config: SourceConfig, count: int) -> tuple[list[int], list[int]]:
