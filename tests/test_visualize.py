@@ -3,17 +3,19 @@
 import json
 import math
 import shutil
-from functools import reduce
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
 from conftest import TINY, encoded, picture
+from einops import rearrange
 from matplotlib.figure import Figure
 from PIL import Image
-from safetensors.numpy import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import supervised
@@ -39,30 +41,62 @@ from mpp.pretrain import Pretraining
 from mpp.training.log import last_evaluation
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
-SHOWN = (*FAST, "--images=3")  # of pictures that show images
-FEW = (*SHOWN, "--attention_images=5")  # of all
-ALL = (
-    *("predictions", "filters", "positions", "attention_distance", "attention_rollout"),
-    *("pca", "similarity", "neighbours", "rank", "accuracy_by_depth"),
-)
+SHOWN = "--images=3"  # with pictures that show images
+FEW = (SHOWN, "--attention_images=5")  # with all pictures
+ALL = {
+    "predictions",
+    "filters",
+    "positions",
+    "attention_distance",
+    "attention_rollout",
+    "pca",
+    "similarity",
+    "neighbours",
+    "rank",
+    "accuracy_by_depth",
+}
 
 
-def vit(**changes) -> FrozenEncoder:
+def vit() -> FrozenEncoder:
     """A small ViT, 32 pixels, 4 x 4 patches."""
     torch.manual_seed(0)
     small = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
-    return FrozenEncoder(timm.create_model("vit_base_patch16_224", **small | changes), img_size=32)
+    return FrozenEncoder(timm.create_model("vit_base_patch16_224", **small), img_size=32)
+
+
+def vit_with_uniform_attention() -> FrozenEncoder:
+    encoder = vit()
+    for block in encoder.model.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight[:16])  # queries
+    return encoder
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def noise(count: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return torch.randint(0, 256, (count, 3, 32, 32), generator=seeded(), dtype=torch.uint8)
+
+
+def draw(encoder: Path | str, out: Path, *settings: str) -> Path:
+    """Draw pictures of an encoder into the folder `out`, and return it."""
+    main([f"--encoder={encoder}", f"--out={out}", *FAST, *settings])
+    return out
+
+
+def drawn_in(folder: Path) -> set[str]:
+    """Names of the pictures in a folder."""
+    return {path.stem for path in folder.glob("*.png")}
 
 
 def mean_distance_on_a_grid(rows: int, columns: int, patch: float) -> float:
-    """Sum over offsets, how often each occurs among all ordered pairs times its length."""
-    offsets = [(y, x) for y in range(1 - rows, rows) for x in range(1 - columns, columns)]
-    lengths = sum((rows - abs(y)) * (columns - abs(x)) * math.hypot(y, x) for y, x in offsets)
-    return patch * lengths / (rows * columns) ** 2
+    """Mean length of the offsets between all ordered pairs of patches."""
+    total = 0.0
+    for y, x in product(range(1 - rows, rows), range(1 - columns, columns)):
+        pairs = (rows - abs(y)) * (columns - abs(x))
+        total += pairs * math.hypot(y, x)
+    return patch * total / (rows * columns) ** 2
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
@@ -70,29 +104,30 @@ def test_distance_of_uniform_and_of_identity_attention(grid):
     distances = patch_distances(grid, 8)
     count = math.prod(grid)
     uniform = torch.full((2, 3, count, count), 0.7 / count)  # 0.3 goes to [class]
-    expected = mean_distance_on_a_grid(*grid, 8)
-    assert mean_distance(uniform, distances).flatten().tolist() == pytest.approx([expected] * 6, rel=1e-5)
-    assert mean_distance(torch.eye(count).expand(2, 3, -1, -1), distances).abs().max() == 0
+    identity = torch.eye(count).expand(2, 3, -1, -1)
+    expected = torch.full((2, 3), mean_distance_on_a_grid(*grid, 8))
+    torch.testing.assert_close(mean_distance(uniform, distances), expected, rtol=1e-5, atol=0)
+    assert mean_distance(identity, distances).abs().max() == 0
 
 
 def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
-    encoder = vit()
-    for block in encoder.model.blocks:
-        torch.nn.init.zeros_(block.attn.qkv.weight[:16])  # queries
-    by_depth_and_head = attention_distance(encoder, [noise(3), noise(2)])
+    by_depth_and_head = attention_distance(vit_with_uniform_attention(), [noise(3), noise(2)])
     assert by_depth_and_head.shape == (3, 2)
     np.testing.assert_allclose(by_depth_and_head, mean_distance_on_a_grid(4, 4, 8), rtol=1e-5)
 
 
 def test_overlapping_patches_are_a_stride_apart():
-    options = dict(img_size=32, width=16, depth=1, heads=2, patch_size=8)
-    assert patch_spacing(FrozenEncoder(build_encoder(ModelConfig(**options, stride=4)))) == 4  # 7 x 7 patches
-    assert patch_spacing(FrozenEncoder(build_encoder(ModelConfig(**options)))) == 8
+    apart = ModelConfig(img_size=32, width=16, depth=1, heads=2, patch_size=8)
+    overlapping = replace(apart, stride=4)  # 7 x 7 patches
+    assert patch_spacing(FrozenEncoder(build_encoder(apart))) == 8
+    assert patch_spacing(FrozenEncoder(build_encoder(overlapping))) == 4
 
 
 def test_distance_does_not_depend_on_how_images_are_batched():
-    encoder, images = vit(), noise(5)
-    torch.testing.assert_close(attention_distance(encoder, [images]), attention_distance(encoder, images.split(2)))
+    encoder = vit()
+    images = noise(5)
+    at_once = attention_distance(encoder, [images])
+    torch.testing.assert_close(attention_distance(encoder, images.split(2)), at_once)
 
 
 def test_attention_is_that_of_the_forward_pass():
@@ -102,44 +137,40 @@ def test_attention_is_that_of_the_forward_pass():
     visit_attention(encoder, images, lambda depth, weights: weights_by_depth.append(weights))
     attn = encoder.model.blocks[1].attn
     calls = []
-    hook = attn.register_forward_hook(lambda module, args, out: calls.append((args[0], out)))
-    encoder.model.forward_features(encoder.normalize(images))
-    hook.remove()
-    tokens, out = calls[0]
-    values = attn.qkv(tokens)[..., 32:].unflatten(-1, (2, 8)).transpose(1, 2)
-    mixed = (weights_by_depth[1] @ values).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attn.proj(mixed), out, rtol=1e-4, atol=1e-5)
+    with attn.register_forward_hook(lambda module, inputs, output: calls.append((*inputs, output))):
+        encoder.model.forward_features(encoder.normalize(images))
+    [(tokens, output)] = calls
+    values = rearrange(attn.qkv(tokens)[..., 32:], "b t (heads d) -> b heads t d", heads=2)
+    mixed = rearrange(weights_by_depth[1] @ values, "b heads t d -> b t (heads d)")
+    torch.testing.assert_close(attn.proj(mixed), output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_rollout_rows_sum_to_one_and_multiply_in_order(residual):
-    layers = torch.randn(3, 2, 4, 7, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    rollout = reduce(lambda below, layer: extend_rollout(below, layer, residual), layers, None)
+    layers = torch.randn(3, 2, 4, 7, 7, generator=seeded()).softmax(-1)
+    rollout = None
+    for layer in layers:
+        rollout = extend_rollout(rollout, layer, residual)
     torch.testing.assert_close(rollout.sum(-1), torch.ones(2, 7))
-    first, second, third = (layer.mean(1) / (1 + residual) + residual * torch.eye(7) / 2 for layer in layers)
+    first, second, third = layers.mean(2) / (1 + residual) + residual * torch.eye(7) / 2
     torch.testing.assert_close(rollout, third @ second @ first)
 
 
 @pytest.mark.parametrize("start", ["class", "patches"])
 def test_rollout_of_a_model_that_attends_to_all_alike_is_flat(start):
-    encoder = vit()
-    for block in encoder.model.blocks:
-        torch.nn.init.zeros_(block.attn.qkv.weight[:16])
-    flow = attention_rollout(encoder, noise(2), residual=False, start=start)
-    torch.testing.assert_close(flow, torch.ones(2, 4, 4))
+    rollout = attention_rollout(vit_with_uniform_attention(), noise(2), residual=False, start=start)
+    torch.testing.assert_close(rollout, torch.ones(2, 4, 4))
 
 
 def test_similarity_of_sinusoidal_positions():
-    encoder, columns = vit(), torch.arange(16) % 4
-    waves = torch.stack([torch.sin(columns * 0.9), torch.cos(columns * 0.9)], dim=1)
+    encoder = vit()
+    angles = 0.9 * (torch.arange(16) % 4)  # one wave over the columns, none over rows
     positions = torch.zeros(1, 17, 16)
-    positions[0, 1:, :2] = 3 * waves
+    positions[0, 1:, 0] = 3 * torch.sin(angles)
+    positions[0, 1:, 1] = 3 * torch.cos(angles)
     encoder.model.pos_embed.data = positions
     similarity = position_similarity(encoder.model)
-    offsets = torch.arange(4)[:, None] - torch.arange(4)
-    expected = torch.cos(offsets * 0.9)[None, :, None, :].expand(
-        4, 4, 4, 4
-    )  # one wave over the columns, none over rows
+    expected = torch.cos(angles[:, None] - angles).view(4, 4, 4, 4)
     torch.testing.assert_close(similarity, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -147,36 +178,41 @@ def test_filter_components_find_the_directions_that_made_the_filters():
     rng = np.random.default_rng(0)
     directions = np.linalg.qr(rng.normal(size=(192, 2)))[0].T  # (2, 192), orthonormal
     strengths = rng.normal(size=(16, 2)) * (5, 1)
+    filters = torch.tensor(strengths @ directions + 0.3).float()
     encoder = vit()
-    encoder.model.patch_embed.proj.weight.data = torch.tensor(strengths @ directions + 0.3).float().view(16, 3, 8, 8)
+    encoder.model.patch_embed.proj.weight.data = filters.view(16, 3, 8, 8)
     components, shares = filter_components(encoder.model, 28)
     assert components.shape == (16, 3, 8, 8)
     assert shares[:2].sum().item() == pytest.approx(1, abs=1e-5)
-    inside = components[:2].flatten(1).double().numpy() @ directions.T  # the span is the same, the lengths are 1
+    rows = components.flatten(1)
+    inside = rows[:2].double().numpy() @ directions.T  # the span is the same, the lengths are 1
     np.testing.assert_allclose(np.linalg.norm(inside, axis=1), 1, rtol=1e-4)
-    largest = components.flatten(1).gather(1, components.flatten(1).abs().argmax(1, keepdim=True))
-    assert (largest > 0).all()
+    assert torch.equal(rows.amax(1), rows.abs().amax(1))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_features_along_one_direction_have_one_color(sign):
     """Brighter and brighter: red follows it, from the border to the middle; green and blue have nothing to show."""
-    strength = torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    strength = torch.rand(2, 4, 4, generator=seeded())
     strength[:, 1:3, 1:3] += 1
     direction = torch.tensor([3.0, 0, -4.0, 0, 0])
-    (found,) = components_by_depth([sign * strength[..., None] * direction + 7])
-    torch.testing.assert_close(found.coordinates[..., 0], 5 * (strength - strength.mean()))
-    assert found.coordinates[..., 1:].abs().max() == 0 and found.variance_shares.tolist() == pytest.approx([1, 0, 0])
+    (components,) = components_by_depth([sign * strength[..., None] * direction + 7])
+    torch.testing.assert_close(components.coordinates[..., 0], 5 * (strength - strength.mean()))
+    assert components.coordinates[..., 1:].abs().max() == 0
+    assert components.variance_shares.tolist() == pytest.approx([1, 0, 0])
     order = strength.flatten().argsort()
-    red, green, blue = found.colors.flatten(0, 2)[order].unbind(1)
-    assert (red.diff() >= 0).all() and (red[0], red[-1]) == (0, 1)
-    assert (green == 0.5).all() and (blue == 0.5).all()
-    assert torch.equal(found.foreground, strength > strength.mean())
+    red, green, blue = components.colors.flatten(0, 2)[order].unbind(1)
+    assert (red.diff() >= 0).all()
+    assert (red[0], red[-1]) == (0, 1)
+    assert (green == 0.5).all()
+    assert (blue == 0.5).all()
+    assert torch.equal(components.foreground, strength > strength.mean())
 
 
 def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_to_depth():
-    features = torch.randn(3, 4, 5, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([9, 6, 3, *[1.0] * 5])
-    features[:, 1:-1, 1:-1] += torch.eye(8)[0] * 5  # the middle differs from the border
+    deviations = torch.tensor([9, 6, 3, 1, 1, 1, 1, 1])
+    features = torch.randn(3, 4, 5, 8, generator=seeded()) * deviations
+    features[:, 1:-1, 1:-1, 0] += 5  # the middle differs from the border
     below, above = components_by_depth([features, -features])  # a block that turns all around
     torch.testing.assert_close(below.coordinates, above.coordinates)
     flat = features.double().flatten(0, 2).numpy()
@@ -184,18 +220,20 @@ def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_t
     expected = (left * values)[:, :3].reshape(3, 4, 5, 3)
     np.testing.assert_allclose(above.coordinates.abs(), np.abs(expected), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(above.variance_shares, values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
-    assert above.coordinates[:, 1:-1, 1:-1, 0].mean() > above.coordinates[..., 0].mean()
+    first = above.coordinates[..., 0]
+    assert first[:, 1:-1, 1:-1].mean() > first.mean()
 
 
 def test_similarity_is_the_cosine_with_each_patch():
     features = torch.randn(2, 3, 4, 5)
     similarity = patch_similarity(features, [7, 0])
+    query = features[:, 1:2, 3:4].expand_as(features)
     assert similarity.shape == (2, 2, 3, 4)
-    for row in range(3):
-        for column in range(4):
-            expected = torch.cosine_similarity(features[:, 1, 3], features[:, row, column])
-            torch.testing.assert_close(similarity[:, 0, row, column], expected)
+    torch.testing.assert_close(similarity[:, 0], torch.cosine_similarity(query, features, dim=-1))
     assert similarity[:, 1, 0, 0].tolist() == pytest.approx([1, 1])
+
+
+def test_patches_are_spread_over_the_grid():
     assert spread_patches((4, 4)) == [5, 7, 10, 13, 15]
     assert spread_patches((1, 1)) == [0]
 
@@ -227,12 +265,13 @@ def test_neighbours_are_those_of_a_loop_over_images_and_patches():
 
 
 def test_patch_features_are_the_models_own_in_their_places():
-    encoder, images = vit(), noise(2)
+    encoder = vit()
+    images = noise(2)
     first, last = patch_features(encoder, images, [1, 3])
     pixels = encoder.normalize(images)
     tokens = encoder.model.forward_features(pixels)
     torch.testing.assert_close(last[:, 2, 3], tokens[:, 1 + 2 * 4 + 3])  # row 2, column 3 of 4 x 4; [class] is left out
-    inner = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)[0]
+    (inner,) = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)
     torch.testing.assert_close(first.permute(0, 3, 1, 2), inner)
 
 
@@ -246,104 +285,125 @@ def test_entropy_lands_on_its_patch():
 
 @pytest.mark.faults
 def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
-    run, out = finished_run, tmp_path / "pictures"
-    main([f"--encoder={run}", f"--out={out}", *FEW])
+    out = draw(finished_run, tmp_path / "pictures", *FEW)
     assert "no " not in capsys.readouterr().out.replace("note", "")
     events = EventAccumulator(str(out)).Reload()
-    assert set(events.Tags()["images"]) == set(ALL)
+    assert set(events.Tags()["images"]) == ALL
     for name in ALL:
         image = Image.open(out / f"{name}.png")
-        assert image.width <= 900 and np.asarray(image.convert("L")).std() > 5
-    assert json.loads((out / "attention_distance.json").read_text())["images"] == 5
-    assert np.load(out / "attention_rollout.npz")["rollout"].mean((1, 2)).tolist() == pytest.approx([1] * 3, rel=1e-5)
-    found = np.load(out / "pca.npz")
-    assert found["colors"].shape == (2, 3, 4, 4, 3) and found["depths"].tolist() == [1, 2]
+        assert image.width <= 900
+        assert np.asarray(image.convert("L")).std() > 5
+    distance = json.loads((out / "attention_distance.json").read_text())
+    assert distance["images"] == 5
+    rollout = np.load(out / "attention_rollout.npz")["rollout"]
+    assert rollout.mean((1, 2)).tolist() == pytest.approx([1] * 3, rel=1e-5)
+    components = np.load(out / "pca.npz")
+    assert components["colors"].shape == (2, 3, 4, 4, 3)
+    assert components["depths"].tolist() == [1, 2]
 
 
 @pytest.mark.faults
 def test_the_rank_is_that_of_training(pretrain, tmp_path):
     run = pretrain("--probe.every=4", "--data.eval_images=300")  # all of the held-out ones
-    main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=rank", *FAST])
-    drawn, logged = json.loads((tmp_path / "p" / "rank.json").read_text()), last_evaluation(run)
-    ranks = {str(depth): pytest.approx(logged[f"features/rank/depth_{depth:02d}"], rel=1e-3) for depth in (1, 2)}
-    assert drawn == {"images": 286, "width": 16, "rank_by_depth": ranks}
+    out = draw(run, tmp_path / "pictures", "--pictures=rank")
+    drawn = json.loads((out / "rank.json").read_text())
+    logged = last_evaluation(run)
+    ranks = {"1": logged["features/rank/depth_01"], "2": logged["features/rank/depth_02"]}
+    assert drawn == {"images": 286, "width": 16, "rank_by_depth": pytest.approx(ranks, rel=1e-3)}
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("settings", "cells", "heading"),
     [
-        (["--objective.name=grid_color"], 16, "(colours of a grid over each patch)"),
-        (["--objective.name=pixels", "--optim.average=0.9"], None, "(pixels)"),
-        (["--config=rivals/mae"], None, "(pixels, put back by each patch's true mean and deviation)"),
-        (["--config=rivals/mae_mean_color"], 1, "(mean colours)"),
-        (["--config=rivals/maskfeat"], None, "(HOG, as its edges)"),
+        pytest.param(["--objective.name=grid_color"], 16, "(colours of a grid over each patch)", id="grid"),
+        pytest.param(["--objective.name=pixels", "--optim.average=0.9"], None, "(pixels)", id="pixels"),
+        pytest.param(
+            ["--config=rivals/mae"], None, "(pixels, put back by each patch's true mean and deviation)", id="mae"
+        ),
+        pytest.param(["--config=rivals/mae_mean_color"], 1, "(mean colours)", id="mean colour"),
+        pytest.param(["--config=rivals/maskfeat"], None, "(HOG, as its edges)", id="maskfeat"),
     ],
 )
 def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch, settings, cells, heading):
     headings = []
     monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: headings.append(text))
-    run, out = pretrain(*settings, "--run.steps=1"), tmp_path / "pictures"
-    main([f"--encoder={run}", f"--out={out}", "--pictures=predictions", *SHOWN])
+    run = pretrain(*settings, "--run.steps=1")
+    out = draw(run, tmp_path / "pictures", "--pictures=predictions", SHOWN)
     assert headings[0].replace("\n", " ").endswith(heading)
     saved = np.load(out / "predictions.npz")
-    corrupted = saved["positions"].shape[1]
+    original = saved["original"]
     side = 64 if "HOG" in heading else 32  # drawn larger, to be legible
-    assert saved["original"].shape == (3, side, side, 3)
-    assert (saved["entropy"].shape == (3, corrupted, cells)) if cells else ("entropy" not in saved)
-    assert not cells or 0 <= saved["entropy"].min() <= saved["entropy"].max() <= 9
-    hidden = np.zeros((3, 16), bool)
-    np.put_along_axis(hidden, saved["positions"], True, axis=1)
-    hidden = hidden.reshape(3, 4, 4).repeat(side // 4, 1).repeat(side // 4, 2)
-    assert all((saved[name][~hidden] == saved["original"][~hidden]).all() for name in ("seen", "predicted", "true"))
-    assert (saved["predicted"][hidden] != saved["true"][hidden]).any()
-    assert (saved["true"] == saved["original"]).all() == ("pixels" in heading)
+    assert original.shape == (3, side, side, 3)
+
+    positions = saved["positions"]
+    assert ("entropy" in saved) == (cells is not None)
+    if cells:
+        entropy = saved["entropy"]
+        assert entropy.shape == (*positions.shape, cells)
+        assert 0 <= entropy.min() <= entropy.max() <= 9
+
+    corrupted = np.zeros((3, 16), bool)
+    np.put_along_axis(corrupted, positions, True, axis=1)
+    corrupted = corrupted.reshape(3, 4, 4).repeat(side // 4, 1).repeat(side // 4, 2)
+    for name in ("seen", "predicted", "true"):
+        assert (saved[name][~corrupted] == original[~corrupted]).all()
+    assert (saved["predicted"][corrupted] != saved["true"][corrupted]).any()
+    assert (saved["true"] == original).all() == ("pixels" in heading)
 
 
 @pytest.mark.faults
 def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch, tmp_path):
-    run, seen = pretrain("--optim.average=0.9", "--optim.lr=0.1"), []
+    run = pretrain("--optim.average=0.9", "--optim.lr=0.1")
+    models = []
     predict = Pretraining.predict
-    monkeypatch.setattr(Pretraining, "predict", lambda task, model, i: seen.append(model) or predict(task, model, i))
-    main([f"--encoder={run}/encoder", f"--out={tmp_path / 'p'}", "--pictures=predictions", *SHOWN])
+
+    def recorded_predict(task, model, indices):
+        models.append(model)
+        return predict(task, model, indices)
+
+    monkeypatch.setattr(Pretraining, "predict", recorded_predict)
+    draw(run / "encoder", tmp_path / "pictures", "--pictures=predictions", SHOWN)
+    weights = models[0].encoder.state_dict()
     exported = load_file(run / "encoder" / "model.safetensors")
-    assert all(np.array_equal(seen[0].encoder.state_dict()[name].numpy(), exported[name]) for name in exported)
+    assert exported
+    for name, tensor in exported.items():
+        assert torch.equal(weights[name], tensor)
 
 
 @pytest.mark.faults
 def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
     images = (f"--data.path={image_folder}", "--data.eval_fraction=0.5")
-    main(["--encoder=resnetv2_18", "--random=true", "--img_size=32", f"--out={tmp_path}", *images, *FEW])
-    said = capsys.readouterr().out
+    draw("resnetv2_18", tmp_path, "--random=true", "--img_size=32", *images, *FEW)
+    printed = capsys.readouterr().out
     for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
-        assert f"no {name}: " in said
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"filters", "rank", "accuracy_by_depth"}
+        assert f"no {name}: " in printed
+    assert drawn_in(tmp_path) == {"filters", "rank", "accuracy_by_depth"}
     with pytest.raises(ValueError, match="pictures is filters; it must be something that this encoder has"):
-        main(["--encoder=floor:pixels", f"--out={tmp_path}", "--pictures=filters", *FAST])
+        draw("floor:pixels", tmp_path, "--pictures=filters")
 
 
 @pytest.mark.faults
 def test_images_without_labels_give_all_but_accuracy(finished_run, tmp_path, capsys):
+    plain = tmp_path / "plain"
+    plain.mkdir()
     for number in range(6):
-        (tmp_path / "plain").mkdir(exist_ok=True)
-        (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
-    out = tmp_path / "pictures"
-    main([f"--encoder={finished_run}", f"--data.path={tmp_path / 'plain'}", f"--out={out}", *FEW])
+        (plain / f"{number}.png").write_bytes(encoded(picture(number)))
+    out = draw(finished_run, tmp_path / "pictures", f"--data.path={plain}", *FEW)
     printed = capsys.readouterr().out
     assert "no accuracy_by_depth: the images have no labels" in printed
     assert "no neighbours: there is one held-out image" in printed
-    assert {path.stem for path in out.glob("*.png")} == set(ALL) - {"accuracy_by_depth", "neighbours"}
+    assert drawn_in(out) == ALL - {"accuracy_by_depth", "neighbours"}
 
 
 @pytest.mark.faults
 def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):
     run = pretrain("--corruption.source=batch")
-    main([f"--encoder={run}", f"--out={tmp_path / 'p'}", "--pictures=[predictions,filters]", *SHOWN])
-    assert (tmp_path / "p" / "predictions.png").exists()
+    asked = ("--pictures=[predictions,filters]", SHOWN)
+    assert drawn_in(draw(run, tmp_path / "with_checkpoints", *asked)) == {"predictions", "filters"}
     shutil.rmtree(run / "checkpoints")
-    main([f"--encoder={run}", f"--out={tmp_path / 'q'}", "--pictures=[predictions,filters]", *SHOWN])
+    assert drawn_in(draw(run, tmp_path / "without", *asked)) == {"filters"}
     assert "no predictions: encoder is" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "q").glob("*.png")] == ["filters.png"]
 
 
 def test_a_query_that_attends_to_class_only_has_no_distance():
@@ -365,20 +425,26 @@ def test_visiting_attention_leaves_the_encoder_as_it_was():
 def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
     starts = []
     monkeypatch.setattr(
-        "evaluation.figures.images.plot_rollout", lambda images, flow, start, residual: starts.append(start)
+        "evaluation.figures.images.plot_rollout", lambda images, rollout, start, residual: starts.append(start)
     )
     monkeypatch.setattr("evaluation.pictures.drawings.Drawing.write", lambda *args: None)
     monkeypatch.setattr("mpp.training.log.SummaryWriter.add_figure", lambda *args: None)
-    sized = [word for word in TINY if not word.startswith("--probe")]
-    supervised.main([*sized, f"--run.dir={tmp_path / 'labels'}"])
-    supervised.main([*sized, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
+
+    def start_of(encoder: Path | str, *settings: str) -> str:
+        draw(encoder, tmp_path / "pictures", "--pictures=attention_rollout", SHOWN, *settings)
+        return starts.pop()
+
+    tiny = [word for word in TINY if not word.startswith("--probe")]
+    supervised.main([*tiny, f"--run.dir={tmp_path / 'labels'}"])
+    supervised.main([*tiny, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
+    name = "vit_tiny_patch16_224"
     published = tmp_path / "weights.safetensors"
-    save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), published)
-    named = ["vit_tiny_patch16_224", f"--checkpoint={published}"]
-    ours = ([finished_run], [tmp_path / "labels"], [tmp_path / "mean"])
-    for encoder, *more in (*ours, named, [named[0], "--random=true"]):
-        main([f"--encoder={encoder}", *more, f"--out={tmp_path / 'p'}", "--pictures=attention_rollout", *SHOWN])
-    assert starts == ["patches", "class", "patches", "class", "patches"]
+    save_file(timm.create_model(name, num_classes=0).state_dict(), published)
+    assert start_of(finished_run) == "patches"
+    assert start_of(tmp_path / "labels") == "class"
+    assert start_of(tmp_path / "mean") == "patches"
+    assert start_of(name, f"--checkpoint={published}") == "class"
+    assert start_of(name, "--random=true") == "patches"
 
 
 @pytest.mark.parametrize(
@@ -393,4 +459,4 @@ def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path,
 )
 def test_bad_settings_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
-        main(["--encoder=floor:pixels", wrong, *[word for word in FAST if word.split("=")[0] not in wrong]])
+        main(["--encoder=floor:pixels", *FAST, wrong])

@@ -11,12 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from evaluation.figures.style import (
-    VALUE_COLORS,
-    WIDTH,
-    color_of_line,
-    marker_of_line,
-)
+from evaluation.figures.style import VALUE_COLORS, WIDTH, color_of_line, marker_of_line
 
 SERIES_COLORS = ["#1b7fd6", "#e07b00", "#8c96a0", "#c2569c", "#2aa198", "#b58900", "#6c5fc7"]
 MAX_MARKED_POINTS = 30
@@ -45,7 +40,7 @@ def plot_series(
     axes = figure.add_subplot()
     for number, (name, (x_values, y_values)) in enumerate(lines.items()):
         if percent:
-            y_values = 100 * np.asarray(y_values, float)
+            y_values = 100 * np.asarray(y_values)
         marker = marker_of_line(number) if len(x_values) <= MAX_MARKED_POINTS else None
         color = SERIES_COLORS[number % len(SERIES_COLORS)]
         axes.plot(x_values, y_values, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=name)
@@ -64,24 +59,22 @@ def plot_series(
     return figure
 
 
-def plot_map(places: NDArray, labels: NDArray | None) -> Figure:
+def plot_map(places: NDArray, labels: NDArray[np.int64]) -> Figure:
     """Images as dots on a plane, coloured by their classes.
 
     Args:
         places: (N, 2).
-        labels: (N,), -1: no class; None: no image has one.
+        labels: (N,), -1: no class.
     """
-    if labels is None:
-        labels = np.full(len(places), -1)
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.scatter(*places[labels < 0].T, s=12, color="0.55", alpha=0.7, linewidths=0)
     classes = np.unique(labels[labels >= 0])
-    colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, max(1, len(classes))))
-    for number, label in enumerate(classes):
+    colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(classes)))
+    for number, (label, color) in enumerate(zip(classes, colors, strict=True)):
         of_class = places[labels == label]
-        marker = marker_of_line(number)
-        axes.scatter(*of_class.T, s=16, color=[colors[number]], marker=marker, linewidths=0, label=f"class {label}")
+        style = dict(s=16, color=[color], marker=marker_of_line(number), linewidths=0)
+        axes.scatter(*of_class.T, label=f"class {label}", **style)
     axes.set(xticks=[], yticks=[], xlabel="first principal component", ylabel="second")
     axes.spines[["top", "right"]].set_visible(False)
     if 0 < len(classes) <= MAX_CLASSES_NAMED:
@@ -106,22 +99,21 @@ def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str) -> Figu
 def plot_depths(curves: Curves, y_label: str = "accuracy on the dev split (%)") -> Figure:
     """Evaluation -> encoder -> depth -> accuracy; an encoder with one depth is a horizontal line."""
     figure, panels = panels_side_by_side(curves, "depth (blocks)")
-    names = list(dict.fromkeys(name for encoders in curves.values() for name in encoders))
+    numbers: dict[str, int] = {}  # of the encoders' lines, which are alike in all panels
+    legend = {}
     for panel, encoders in zip(panels, curves.values(), strict=True):
         for name, accuracies in encoders.items():
-            number = names.index(name)
+            number = numbers.setdefault(name, len(numbers))
             if len(accuracies) == 1:
                 (accuracy,) = accuracies.values()
                 panel.axhline(100 * accuracy["mean"], linestyle="--", color=color_of_line(number), label=name)
             else:
                 draw_line(panel, accuracies, name, number)
                 panel.set_xticks(list(accuracies))
+        handles, names = panel.get_legend_handles_labels()
+        legend |= zip(names, handles, strict=True)
     panels[0].set_ylabel(y_label)
-    handles = {}
-    for panel in panels:
-        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles[name] = handle
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
@@ -132,9 +124,10 @@ def plot_lines(curves: Curves, x_label: str) -> Figure:
         for number, (name, accuracies) in enumerate(cases.items()):
             draw_line(panel, accuracies, name, number)
         panel.set_xscale("log")
-        places = {place for accuracies in cases.values() for place in accuracies if place > 0}
-        ticks = readable_ticks(sorted(places))
-        panel.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks], fontsize=7)
+        places = set().union(*cases.values())
+        ticks = readable_ticks(sorted(place for place in places if place > 0))
+        names = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
+        panel.set_xticks(ticks, names, fontsize=7)
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below the error bars
@@ -143,10 +136,11 @@ def plot_lines(curves: Curves, x_label: str) -> Figure:
 
 
 def readable_ticks(places: list[float]) -> list[float]:
-    """Those of ascending places whose names do not overlap on a logarithmic axis."""
+    """The ascending places whose names do not overlap on a logarithmic axis."""
+    min_distance = MIN_TICK_DISTANCE * math.log(places[-1] / places[0])
     ticks = places[:1]
     for place in places[1:]:
-        if math.log(place / ticks[-1]) >= MIN_TICK_DISTANCE * math.log(places[-1] / places[0]):
+        if math.log(place / ticks[-1]) >= min_distance:
             ticks.append(place)
     return ticks
 
@@ -154,17 +148,18 @@ def readable_ticks(places: list[float]) -> list[float]:
 def panels_side_by_side(curves: Curves, x_label: str) -> tuple[Figure, list[Axes]]:
     """A figure with a titled panel for each key, four in a row."""
     rows = math.ceil(len(curves) / PANELS_IN_A_ROW)
+    across = min(PANELS_IN_A_ROW, len(curves))
     size = (WIDTH, 4.4) if len(curves) == 1 else (WIDTH * 1.2, 0.8 + 2.6 * rows)
     figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)  # tick labels keep clear of the panel before
-    panels = list(figure.subplots(rows, min(PANELS_IN_A_ROW, len(curves)), squeeze=False).flat)
-    for panel in panels[len(curves) :]:
-        panel.set_visible(False)
-    for panel, name in zip(panels, curves, strict=False):
+    panels = []
+    for place, name in enumerate(curves, start=1):
+        panel = figure.add_subplot(rows, across, place)
         panel.set_title(name, fontsize=10)
         panel.set_xlabel(x_label, fontsize=9)
         panel.grid(alpha=0.3)
-    return figure, panels[: len(curves)]
+        panels.append(panel)
+    return figure, panels
 
 
 def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, number: int) -> None:
@@ -174,8 +169,8 @@ def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, numbe
     """
     means = [100 * each["mean"] for each in accuracies.values()]
     deviations = [100 * each["std"] for each in accuracies.values()]
-    color, marker = color_of_line(number), marker_of_line(number)
-    panel.errorbar(list(accuracies), means, deviations, marker=marker, ms=5, color=color, label=name)
+    style = dict(marker=marker_of_line(number), ms=5, color=color_of_line(number))
+    panel.errorbar(list(accuracies), means, deviations, label=name, **style)
 
 
 def plot_bars(accuracies: dict[str, dict[str, Statistics]]) -> Figure:
@@ -185,7 +180,8 @@ def plot_bars(accuracies: dict[str, dict[str, Statistics]]) -> Figure:
     panels = figure.subplots(1, len(columns), sharex=True, sharey=True, squeeze=False)[0]
     colors = VALUE_COLORS(np.linspace(0, 0.9, len(accuracies)))
     for panel, column in zip(panels, columns, strict=True):
-        means, deviations = [], []
+        means = []
+        deviations = []
         for cells in accuracies.values():
             cell = cells.get(column, {})
             means.append(100 * cell.get("mean", np.nan))

@@ -6,16 +6,18 @@ B images, H, W pixels, h, w patches, P patch side.
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
 from einops import rearrange
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from evaluation.figures.style import MIN_HEIGHT, VALUE_COLORS, WIDTH, hide_ticks
+from evaluation.figures.style import MIN_HEIGHT, VALUE_COLORS, WIDTH
 from mpp.features.reconstructions import COLUMNS
 
 MAX_COLORS_OF_CLASSES = 20
@@ -32,22 +34,20 @@ def plot_predictions(columns: NDArray[np.uint8], entropies: NDArray | None, targ
     titles = list(COLUMNS)
     if entropies is not None:
         titles.append("entropy")
-    rows, across = columns.shape[1], len(titles)
-    height = 0.5 + WIDTH / across * rows * columns.shape[2] / columns.shape[3]
-    figure = Figure(figsize=(WIDTH, max(MIN_HEIGHT, height)), layout="constrained")
-    panels = figure.subplots(rows, across, squeeze=False)
-    for image, row in enumerate(panels):
-        for panel, pixels in zip(row, columns[:, image], strict=False):
-            panel.imshow(pixels, interpolation="nearest")
+    rows, height, width = columns.shape[1:4]
+    panel_width = WIDTH / len(titles)
+    figure_height = 0.5 + panel_width * rows * height / width
+    figure, panels = panels_of_images(rows, len(titles), WIDTH, max(MIN_HEIGHT, figure_height))
+    for panels_of_column, images in zip(panels.T, columns, strict=False):
+        for panel, pixels in zip(panels_of_column, images, strict=True):
+            show(panel, pixels)
     if entropies is not None:
         for panel, entropy in zip(panels[:, -1], entropies, strict=True):
-            limits = dict(vmin=0, vmax=np.nanmax(entropies))
-            last = panel.imshow(entropy, cmap=VALUE_COLORS, interpolation="nearest", **limits)
+            last = show(panel, entropy, vmin=0, vmax=np.nanmax(entropies))
         label = "entropy of the prediction (bits)"
         figure.colorbar(last, ax=panels[:, -1], label=label, shrink=min(1, 2 / rows))
     for panel, title in zip(panels[0], titles, strict=True):
         panel.set_title(title, fontsize=10)
-    hide_ticks(*panels.flat)
     heading = f"held-out images, predicted from what is left of them ({target})"
     figure.suptitle(textwrap.fill(heading, 80), fontsize=11)
     return figure
@@ -60,18 +60,16 @@ def plot_filters(filters: NDArray[np.uint8], variance_shares: NDArray) -> Figure
         filters: (n, P, P, 3).
         variance_shares: (n,).
     """
-    across = min(7, len(filters))
-    rows = math.ceil(len(filters) / across)
-    figure = Figure(figsize=(WIDTH, 0.4 + WIDTH / across * rows * 1.12), layout="constrained")
-    panels = figure.subplots(rows, across, squeeze=False)
+    count = len(filters)
+    across = min(7, count)
+    rows = math.ceil(count / across)
+    figure, panels = panels_of_images(rows, across, WIDTH, 0.4 + WIDTH / across * rows * 1.12)
     for panel, pixels, share in zip(panels.flat, filters, variance_shares, strict=False):
-        panel.imshow(pixels, interpolation="nearest")
+        show(panel, pixels)
         panel.set_title(f"{100 * share:.1f} %", fontsize=8)
-    hide_ticks(*panels.flat)
-    for panel in panels.flat[len(filters) :]:
-        panel.set_visible(False)
+    hide(panels.flat[count:])
     total = 100 * variance_shares.sum()
-    title = f"{len(filters)} principal components of the filters on pixels, {total:.0f} % of the variance"
+    title = f"{count} principal components of the filters on pixels, {total:.0f} % of the variance"
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -89,16 +87,14 @@ def plot_positions(similarity: NDArray, label: str) -> Figure:
     mosaic = rearrange(padded, "r c h w -> (r h) (c w)")[:-gap, :-gap]
     figure = Figure(figsize=(WIDTH, WIDTH * 0.86), layout="constrained")
     axes = figure.add_subplot()
-    limits = dict(vmin=min(0, similarity.min()), vmax=similarity.max())
-    image = axes.imshow(mosaic, cmap=VALUE_COLORS, interpolation="nearest", **limits)
+    image = show(axes, mosaic, vmin=min(0, similarity.min()), vmax=similarity.max())
     for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
         numbered = np.arange(0, count, math.ceil(count / 16))
         centres = numbered * (count + gap) + (count - 1) / 2
         axis.set_ticks(centres, numbered + 1)
     axes.set(xlabel="column of the patch", ylabel="row of the patch", title="positions, each against all")
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label=label, shrink=0.8)
     return figure
 
@@ -109,16 +105,14 @@ def plot_attention_distance(distances: NDArray, uniform: float, images: int) -> 
     Args:
         distances: (depth, heads) in pixels.
         uniform: distance of uniform attention.
-        images: how many were averaged.
+        images: number of images in the mean.
     """
-    depth, heads = distances.shape
+    depths = np.arange(1, len(distances) + 1)
     figure = Figure(figsize=(WIDTH, 4), layout="constrained")
     axes = figure.add_subplot()
-    depths = np.arange(1, depth + 1)
     axes.plot(depths, distances.mean(1), color=VALUE_COLORS(0.1), label="mean over the heads")
-    axes.plot(
-        np.repeat(depths, heads), distances.flatten(), "o", color=VALUE_COLORS(0.7), mec="0.3", ms=5, label="a head"
-    )
+    dots = axes.plot(depths, distances, "o", color=VALUE_COLORS(0.7), mec="0.3", ms=5)
+    dots[0].set_label("a head")
     axes.axhline(uniform, color="0.4", linestyle="--", label="uniform attention")
     axes.set(xlabel="depth (blocks)", ylabel="mean attention distance (pixels)", xticks=depths, ylim=(0, None))
     axes.set_title(f"attention distance, over {images} images", fontsize=11)
@@ -140,17 +134,14 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
     rows = math.ceil(len(images) / pairs_across)
     height, width = images.shape[1:3]
     figure_height = 0.4 + (WIDTH - 0.8) / (2 * pairs_across) * rows * height / width
-    figure = Figure(figsize=(WIDTH, max(MIN_HEIGHT, figure_height)), layout="constrained")
-    panels = figure.subplots(rows, 2 * pairs_across, squeeze=False)
+    figure, panels = panels_of_images(rows, 2 * pairs_across, WIDTH, max(MIN_HEIGHT, figure_height))
     pairs = panels.reshape(-1, 2)
-    style = dict(cmap=VALUE_COLORS, alpha=0.65, interpolation="bilinear", extent=image_extent(height, width))
+    style = dict(alpha=0.65, interpolation="bilinear", extent=image_extent(height, width))
     for (left, right), pixels, values in zip(pairs, images, rollout, strict=False):
         left.imshow(pixels)
         right.imshow(pixels.mean(-1), cmap="gray")
-        last = right.imshow(values, vmin=rollout.min(), vmax=rollout.max(), **style)
-    hide_ticks(*panels.flat)
-    for panel in pairs[len(images) :].flat:
-        panel.set_visible(False)
+        last = show(right, values, vmin=rollout.min(), vmax=rollout.max(), **style)
+    hide(pairs[len(images) :].flat)
     title = f"attention rollout from {'[class]' if start == 'class' else 'the mean of the patches'}"
     if residual:
         title += ", with the residual"
@@ -175,26 +166,26 @@ def plot_components(
         foreground: (depths, B, h, w).
         variance_shares: (depths, 3).
     """
-    across, rows = 1 + len(depths), 2 * len(images)
+    across = 1 + len(depths)
+    rows = 2 * len(images)
     height, width = images.shape[1:3]
     side = min(1.2, WIDTH / across)  # of a panel, in inches
-    figure = Figure(figsize=(side * across + 0.3, side * rows * height / width + 0.9), layout="constrained")
+    figure, panels = panels_of_images(rows, across, side * across + 0.3, side * rows * height / width + 0.9)
     figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01)
-    panels = figure.subplots(rows, across, squeeze=False)
+    cover = np.full((*foreground.shape, 4), 0.5)  # grey: visible on dark and on light images
+    cover[..., 3] = np.where(foreground, 0, 0.9)
     for number, pixels in enumerate(images):
-        above, below = panels[2 * number], panels[2 * number + 1]
-        above[0].imshow(pixels, interpolation="nearest")
-        below[0].set_visible(False)
-        for place in range(len(depths)):
-            above[1 + place].imshow(colors[place, number], interpolation="nearest")
-            background = np.full((*foreground.shape[2:], 4), 0.5)  # grey: visible on dark and on light images
-            background[..., 3] = np.where(foreground[place, number], 0, 0.9)
-            below[1 + place].imshow(pixels, interpolation="nearest")
-            below[1 + place].imshow(background, extent=image_extent(height, width), interpolation="nearest")
+        above, below = panels[2 * number : 2 * number + 2]
+        show(above[0], pixels)
+        hide(below[:1])
+        for panel, components in zip(above[1:], colors[:, number], strict=True):
+            show(panel, components)
+        for panel, background in zip(below[1:], cover[:, number], strict=True):
+            show(panel, pixels)
+            show(panel, background, extent=image_extent(height, width))
     panels[0, 0].set_title("original", fontsize=9)
     for panel, depth, shares in zip(panels[0, 1:], depths, variance_shares, strict=True):
         panel.set_title(f"depth {depth}\n{100 * shares.sum():.0f} %", fontsize=9)
-    hide_ticks(*panels.flat)
     figure.suptitle(
         "patch features: three principal components as red, green, blue (%: their share\n"
         "of the variance); below, the patches where the first one is above its mean",
@@ -211,19 +202,17 @@ def plot_similarity(images: NDArray[np.uint8], similarity: NDArray, patches: Seq
         similarity: (B, queries, h, w), cosines.
         patches: (queries,), the patch of each map, counted row by row.
     """
-    across, rows = 1 + len(patches), len(images)
-    height, width = images.shape[1:3]
+    across = 1 + len(patches)
+    rows, height, width = images.shape[:3]
     side = min(1.4, (WIDTH - 0.8) / across)
-    size = side * across + 0.8, max(MIN_HEIGHT, 0.6 + side * rows * height / width)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, across, squeeze=False)
-    style = dict(cmap=VALUE_COLORS, interpolation="nearest", extent=image_extent(height, width))
+    figure_height = 0.6 + side * rows * height / width
+    figure, panels = panels_of_images(rows, across, side * across + 0.8, max(MIN_HEIGHT, figure_height))
+    style = dict(vmin=similarity.min(), vmax=1, extent=image_extent(height, width))
     for row, pixels, maps in zip(panels, images, similarity, strict=True):
-        row[0].imshow(pixels, interpolation="nearest")
+        show(row[0], pixels)
         for panel, patch, cosines in zip(row[1:], patches, maps, strict=True):
-            last = panel.imshow(cosines, vmin=similarity.min(), vmax=1, **style)
+            last = show(panel, cosines, **style)
             draw_frame(panel, patch, cosines.shape, (height, width))
-    hide_ticks(*panels.flat)
     figure.colorbar(last, ax=panels, label="cosine similarity", shrink=min(1, 2 / rows))
     figure.suptitle("features of all patches, compared with that of the patch in the frame", fontsize=10)
     return figure
@@ -246,25 +235,26 @@ def plot_neighbours(
         patch: of the queries, counted row by row.
         numbers: `image_similarity`, `patch_similarity` and `patches`, (B, k).
     """
-    count, across = len(queries), 1 + images.shape[1]
+    rows = 2 * len(queries)
+    across = 1 + images.shape[1]
     height, width = queries.shape[1:3]
     side = min(1.2, WIDTH / across)
     row_height = side * height / width + 0.18
-    figure = Figure(figsize=(side * across + 0.3, 0.6 + 2 * count * row_height), layout="constrained")
+    figure, panels = panels_of_images(rows, across, side * across + 0.3, 0.6 + rows * row_height)
     figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01)
-    panels = figure.subplots(2 * count, across, squeeze=False)
-    for number, pixels in enumerate(queries):
-        above, below = panels[2 * number], panels[2 * number + 1]
-        above[0].imshow(pixels, interpolation="nearest")
-        below[0].imshow(pixels, interpolation="nearest")
-        draw_frame(below[0], patch, grid, (height, width))
-        for place in range(across - 1):
-            above[1 + place].imshow(images[number, place], interpolation="nearest")
-            below[1 + place].imshow(hosts[number, place], interpolation="nearest")
-            draw_frame(below[1 + place], int(numbers["patches"][number, place]), grid, (height, width))
-            for panel, name in ((above[1 + place], "image_similarity"), (below[1 + place], "patch_similarity")):
-                panel.set_title(f"{numbers[name][number, place]:.2f}", fontsize=7, pad=2)
-    hide_ticks(*panels.flat)
+    for number, query in enumerate(queries):
+        above, below = panels[2 * number : 2 * number + 2]
+        for row, neighbours, similarity in (
+            (above, images[number], numbers["image_similarity"][number]),
+            (below, hosts[number], numbers["patch_similarity"][number]),
+        ):
+            show(row[0], query)
+            for panel, pixels, cosine in zip(row[1:], neighbours, similarity, strict=True):
+                show(panel, pixels)
+                panel.set_title(f"{cosine:.2f}", fontsize=7, pad=2)
+        framed = [patch, *numbers["patches"][number].tolist()]
+        for panel, framed_patch in zip(below, framed, strict=True):
+            draw_frame(panel, framed_patch, grid, (height, width))
     figure.suptitle(
         "left: a held-out image; above, the others that are nearest by cosine;\n"
         "below, those with the patches that are nearest to the patch in the frame",
@@ -280,24 +270,39 @@ def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.i
         images: (B, H, W, 3).
         columns: title -> (B, H, W) class of each pixel; -1: ignored.
     """
-    across, rows = 1 + len(columns), len(images)
-    height, width = images.shape[1:3]
+    across = 1 + len(columns)
+    rows, height, width = images.shape[:3]
     side = min(1.6, WIDTH / across)
-    figure = Figure(figsize=(side * across + 0.3, 0.6 + side * rows * height / width), layout="constrained")
-    panels = figure.subplots(rows, across, squeeze=False)
+    figure, panels = panels_of_images(rows, across, side * across + 0.3, 0.6 + side * rows * height / width)
     colors = matplotlib.colormaps["tab20" if classes > 2 else "cividis"].with_extremes(bad="0.9")
     color_count = min(classes, MAX_COLORS_OF_CLASSES)
-    for panel, pixels in zip(panels[:, 0], images, strict=True):
-        panel.imshow(pixels, interpolation="nearest")
-    for column, maps in enumerate(columns.values(), start=1):
-        for panel, pixel_classes in zip(panels[:, column], maps, strict=True):
-            shown = np.ma.masked_where(pixel_classes < 0, pixel_classes % color_count)
-            panel.imshow(shown, cmap=colors, vmin=0, vmax=color_count - 1, interpolation="nearest")
+    style = dict(cmap=colors, vmin=0, vmax=color_count - 1)
+    for row, pixels, *maps in zip(panels, images, *columns.values(), strict=True):
+        show(row[0], pixels)
+        for panel, pixel_classes in zip(row[1:], maps, strict=True):
+            show(panel, np.ma.masked_where(pixel_classes < 0, pixel_classes % color_count), **style)
     for panel, title in zip(panels[0], ["original", *columns], strict=True):
         panel.set_title(title, fontsize=9)
-    hide_ticks(*panels.flat)
     figure.suptitle("classes of held-out images, from features of patches", fontsize=10)
     return figure
+
+
+def panels_of_images(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray]:
+    """A figure, its size in inches, and its panels (rows, columns), which have no ticks."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, subplot_kw=dict(xticks=[], yticks=[]))
+    return figure, panels
+
+
+def hide(panels: Sequence[Axes]) -> None:
+    """Hide panels that have nothing to show."""
+    for panel in panels:
+        panel.set_visible(False)
+
+
+def show(panel: Axes, image: NDArray, **style: Any) -> AxesImage:
+    """Show an image (H, W, 3), or values (H, W) as colours, each in a rectangle of its own."""
+    return panel.imshow(image, **dict(cmap=VALUE_COLORS, interpolation="nearest") | style)
 
 
 def image_extent(height: int, width: int) -> tuple[float, float, float, float]:
@@ -307,7 +312,8 @@ def image_extent(height: int, width: int) -> tuple[float, float, float, float]:
 
 def draw_frame(panel: Axes, patch: int, grid: Sequence[int], size: Sequence[int]) -> None:
     """Draw a frame around a patch, counted row by row, of an image of `size` (H, W) and `grid` (h, w)."""
-    patch_height, patch_width = size[0] / grid[0], size[1] / grid[1]
+    patch_height = size[0] / grid[0]
+    patch_width = size[1] / grid[1]
     row, column = divmod(patch, grid[1])
     corner = column * patch_width - 0.5, row * patch_height - 0.5
     for color, line_width in (("black", 2.4), ("white", 1.2)):  # visible on dark and on light images

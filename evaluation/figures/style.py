@@ -5,7 +5,6 @@ Colours of values are cividis's, and colours of lines those of tableau-colorblin
 
 import matplotlib
 import matplotlib.style
-from matplotlib.axes import Axes
 
 matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same figure is the same file
 matplotlib.rcParams["text.parse_math"] = False  # a user's name with two dollars is not a formula
@@ -25,9 +24,3 @@ def color_of_line(number: int) -> str:
 def marker_of_line(number: int) -> str:
     """Marker of the line of this number, from 0."""
     return MARKERS[number % len(MARKERS)]
-
-
-def hide_ticks(*panels: Axes) -> None:
-    """Remove the ticks of panels that show pictures."""
-    for panel in panels:
-        panel.set(xticks=[], yticks=[])

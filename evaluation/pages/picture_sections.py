@@ -102,7 +102,7 @@ def draw_picture(subject: Subject, name: str, alt: str, pictures_folder: Path) -
 
 def neighbour_blocks(subject: Subject, max_images: int, history: History) -> list[Block]:
     """Held-out images with their nearest neighbours among at most `max_images`, and all of these on a map."""
-    dataset = subject.held_out.choose(max_images, subject.config.data.cut_seed)
+    dataset = subject.choose(max_images)
     if len(dataset) < MIN_IMAGES_COMPARED:
         raise Unavailable(f"{len(dataset)} held-out images are too few to be neighbours")
     depth = best_probed_depth(subject, history)
@@ -141,8 +141,6 @@ def best_probed_depth(subject: Subject, history: History) -> int:
 
 def describe_label_agreement(gallery: Gallery, queries: list[int], neighbours: Neighbours) -> str:
     """How many neighbours have the label of their query; "" where there are no labels to compare."""
-    if gallery.labels is None:
-        return ""
     query_labels = gallery.labels[queries][:, None]
     neighbour_labels = gallery.labels[neighbours.index.numpy()]
     both_known = (neighbour_labels >= 0) & (query_labels >= 0)

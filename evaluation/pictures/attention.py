@@ -3,7 +3,10 @@
 B images, T tokens (N patches and a prefix such as [class]), h x w patches.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,31 +25,24 @@ def visit_attention(encoder: FrozenEncoder, images: Tensor, visit: Callable[[int
         images: (B, C, H, W).
         visit: takes the block's number (from 0) and weights (B, heads, T, T), whose rows (queries) sum to 1.
     """
-    blocks = blocks_with_attention(encoder)
 
-    def visit_in_float32(depth: int, weights: Tensor) -> None:
+    def visit_in_float32(depth: int, dropout: nn.Module, inputs: tuple[Tensor]) -> None:
+        (weights,) = inputs
         with torch.autocast(weights.device.type, enabled=False):
             visit(depth, weights.float())
 
-    fused_before = [block.attn.fused_attn for block in blocks]
-    set_attention(encoder.model, fused=False)  # the fused kernel returns no weights
-    hooks = []
-    for depth, block in enumerate(blocks):
-        hook = block.attn.attn_drop.register_forward_pre_hook(
-            lambda _, arguments, depth=depth: visit_in_float32(depth, arguments[0])
-        )
-        hooks.append(hook)
-    try:
+    with ExitStack() as undo:
+        for depth, block in enumerate(blocks_with_attention(encoder)):
+            attention = block.attn
+            undo.callback(setattr, attention, "fused_attn", attention.fused_attn)
+            hook = partial(visit_in_float32, depth)
+            undo.enter_context(attention.attn_drop.register_forward_pre_hook(hook))
+        set_attention(encoder.model, fused=False)  # the fused kernel returns no weights
         encoder.model.forward_features(encoder.normalize(images))
-    finally:
-        for block, fused in zip(blocks, fused_before, strict=True):
-            block.attn.fused_attn = fused
-        for hook in hooks:
-            hook.remove()
 
 
 def blocks_with_attention(encoder: FrozenEncoder) -> Sequence[nn.Module]:
-    """The blocks of a ViT; Unavailable where the patches form no grid, or blocks have other attention than plain."""
+    """The blocks of a ViT; Unavailable where the patches form no grid, or a block has another attention than plain."""
     patch_grid(encoder.model)
     blocks = getattr(encoder.model, "blocks", ())
     if len(blocks) == 0 or not all(is_known(getattr(block, "attn", None)) for block in blocks):
@@ -61,7 +57,7 @@ def patch_distances(grid: tuple[int, int], spacing: float) -> Tensor:
         spacing: pixels from one patch to the next.
     """
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    centres = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * spacing
+    centres = torch.stack([rows, columns], dim=-1).flatten(0, 1).double() * spacing
     return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist").float()
 
 
@@ -98,18 +94,18 @@ def attention_distance(encoder: FrozenEncoder, batches: Iterable[Tensor]) -> Ten
     """
     prefix = getattr(encoder.model, "num_prefix_tokens", 0)
     distances = patch_distances(patch_grid(encoder.model), patch_spacing(encoder))
-    totals: dict[int, Tensor] = {}
+    totals: dict[int, Tensor | float] = defaultdict(float)  # block -> (heads,)
     image_count = 0
 
-    def add_distances(depth: int, weights: Tensor) -> None:
+    def add_distances(block: int, weights: Tensor) -> None:
         among_patches = weights[:, :, prefix:, prefix:]
         by_image = mean_distance(among_patches, distances.to(weights.device))
-        totals[depth] = totals.get(depth, 0) + by_image.double().sum(0).cpu()
+        totals[block] += by_image.double().sum(0).cpu()
 
     for images in batches:
         visit_attention(encoder, images, add_distances)
         image_count += len(images)
-    return torch.stack([totals[depth] for depth in sorted(totals)]) / image_count
+    return torch.stack(list(totals.values())) / image_count
 
 
 def extend_rollout(below: Tensor | None, weights: Tensor, residual: bool) -> Tensor:
@@ -125,7 +121,9 @@ def extend_rollout(below: Tensor | None, weights: Tensor, residual: bool) -> Ten
     layer = weights.mean(1)
     if residual:
         layer = (layer + torch.eye(layer.shape[-1], device=layer.device)) / 2
-    return layer if below is None else layer @ below
+    if below is None:
+        return layer
+    return layer @ below
 
 
 def attention_rollout(

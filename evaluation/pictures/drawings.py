@@ -75,7 +75,8 @@ def pixels_and_results(
     pixel_batches = []
     results = []
     for images in subject.image_batches(subject.config.images):
-        results.append(compute(images))
+        with subject.accelerator.autocast():
+            results.append(compute(images))
         pixel_batches.append(subject.to_pixels(images))
     return torch.cat(pixel_batches).numpy(), results
 
@@ -174,12 +175,9 @@ def draw_rollout(subject: Subject) -> Drawing:
     """Attention rollout: the share of each patch in the output, through all layers."""
     residual = subject.config.residual
     start = rollout_start(subject)
-
-    def roll_out(images: Tensor) -> Tensor:
-        with subject.accelerator.autocast():
-            return attention_rollout(subject.encoder, images, residual, start)
-
-    pixels, rollout_batches = pixels_and_results(subject, roll_out)
+    pixels, rollout_batches = pixels_and_results(
+        subject, lambda images: attention_rollout(subject.encoder, images, residual, start)
+    )
     rollout = torch.cat(rollout_batches).numpy()
     figure = image_figures.plot_rollout(pixels, rollout, start, residual)
     return Drawing(figure, {"images": pixels, "rollout": rollout})
@@ -197,19 +195,20 @@ def draw_pca(subject: Subject) -> Drawing:
     """Principal components of patch features as colours, and the foreground by the first one, by depth."""
     last_depth = len(subject.encoder.stages)
     depths = np.linspace(1, last_depth, min(MAX_DEPTHS_OF_PCA, last_depth)).round().astype(int)
-
-    def features_at_depths(images: Tensor) -> list[Tensor]:
-        with subject.accelerator.autocast():
-            return patch_features(subject.encoder, images, depths.tolist())
-
-    pixels, feature_batches = pixels_and_results(subject, features_at_depths)
+    pixels, feature_batches = pixels_and_results(
+        subject, lambda images: patch_features(subject.encoder, images, depths.tolist())
+    )
     features_by_depth = [torch.cat(batches) for batches in zip(*feature_batches, strict=True)]
     by_depth = components_by_depth(features_by_depth)
+
+    def over_depths(name: str) -> NDArray:
+        return torch.stack([getattr(components, name) for components in by_depth]).numpy()
+
     numbers = {
-        "colors": torch.stack([components.colors for components in by_depth]).numpy(),
-        "foreground": torch.stack([components.foreground for components in by_depth]).numpy(),
-        "shares": torch.stack([components.variance_shares for components in by_depth]).numpy(),
-        "coordinates": torch.stack([components.coordinates for components in by_depth]).numpy(),
+        "colors": over_depths("colors"),
+        "foreground": over_depths("foreground"),
+        "shares": over_depths("variance_shares"),
+        "coordinates": over_depths("coordinates"),
         "images": pixels,
         "depths": depths,
     }
@@ -231,10 +230,8 @@ def query_patches(subject: Subject) -> list[int]:
 def draw_similarity(subject: Subject) -> Drawing:
     """Similarity of some patches to all patches of their image."""
     patches = query_patches(subject)
-    pixels, similarity_batches = pixels_and_results(
-        subject, lambda images: patch_similarity(subject.patch_features(images), patches)
-    )
-    similarity = torch.cat(similarity_batches).numpy()
+    pixels, feature_batches = pixels_and_results(subject, subject.patch_features)
+    similarity = patch_similarity(torch.cat(feature_batches), patches).numpy()
     figure = image_figures.plot_similarity(pixels, similarity, patches)
     return Drawing(figure, {"images": pixels, "patches": np.array(patches), "similarity": similarity})
 
@@ -246,10 +243,10 @@ def draw_neighbours(subject: Subject) -> Drawing:
     rows, columns = grid
     middle_patch = rows // 2 * columns + columns // 2
     patch = query_patches(subject)[0] if config.patches else middle_patch
-    gallery = subject.held_out.choose(MOST_RANKED, config.data.cut_seed)
+    gallery = subject.choose(MOST_RANKED)
     if len(gallery) < 2:
         raise Unavailable("there is one held-out image")
-    queries = subject.held_out.choose(config.images, config.data.cut_seed)
+    queries = subject.choose(config.images)
     queries_in_gallery = np.searchsorted(indices_in_split(gallery), indices_in_split(queries)).tolist()
     gallery_batches = progress_bar(subject.image_batches(len(gallery)), desc="neighbours", unit="batch")
     query_images = torch.cat(list(subject.image_batches(config.images)))

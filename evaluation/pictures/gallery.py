@@ -11,20 +11,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
-from evaluation.frozen.extraction import views_for
 from evaluation.pictures.pca import principal_components
 from evaluation.pictures.subject import Subject
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import held_out_batches
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining
 
 GALLERY_IMAGES_PER_BATCH = 64
 SHEET_GAP_PX = 4  # between two images of a sheet
-MAX_SHEET_IMAGE_PX = 256  # the longer side of an image of a sheet
+MAX_SHEET_IMAGE_SIZE = (256, 256)  # of an image of a sheet, width and height
 
 
 class Gallery(NamedTuple):
@@ -32,7 +30,7 @@ class Gallery(NamedTuple):
 
     features: Tensor  # (N, D) float32
     pixels: NDArray[np.uint8]  # (N, H, W, 3)
-    labels: NDArray[np.int64] | None  # (N,), -1: none
+    labels: NDArray[np.int64]  # (N,), -1: none, or several
     names: list[str]
 
 
@@ -41,13 +39,11 @@ def extract_gallery(
     subject: Subject, dataset: ImageDataset, depth: int, representation: Literal["mean", "class"]
 ) -> Gallery:
     """All images of a dataset as the encoder takes them, with their features after `depth` blocks."""
-    batch_size = subject.config.data.batch_size or GALLERY_IMAGES_PER_BATCH
-    views = views_for(subject.encoder, dataset, subject.config.data)
     feature_batches = []
     pixel_batches = []
     label_batches = []
     names = []
-    for batch in held_out_batches(views, batch_size):
+    for batch in subject.batches(dataset, GALLERY_IMAGES_PER_BATCH):
         images = batch.images.to(subject.accelerator.device)
         with subject.accelerator.autocast():
             (features,) = subject.encoder(images, representation, [depth])
@@ -56,9 +52,9 @@ def extract_gallery(
         label_batches.append(batch.labels)
         names += [dataset.name(index) for index in batch.indices.tolist()]
     labels = torch.cat(label_batches).numpy()
-    has_classes = labels.ndim == 1 and (labels >= 0).any()
-    pixels = torch.cat(pixel_batches).numpy()
-    return Gallery(torch.cat(feature_batches), pixels, labels if has_classes else None, names)
+    if labels.ndim > 1:
+        labels = np.full(len(labels), -1)
+    return Gallery(torch.cat(feature_batches), torch.cat(pixel_batches).numpy(), labels, names)
 
 
 def project_to_plane(features: Tensor) -> NDArray[np.float64]:
@@ -86,16 +82,12 @@ def predict_columns(task: Pretraining, indices: Sequence[int]) -> NDArray[np.uin
     return as_rgb(columns).movedim(2, -1).cpu().numpy()
 
 
-def shrink(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """An image (H, W, 3) with no side longer than MAX_SHEET_IMAGE_PX."""
+def to_sheet_image(pixels: NDArray[np.uint8], min_width: int) -> Image.Image:
+    """An image (H, W, 3) shrunk to MAX_SHEET_IMAGE_SIZE, or enlarged by a whole number where it is narrow."""
     image = Image.fromarray(pixels)
-    image.thumbnail((MAX_SHEET_IMAGE_PX, MAX_SHEET_IMAGE_PX))
-    return np.asarray(image)
-
-
-def enlarge_pixels(pixels: NDArray[np.uint8], times: int) -> NDArray[np.uint8]:
-    """An image (H, W, 3) with each pixel repeated: (times * H, times * W, 3)."""
-    return pixels.repeat(times, axis=0).repeat(times, axis=1)
+    image.thumbnail(MAX_SHEET_IMAGE_SIZE)
+    times = max(1, math.ceil(min_width / image.width))
+    return ImageOps.scale(image, times, Image.Resampling.NEAREST)
 
 
 def arrange_in_rows(
@@ -107,22 +99,14 @@ def arrange_in_rows(
         min_width: pixels; narrower images are enlarged by a whole number.
         extra_gap: pixels between the first image of a row and the others, beyond the usual.
     """
-    rows = [[shrink(pixels) for pixels in row] for row in rows]
-    height, width, _ = rows[0][0].shape
-    times = max(1, math.ceil(min_width / width))
-    row_height = times * height + SHEET_GAP_PX
-    column_width = times * width + SHEET_GAP_PX
-    column_count = max(map(len, rows))
-    sheet_size = (
-        len(rows) * row_height - SHEET_GAP_PX,
-        column_count * column_width - SHEET_GAP_PX + extra_gap,
-    )
-    sheet = np.full((*sheet_size, 3), 255, np.uint8)
-    for row_number, row in enumerate(rows):
-        top = row_number * row_height
-        for column_number, pixels in enumerate(row):
-            left = column_number * column_width
-            if column_number > 0:
-                left += extra_gap
-            sheet[top : top + times * height, left : left + times * width] = enlarge_pixels(pixels, times)
-    return Image.fromarray(sheet)
+    image_rows = [[to_sheet_image(pixels, min_width) for pixels in row] for row in rows]
+    first = image_rows[0][0]
+    column_width = first.width + SHEET_GAP_PX
+    row_height = first.height + SHEET_GAP_PX
+    sheet_width = max(map(len, rows)) * column_width - SHEET_GAP_PX + extra_gap
+    sheet = Image.new("RGB", (sheet_width, len(rows) * row_height - SHEET_GAP_PX), "white")
+    for row_number, row in enumerate(image_rows):
+        for column_number, image in enumerate(row):
+            left = column_number * column_width + (extra_gap if column_number else 0)
+            sheet.paste(image, (left, row_number * row_height))
+    return sheet

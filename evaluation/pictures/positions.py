@@ -1,6 +1,7 @@
 """What an encoder has learned for its input: filters of the patch embedding, and similarity of positions."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evaluation.frozen.encoder import Unavailable, patch_grid
@@ -17,12 +18,13 @@ def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor
         Components (count, C, P, P) of unit length, whose largest number in size is positive, and their shares of the
         variance (count,).
     """
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    if not convolutions:
-        raise Unavailable(f"{type(model).__name__} has no convolution on pixels")
-    filters = convolutions[0].weight.detach().cpu()  # (D, C, P, P)
-    components = principal_components(filters.flatten(1), count)
-    return components.axes.unflatten(1, filters.shape[1:]).float(), components.variance_shares.float()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            filters = module.weight.detach().cpu()  # (D, C, P, P)
+            components = principal_components(filters.flatten(1), count)
+            axes = components.axes.unflatten(1, filters.shape[1:])
+            return axes.float(), components.variance_shares.float()
+    raise Unavailable(f"{type(model).__name__} has no convolution on pixels")
 
 
 def position_similarity(model: nn.Module) -> Tensor:
@@ -34,37 +36,34 @@ def position_similarity(model: nn.Module) -> Tensor:
     rows, columns = patch_grid(model)
     patches = rows * columns
     position = getattr(model, "position", None)
-    if position in RELATIVE and getattr(model, "mixing", None) == "axial":
-        raise Unavailable("positions in rows and columns have no map of all patches")
-    if position == "rope":
-        raise Unavailable("rotary positions are fixed turns of queries and keys: nothing is learned")
     if position in RELATIVE:
+        if getattr(model, "mixing", None) == "axial":
+            raise Unavailable("positions in rows and columns have no map of all patches")
+        if position == "rope":
+            raise Unavailable("rotary positions are fixed turns of queries and keys: nothing is learned")
         by_block = torch.stack([offset_similarity(block.attn.added) for block in model.blocks])
         similarity = by_block.mean(0)[-patches:, -patches:]
     else:
-        embedding = embedding_of_patches(model, patches)
-        if embedding is None:
-            raise Unavailable(f"this {type(model).__name__} has no position embedding for each patch")
-        units = nn.functional.normalize(embedding.double().cpu(), dim=-1)
+        units = F.normalize(embedding_of_patches(model, patches), dim=-1)
         similarity = units @ units.T
     return similarity.float().view(rows, columns, rows, columns)
 
 
-def embedding_of_patches(model: nn.Module, patches: int) -> Tensor | None:
-    """Position embeddings that are added to the patches, (N, D); None where a model has none of this kind."""
+def embedding_of_patches(model: nn.Module, patches: int) -> Tensor:
+    """Position embeddings that are added to the patches, (N, D) float64."""
     embedding = getattr(model, "pos_embed", None)
     if isinstance(getattr(model, "pos_embeds", None), nn.Module):
         embedding = model.pos_embeds()[None]
     if not isinstance(embedding, Tensor) or embedding.ndim != 3 or embedding.shape[1] < patches:
-        return None
-    return embedding.detach()[0, -patches:]  # a prefix such as [class] comes first
+        raise Unavailable(f"this {type(model).__name__} has no position embedding for each patch")
+    return embedding.detach()[0, -patches:].double().cpu()  # a prefix such as [class] comes first
 
 
 def offset_similarity(added: RelativeKeys | RelativeBiases) -> Tensor:
     """Similarity of query and key by their offset, as a block has learned it, (T, T)."""
     if isinstance(added, RelativeBiases):
         return added.biases.get_bias()[0].detach().double().cpu().mean(0)
-    embeddings = nn.functional.normalize(added.pos_embed_offsets.detach().double().cpu(), dim=-1)
+    embeddings = F.normalize(added.pos_embed_offsets.detach().double().cpu(), dim=-1)
     no_offset = embeddings[len(embeddings) // 2]
     by_offset = embeddings @ no_offset
     return by_offset[added.offsets.cpu()]

@@ -3,7 +3,7 @@
 B images, h x w patches, D width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from mpp.config import RunConfig, require
 from mpp.config.imports import require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
+from mpp.data.views import Batch
 from mpp.features.reconstructions import as_rgb
 from mpp.models.timm_models import has_class
 from mpp.runtime.start import start_alone
@@ -50,21 +51,26 @@ class Subject(NamedTuple):
             return False
         saved = saved_settings(self.run)
         if not saved:
-            is_pretrained_by_mpp = (
-                getattr(model, "pretrained_cfg", {}).get("tag") == "mpp"
-            )  # from the hub, without a run
-            return not is_pretrained_by_mpp
+            published = getattr(model, "pretrained_cfg", {})
+            return published.get("tag") != "mpp"  # mpp's pre-training, from the hub without its run
         if "objective" in saved:
             return False
         head = saved.get("head") or {}  # of a supervised run; fine-tuning has no such group
         pooling = saved.get("pooling") or head.get("pooling")
         return pooling != "mean"
 
+    def choose(self, count: int) -> ImageDataset:
+        """A seeded choice of held-out images."""
+        return self.held_out.choose(count, self.config.data.cut_seed)
+
+    def batches(self, dataset: ImageDataset, batch_size: int) -> Iterable[Batch]:
+        """Images as the encoder's input, in batches of `data.batch_size` where it is set."""
+        views = views_for(self.encoder, dataset, self.config.data)
+        return held_out_batches(views, self.config.data.batch_size or batch_size)
+
     def image_batches(self, count: int) -> Iterator[Tensor]:
-        """A seeded choice of held-out images as the encoder's input, in batches (B, C, H, W)."""
-        chosen = self.held_out.choose(count, self.config.data.cut_seed)
-        views = views_for(self.encoder, chosen, self.config.data)
-        for batch in held_out_batches(views, self.config.data.batch_size or DRAWN_IMAGES_PER_BATCH):
+        """A seeded choice of held-out images as the encoder's input, in batches (B, C, H, W) on its device."""
+        for batch in self.batches(self.choose(count), DRAWN_IMAGES_PER_BATCH):
             for failure in batch.unreadable:
                 tqdm.write(f"warning: unreadable image, another takes its place: {failure}")
             yield batch.images.to(self.accelerator.device)
