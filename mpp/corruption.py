@@ -20,6 +20,7 @@ from mpp.config import CorruptionConfig, Grid, require
 from mpp.errors import UserError
 from mpp.runtime.randomness import RandomNumbers, Stream, uniforms
 
+Positions = NDArray[np.int64]
 MIN_RECTANGLE_PATCHES = 16  # of `blockwise`, as in BEiT
 MIN_RECTANGLE_RATIO = 0.3  # height / width of `blockwise`, as in BEiT; the highest is its inverse
 
@@ -64,14 +65,14 @@ def corrupted_count(rate: float, count: int, what: str = "patches") -> int:
 # --- patterns: (config, grid, random numbers) -> positions of the corrupted patches (K,) ---
 
 
-def random_patches(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
+def random_patches(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
     """Any K patches."""
     patches = math.prod(grid)
     order = np.argsort(numbers(patches), kind="stable")
     return order[: corrupted_count(config.rate, patches)]
 
 
-def square_blocks(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
+def square_blocks(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
     """Squares of `block` x `block` patches on their own grid, all or nothing (SimMIM).
 
     The rate is that of the squares: K is block**2 times floor(rate * squares + 1/2).
@@ -90,7 +91,7 @@ def square_blocks(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) 
     return np.flatnonzero(patches)
 
 
-def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
+def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
     """Rectangles anywhere, one after the other, until K patches are in one (BEiT, algorithm 1; MaskFeat).
 
     A rectangle has from 16 patches to as many as are left to corrupt, and is from 0.3 to 1 / 0.3 times as high as wide:
@@ -109,7 +110,7 @@ def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> N
     return np.flatnonzero(corrupted)
 
 
-def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> NDArray[np.int64]:
+def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
     """Rectangles of 0.15 to 0.2 of the patches anywhere, until K patches are in one (I-JEPA's targets).
 
     A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. The last one is
@@ -128,7 +129,7 @@ def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> 
     return np.flatnonzero(corrupted)
 
 
-PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, RandomNumbers], NDArray[np.int64]]] = {
+PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, RandomNumbers], Positions]] = {
     "random": random_patches,
     "blocks": square_blocks,
     "blockwise": blockwise,
@@ -171,9 +172,7 @@ def reading_rank(grid: Grid, number: float) -> NDArray[np.int64]:
     return rank
 
 
-def positions_to_drop(
-    config: CorruptionConfig, grid: Grid, positions: NDArray[np.int64], numbers: RandomNumbers
-) -> NDArray[np.int64]:
+def positions_to_drop(config: CorruptionConfig, grid: Grid, positions: Positions, numbers: RandomNumbers) -> Positions:
     """Positions (U,) that are neither seen nor predicted: those along an edge, of all but the corrupted ones."""
     others = np.setdiff1d(np.arange(math.prod(grid)), positions)
     seen = max(1, round(config.context * len(others)))

@@ -53,12 +53,6 @@ def unscale_pixels(scaled: Tensor) -> Tensor:
     return ((scaled + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def entropy_of(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) over the last dimension, in bits: (..., C) to (...)."""
-    distribution = torch.distributions.Categorical(logits=logits)
-    return distribution.entropy() / math.log(2)
-
-
 class Objective:
     """Targets of corrupted patches and their loss. A new objective sets `outputs`, and defines `targets` and `loss`.
 
@@ -117,7 +111,7 @@ class GridColor(Objective):
 
     shown = "colours of a grid over each patch"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3, grid: int | None = None):
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, grid: int | None = None):
         super().__init__(config, patch_size, channels)
         self.grid = grid or config.grid
         if patch_size % self.grid:
@@ -153,7 +147,7 @@ class GridColor(Objective):
 
     def entropy(self, predictions: Tensor) -> Tensor:
         logits = predictions.unflatten(-1, (-1, self.classes))  # (B, K, cells * S, classes)
-        entropy = entropy_of(logits)
+        entropy = torch.distributions.Categorical(logits=logits).entropy() / math.log(2)
         return entropy.unflatten(-1, (-1, self.palette.softmaxes)).sum(-1)
 
 
@@ -177,7 +171,7 @@ class MeanColor(GridColor):
 
     shown = "mean colours"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels, grid=1)
 
 
@@ -190,7 +184,7 @@ class Pixels(Objective):
 
     shown = "pixels"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
         self.palette = palette_for(config, channels)
         self.distance = DISTANCES[config.loss]
@@ -224,7 +218,7 @@ class NormalizedPixels(Pixels):
 
     shown = "pixels, put back by each patch's true mean and deviation"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
         self.palette = None
 
@@ -259,7 +253,7 @@ class Hog(Objective):
 
     shown = "HOG, as its edges"
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
         self.cell = min(config.cell, patch_size)
         if patch_size % self.cell:
@@ -336,7 +330,7 @@ def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
     return (1 - cosines).mean()
 
 
-def build_pixels(config: ObjectiveConfig, patch_size: int, channels: int = 3) -> Objective:
+def build_pixels(config: ObjectiveConfig, patch_size: int, channels: int) -> Objective:
     """Pixels, normalised by each patch's mean and deviation where `objective.normalize` is patch."""
     if config.normalize == "patch":
         return NormalizedPixels(config, patch_size, channels)

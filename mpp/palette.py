@@ -38,19 +38,18 @@ class Palette(NamedTuple):
         levels = mean_levels(sums, whole, self.bits)
         if self.factorized:
             return levels
-        first, *others = levels.unbind(-1)
-        number = first
-        for channel in others:
-            number = number * 2**self.bits + channel
-        return number[..., None]
+        return (levels * self.place_values(levels.device)).sum(-1, keepdim=True)
 
     def colors(self, classes: Tensor) -> Tensor:
         """The middle of each class's bin; (..., S) int64 to (..., C) uint8."""
         levels = 2**self.bits
         if not self.factorized:
-            powers = levels ** torch.arange(self.channels - 1, -1, -1, device=classes.device)
-            classes = classes // powers % levels
+            classes = classes // self.place_values(classes.device) % levels
         return ((2 * classes + 1) * 255 // (2 * levels)).to(torch.uint8)
+
+    def place_values(self, device: torch.device) -> Tensor:
+        """(C,): the class number of a level of each channel, where all channels together have one class."""
+        return 2 ** (self.bits * torch.arange(self.channels - 1, -1, -1, device=device))
 
     def count(self, classes: Tensor) -> Tensor:
         """Number of occurrences of each class: (n, cells * S) int64 to (S, classes) float64."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -34,7 +34,7 @@ from mpp.features.metrics import measure as measure_predictions
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
-from mpp.models.teachers import moving_average_decay, update_moving_average
+from mpp.models.teachers import Outputs, moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
@@ -50,17 +50,6 @@ from mpp.training.task import ImageTask
 from mpp.training.watch import read_verdict
 
 PANEL_IMAGES = 8
-
-
-class Outputs(NamedTuple):
-    """Predictions of a batch with their targets. B images, K corrupted patches."""
-
-    predictions: Tensor
-    """(B, K, outputs) float32."""
-    targets: Tensor
-    """(B, K, ...)."""
-    collapse_features: Tensor | None = None
-    """A teacher's features (B, K, D) by which a collapse is seen (see `FeatureTeacher`); None: there is no teacher."""
 
 
 class Pretraining(ImageTask):
@@ -135,10 +124,11 @@ class Pretraining(ImageTask):
         return loss, measure_predictions(self.objective, predictions, images, corruption)
 
     def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> Outputs:
-        """Predictions and targets of images (B, C, H, W): a network with a teacher has both, others predict alone."""
+        """Predictions and targets of images (B, C, H, W); the targets are the teacher's where there is one."""
         if self.predicts_features:
-            return Outputs(*model(images, corruption))
-        return Outputs(model(images, corruption), self.objective.targets(images, corruption.positions))
+            return model(images, corruption)
+        predictions = model(images, corruption)
+        return Outputs(predictions, self.objective.targets(images, corruption.positions))
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, if it is a moving average."""

@@ -5,7 +5,7 @@ a head.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from mpp.config import Grid, require
 from mpp.models.positions import interpolate_offsets, other_grid
 
 RELATIVE = ("relative", "relative_bias", "rope")
+PATCHES = "b (h w) d"  # patterns of einops: the patches of an image as one sequence,
+LINES = {"rows": "(b h) w d", "columns": "(b w) h d"}  # and as one for each line
 
 
 def gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
@@ -116,14 +118,6 @@ class Rotation(nn.Module):
         return apply_rot_embed_cat(vectors, angles).to(vectors.dtype)
 
 
-class AxisLines(NamedTuple):
-    """Patterns of einops that arrange tokens as lines for axial attention, and back."""
-
-    fold: str
-    unfold: str
-    sizes: dict[str, int]
-
-
 class PositionedAttention(Attention):
     """timm's attention, with positions that act within it: see `set_position`."""
 
@@ -131,7 +125,8 @@ class PositionedAttention(Attention):
         super().__init__(*args, **options)
         self.rotation: Rotation | None = None
         self.added: RelativeKeys | RelativeBiases | None = None
-        self.lines: AxisLines | None = None
+        self.grid: Grid = (0, 0)
+        self.lines: str | None = None
 
     def set_position(self, position: str, grid: Grid, prefix: int, along: str | None = None) -> None:
         """Let attention depend on the places of query and key.
@@ -145,13 +140,11 @@ class PositionedAttention(Attention):
         Raises:
             UserError: a position that does not go with these numbers.
         """
-        rows, columns = grid
-        if along == "rows":
-            self.lines = AxisLines("b (h w) d -> (b h) w d", "(b h) w d -> b (h w) d", {"h": rows})
-            grid = (1, columns)
-        elif along == "columns":
-            self.lines = AxisLines("b (h w) d -> (b w) h d", "(b w) h d -> b (h w) d", {"w": columns})
-            grid = (rows, 1)
+        self.grid = grid
+        if along is not None:
+            self.lines = LINES[along]
+            rows, columns = grid
+            grid = (1, columns) if along == "rows" else (rows, 1)
         if position == "relative":
             self.added = RelativeKeys(grid, prefix, self.head_dim)
         elif position == "relative_bias":
@@ -164,9 +157,10 @@ class PositionedAttention(Attention):
             raise NotImplementedError("this attention takes no mask")
         if self.lines is None:
             return attention_at(self, x, None)
-        fold, unfold, sizes = self.lines
-        attended = attention_at(self, rearrange(x, fold, **sizes), None)
-        return rearrange(attended, unfold, **sizes)
+        rows, columns = self.grid
+        lines = rearrange(x, f"{PATCHES} -> {self.lines}", h=rows, w=columns)
+        attended = attention_at(self, lines, None)
+        return rearrange(attended, f"{self.lines} -> {PATCHES}", h=rows, w=columns)
 
 
 def is_known(attention: nn.Module | None) -> bool:

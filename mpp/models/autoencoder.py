@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
 from mpp.models.attention import gather_tokens
-from mpp.models.blocks import block_at, run_blocks
+from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.positions import sincos_2d
 from mpp.models.timm_models import has_fused_attention, set_attention
@@ -140,13 +140,6 @@ class Decoder(nn.Module):
         tokens = tokens + self.positions
         tokens = run_blocks(self.blocks[:-1], tokens, checkpointed)
         return self.norm(block_at(self.blocks[-1], tokens, corrupted))
-
-
-def initialize(module: nn.Module) -> None:
-    """As timm's encoders: weights truncated normal of deviation 0.02, biases 0. (MAE: uniform by Xavier.)"""
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
 
 
 def decoder_numbers(config: NetworkConfig, encoder: VisionTransformer) -> tuple[int, int, int]:

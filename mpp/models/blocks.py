@@ -1,4 +1,4 @@
-"""Running the blocks of a Vision Transformer: with checkpointed activations, and the last block at a few tokens."""
+"""Blocks of a Vision Transformer: run with checkpointed activations, the last one at a few tokens; initial weights."""
 
 from collections.abc import Iterable
 
@@ -8,6 +8,13 @@ from torch.utils.checkpoint import checkpoint
 
 from mpp.models.attention import attention_at, gather_tokens, is_known
 from mpp.models.vit import PositionedBlock
+
+
+def initialize(module: nn.Module) -> None:
+    """As timm's encoders: weights truncated normal of deviation 0.02, biases 0. (MAE: uniform by Xavier.)"""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
 
 
 def run_blocks(blocks: Iterable[nn.Module], tokens: Tensor, checkpointed: bool) -> Tensor:

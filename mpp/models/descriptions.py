@@ -24,12 +24,15 @@ def saved_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def saved_section(folder: Path, name: str) -> dict[str, Any]:
+    """A section of the config.json of an encoder folder; empty where it is missing or no section."""
+    section = saved_config(folder).get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def trained_on(folder: Path, entry: str) -> Any:
     """The `mean`, `std` or `input_size` (height and width) of an exported encoder's images. None: unknown."""
-    description = saved_config(folder).get("pretrained_cfg")
-    if not isinstance(description, dict):
-        return None
-    value = description.get(entry)
+    value = saved_section(folder, "pretrained_cfg").get(entry)
     if not value:
         return None
     if entry == "input_size":
@@ -39,9 +42,7 @@ def trained_on(folder: Path, entry: str) -> Any:
 
 def stride_of(folder: Path) -> int | None:
     """Pixels from one patch to the next of an exported encoder of `mpp_vit`; None: unknown."""
-    arguments = saved_config(folder).get("model_args")
-    if not isinstance(arguments, dict):
-        return None
+    arguments = saved_section(folder, "model_args")
     return arguments.get("stride") or arguments.get("patch_size")
 
 
@@ -58,8 +59,7 @@ def how_read(encoder: str) -> dict[str, Any]:
     """
     if is_named(encoder) or Path(encoder).is_file():
         return {}
-    folder = encoder_folder(Path(encoder))
-    saved = saved_config(folder).get("data") or {}  # a broken file is refused when the encoder is loaded
+    saved = saved_section(encoder_folder(Path(encoder)), "data")  # a broken file is refused when the encoder is loaded
     return {name: saved[name] for name in HOW_READ if name in saved}
 
 

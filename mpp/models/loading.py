@@ -48,7 +48,7 @@ class WeightsFile(NamedTuple):
         """Raise UserError where the model has weights that the file lacks, or the other way round."""
         problem = misfit(missing, left_over)
         if problem:
-            raise UserError(f"{self.setting} is {self.path}; it must be the weights {self.model}; {problem}")
+            raise self.refusal(problem)
 
     def require_names(self, model_names: Collection[str], names: Collection[str]) -> None:
         """Raise UserError where the file's names (without wrapper) are not those of the model."""
@@ -56,9 +56,9 @@ class WeightsFile(NamedTuple):
         left_over = [name for name in names if name not in model_names]
         self.require_fit(missing, left_over)
 
-    def refusal(self, error: Exception) -> UserError:
-        """The error of weights that torch refuses, such as those of other shapes."""
-        return UserError(f"{self.setting} is {self.path}; it must be the weights {self.model}: {first_lines(error)}")
+    def refusal(self, problem: str) -> UserError:
+        """The error of weights that do not fit."""
+        return UserError(f"{self.setting} is {self.path}; it must be the weights {self.model}; {problem}")
 
 
 def load_weights(encoder: VisionTransformer, path: Path) -> None:
@@ -82,7 +82,7 @@ def load_weights(encoder: VisionTransformer, path: Path) -> None:
         file.require_names(model_names, state)
         raise
     except RuntimeError as error:
-        raise file.refusal(error) from error
+        raise file.refusal(first_lines(error)) from error
 
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:
@@ -163,7 +163,7 @@ def load_timm_model(create: Callable[..., nn.Module], file: WeightsFile, overlay
             model = load()
     except RuntimeError as error:
         file.require_names(names_of_model(create), names)
-        raise file.refusal(error) from error
+        raise file.refusal(first_lines(error)) from error
     model.pretrained_cfg.pop("state_dict", None)
     missing = missing_weights(model, names, load)
     left_over = [name for name in unexpected if not is_of_head(name, model)]

@@ -2,8 +2,8 @@
 
 A network is a module with an `encoder`, which is exported, a `normalize` for its input, and two texts for the model
 card: its `method`, and the parts `on_top` of the encoder. It turns images (B, C, H, W) and their corruption into
-predictions (B, K, outputs); with a teacher, into predictions and targets. To add one, write such a module and name it
-in NETWORKS.
+predictions (B, K, outputs). To add one, write such a module and name it in NETWORKS. `StudentWithTeacher` joins a
+network and a teacher, and returns targets with the predictions.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,13 +44,15 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
     encoder = build_encoder(config.model, channels)
     mean, std = config.model.normalization(channels)
     _, patch_size = cell_grid(encoder)
-    if config.objective.name != "features":
-        objective = build_objective(config.objective, patch_size, channels)
-        return build_network(config.network, encoder, objective.outputs, mean, std), objective
-
-    teacher = build_teacher(config.objective, encoder, Normalize(mean, std))
-    objective = build_objective(config.objective, patch_size, channels, teacher.width)
+    teacher = None
+    teacher_width = None
+    if config.objective.name == "features":
+        teacher = build_teacher(config.objective, encoder, Normalize(mean, std))
+        teacher_width = teacher.width
+    objective = build_objective(config.objective, patch_size, channels, teacher_width)
     network = build_network(config.network, encoder, objective.outputs, mean, std)
+    if teacher is None:
+        return network, objective
     return StudentWithTeacher(network, teacher, config.objective), objective
 
 

@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import Corruption, corrupt
-from mpp.models.blocks import block_at, run_blocks
+from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.pixel_masking import PixelMasking
 
@@ -40,8 +40,7 @@ class MaskedPatchPredictor(nn.Module):
         self.mask_token = nn.Parameter(torch.empty(encoder.embed_dim))
         self.head = nn.Linear(encoder.embed_dim, outputs)
         nn.init.trunc_normal_(self.mask_token, std=0.02)  # the paper does not say: as the other embeddings
-        nn.init.trunc_normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
+        initialize(self.head)
 
     def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Predict what each corrupted patch looked like.

@@ -7,7 +7,7 @@ B images, N patches of the student's grid, K corrupted patches, D width of the t
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -150,6 +150,17 @@ def teacher_depths(encoder: nn.Module, config: ObjectiveConfig) -> int:
     return depths
 
 
+class Outputs(NamedTuple):
+    """Predictions of a batch with their targets. B images, K corrupted patches."""
+
+    predictions: Tensor
+    """(B, K, outputs)."""
+    targets: Tensor
+    """(B, K, ...)."""
+    collapse_features: Tensor | None = None
+    """A teacher's features (B, K, D) that show a collapse (see `FeatureTeacher`); None: there is no teacher."""
+
+
 class StudentWithTeacher(nn.Module):
     """A network that learns, and the teacher whose features it predicts.
 
@@ -163,18 +174,24 @@ class StudentWithTeacher(nn.Module):
         super().__init__()
         self.student = student
         self.teacher = teacher
-        self.config = config
+        frozen = config.frozen_teacher
+        if frozen:
+            predicted = f"{frozen}, a frozen encoder"
+        else:
+            predicted = f"its own moving average. This encoder is the {EXPORTED[config.export]}"
+        self.method = f"{student.method}. It predicted the features of {predicted}"
+        height, width = teacher.img_size
+        self.on_top = f"{student.on_top}, a teacher that sees {height} x {width} pixels"
 
-    def forward(self, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor, Tensor]:
-        """Predictions, targets and features that show a collapse, (B, K, D) each.
+    def forward(self, images: Tensor, corruption: Corruption) -> Outputs:
+        """Predictions of the student and targets of the teacher.
 
         Args:
             images: (B, C, H, W) from 0 to 255.
             corruption: of these images.
         """
         predictions = self.student(images, corruption)
-        targets, collapse_features = self.teacher(images, corruption.positions)
-        return predictions, targets, collapse_features
+        return Outputs(predictions, *self.teacher(images, corruption.positions))
 
     @property
     def encoder(self) -> VisionTransformer:
@@ -185,21 +202,6 @@ class StudentWithTeacher(nn.Module):
     def normalize(self) -> Normalize:
         """The normalisation of its input."""
         return self.student.normalize
-
-    @property
-    def method(self) -> str:
-        """For the model card."""
-        predicted = f"{self.student.method}. It predicted the features of"
-        frozen = self.config.frozen_teacher
-        if frozen:
-            return f"{predicted} {frozen}, a frozen encoder"
-        return f"{predicted} its own moving average. This encoder is the {EXPORTED[self.config.export]}"
-
-    @property
-    def on_top(self) -> str:
-        """For the model card."""
-        height, width = self.teacher.img_size
-        return f"{self.student.on_top}, a teacher that sees {height} x {width} pixels"
 
 
 def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize: Normalize) -> FeatureTeacher:
