@@ -1,4 +1,4 @@
-"""Image files and tar shards that tests write, in formats beyond those of `encoded`."""
+"""Image files and tar shards that tests write, in formats beyond those of `encoded`, and their decoding."""
 
 import io
 import os
@@ -8,6 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import tifffile
+from torch import Tensor
+
+from mpp.config import ImagesConfig
+from mpp.data.decoding.decode import decode
+
+
+def decode_with(image: bytes | np.ndarray, **settings) -> Tensor:
+    """An image as pixels (C, H, W); `settings` are those of `data`."""
+    return decode(image, ImagesConfig(**settings))
 
 
 def tiff(pixels: np.ndarray, **options) -> bytes:

@@ -62,7 +62,8 @@ def test_other_files_are_not_taken_for_a_cache(monkeypatch, tmp_path, file):
     """Neither what lies elsewhere, nor a cache that can be written."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     error = PermissionError(errno.EACCES, "Permission denied", file and file.format(cache=tmp_path))
-    assert unwritable_cache(error) is None and user_message(error) == str(error)
+    assert unwritable_cache(error) is None
+    assert user_message(error) == str(error)
 
 
 def test_images_are_not_blamed_for_the_cache(monkeypatch, tmp_path):

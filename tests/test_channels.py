@@ -250,7 +250,9 @@ def test_two_processes_are_one(four, tmp_path):
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert one == pytest.approx(two, rel=1e-5)
     means = [read_saved(tmp_path / name / "config.yaml")["model"]["mean"] for name in ("one", "two")]
-    assert means[0] == means[1] and len(means[0]) == 4 and f"measured: model.mean {means[0]}" in dying.said
+    assert means[0] == means[1]
+    assert len(means[0]) == 4
+    assert f"measured: model.mean {means[0]}" in dying.said
 
 
 def die_once():
@@ -287,7 +289,8 @@ def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, b
 def test_one_of_both_may_be_measured(pretrain, four, capsys):
     folder = pretrain(*four, "--model.mean=auto")
     model = read_saved(folder / "config.yaml")["model"]
-    assert len(model["mean"]) == 4 and model["std"] == 0.5
+    assert len(model["mean"]) == 4
+    assert model["std"] == 0.5
     assert f"measured: model.mean {model['mean']}, model.std [0.5, 0.5, 0.5, 0.5]" in capsys.readouterr().out
 
 
@@ -326,7 +329,8 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     learned = find_labelled_images(str(run)).source
     assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
     said = image_arguments(learned)
-    assert "--data.bands '[4, 2]'" in said and "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said
+    assert "--data.bands '[4, 2]'" in said
+    assert "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said
     knn.main([f"--encoder={run}", "--neighbours=3", "--precision=fp32", "--threads=1", "--data.workers=0"])
 
 
@@ -431,7 +435,8 @@ def test_color_floors_of_many_channels():
         images = images_of(channels, 16, 16)
         (colors,) = load_frozen_encoder("floor:colors", channels=channels, img_size=16)(images, "mean", [1])
         (pixels,) = load_frozen_encoder("floor:pixels", channels=channels, img_size=16)(images, "mean", [1])
-        assert colors.shape == (2, count) and colors.sum() == 2 * 64 * (channels if channels == 7 else 1)
+        assert colors.shape == (2, count)
+        assert colors.sum() == 2 * 64 * (channels if channels == 7 else 1)
         cells = images.unflatten(2, (8, 2)).unflatten(4, (8, 2)).mean((3, 5)) / 255  # (B, C, 8, 8)
         torch.testing.assert_close(pixels.view(2, 64, channels), cells.flatten(2).transpose(1, 2))
 
@@ -441,7 +446,8 @@ def test_memory_is_counted_for_these_channels():
     pixels = ObjectiveConfig(name="pixels")
     few = peak_memory(Config(data=DataConfig(channels=1), objective=pixels), 4)
     many = peak_memory(Config(data=DataConfig(channels=8), objective=pixels), 4)
-    assert many["weights"] > few["weights"] and many["total"] > few["total"]
+    assert many["weights"] > few["weights"]
+    assert many["total"] > few["total"]
 
 
 def test_encoders_of_timm_are_built_for_the_images(tmp_path):

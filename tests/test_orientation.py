@@ -10,14 +10,14 @@ import torch
 from conftest import encoded
 from hypothesis import given
 from hypothesis import strategies as st
-from image_files import npy, tiff
+from image_files import decode_with, npy, tiff
 from imagecodecs import png_encode
 from PIL import Image, ImageOps
+from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import LUMA_WEIGHTS
-from mpp.data.decoding.decode import decode
 from mpp.data.decoding.orientation import stored_orientation
 from mpp.features.frozen import to_pixels
 
@@ -26,6 +26,7 @@ PICTURE = np.stack([CORNERS, CORNERS // 2, 255 - CORNERS], -1)  # 32 x 64: all e
 JPEG = encoded(PICTURE, "JPEG", quality=95, subsampling=0)
 JFIF_END = 2 + 2 + struct.unpack(">H", JPEG[4:6])[0]
 PNG_HEADER = 8 + 4 + 4 + 13 + 4
+PNG_END = 12  # bytes of the last chunk
 every_orientation = pytest.mark.parametrize("orientation", range(1, 9))
 
 
@@ -34,9 +35,11 @@ def segment(marker: int, payload: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
 
 
-def chunk(kind: bytes, payload: bytes) -> bytes:
-    """A chunk of a PNG file."""
-    return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
+def png_with_exif(png: bytes, payload: bytes, place: int = PNG_HEADER) -> bytes:
+    """A PNG file with a chunk of EXIF."""
+    checked = b"eXIf" + payload
+    chunk = struct.pack(">I", len(payload)) + checked + struct.pack(">I", zlib.crc32(checked))
+    return png[:place] + chunk + png[place:]
 
 
 def exif(orientation: int, order: str = "<") -> bytes:
@@ -51,6 +54,11 @@ def xmp(orientation: int | None = None) -> bytes:
     return b"http://ns.adobe.com/xap/1.0/\0" + f"<x:xmpmeta xmlns:x='adobe:ns:meta/'{said}/>".encode()
 
 
+def exif_segment(orientation: int, order: str = "<") -> bytes:
+    """A segment of a JPEG file with its orientation."""
+    return segment(0xE1, b"Exif\0\0" + exif(orientation, order))
+
+
 def jpeg_of(*segments: bytes) -> bytes:
     return JPEG[:2] + b"".join(segments) + JPEG[JFIF_END:]
 
@@ -59,6 +67,12 @@ def transposed(data: bytes) -> np.ndarray:
     """What PIL's own exif_transpose makes of a file, (3, H, W)."""
     with Image.open(io.BytesIO(data)) as image:
         return np.array(ImageOps.exif_transpose(image).convert("RGB")).transpose(2, 0, 1).astype(int)
+
+
+def assert_close(decoded: Tensor, expected: np.ndarray) -> None:
+    """Values of the same shape differ by what JPEG loses."""
+    assert decoded.shape == expected.shape
+    assert abs(decoded.numpy() - expected).max() <= 3
 
 
 OTHERS = {
@@ -77,49 +91,47 @@ OTHERS = {
 )
 def test_any_order_of_segments_is_one_picture(orientation, order, others, place):
     segments = [OTHERS[name] for name in others]
-    data = jpeg_of(*segments[:place], segment(0xE1, b"Exif\0\0" + exif(orientation, order)), *segments[place:])
-    decoded, expected = decode(data, ImagesConfig()), transposed(data)
-    assert decoded.shape == expected.shape and abs(decoded.numpy() - expected).max() <= 3
-
-
-WAYS = {
-    "RGB": ({}, True),
-    "grey": ({"channels": 1}, True),
-    "bands": ({"bands": (1, 2, 3)}, True),
-    "by PIL": ({}, False),
-    "grey by PIL": ({"channels": 1}, False),
-}
+    data = jpeg_of(*segments[:place], exif_segment(orientation, order), *segments[place:])
+    assert_close(decode_with(data), transposed(data))
 
 
 @every_orientation
-@pytest.mark.parametrize("way", WAYS)
-def test_every_decoder_of_jpeg_turns_alike(way, orientation, monkeypatch):
-    settings, by_torchvision = WAYS[way]
+@pytest.mark.parametrize(
+    ("settings", "by_torchvision"),
+    [
+        pytest.param({}, True, id="RGB"),
+        pytest.param({"channels": 1}, True, id="grey"),
+        pytest.param({"bands": (1, 2, 3)}, True, id="bands"),
+        pytest.param({}, False, id="by PIL"),
+        pytest.param({"channels": 1}, False, id="grey by PIL"),
+    ],
+)
+def test_every_decoder_of_jpeg_turns_alike(settings, by_torchvision, orientation, monkeypatch):
     if not by_torchvision:
         monkeypatch.setattr("mpp.data.decoding.pictures.decode_jpeg", None)
-    data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
-    decoded, expected = decode(data, ImagesConfig(**settings)).numpy(), transposed(data)
-    if decoded.shape[0] == 1:
+    data = jpeg_of(OTHERS["XMP"], exif_segment(orientation))
+    expected = transposed(data)
+    if settings.get("channels") == 1:
         expected = np.tensordot(LUMA_WEIGHTS, expected, 1)[None]
-    assert decoded.shape == expected.shape and abs(decoded - expected).max() <= 3
+    assert_close(decode_with(data, **settings), expected)
 
 
 @pytest.mark.parametrize("of_exif", [None, 1, 6])
 def test_orientation_of_xmp_counts_where_exif_has_none(of_exif):
     segments = [segment(0xE1, xmp(3))]
     if of_exif is not None:
-        segments.append(segment(0xE1, b"Exif\0\0" + exif(of_exif)))
+        segments.append(exif_segment(of_exif))
     data = jpeg_of(*segments)
     assert stored_orientation(data) == (of_exif or 3)
-    assert abs(decode(data, ImagesConfig()).numpy() - transposed(data)).max() <= 3
+    assert_close(decode_with(data), transposed(data))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_jpegs_without_orientation_keep_their_bits(channels):
     mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-    for data in (JPEG, jpeg_of(*OTHERS.values()), jpeg_of(segment(0xE1, b"Exif\0\0" + exif(1)))):
+    for data in (JPEG, jpeg_of(*OTHERS.values()), jpeg_of(exif_segment(1))):
         plain = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=mode)
-        assert torch.equal(decode(data, ImagesConfig(channels=channels)), plain)
+        assert torch.equal(decode_with(data, channels=channels), plain)
 
 
 @every_orientation
@@ -127,12 +139,9 @@ def test_jpegs_without_orientation_keep_their_bits(channels):
 @pytest.mark.parametrize("bits", [8, 16])
 def test_png_of_any_depth_is_turned(bits, behind, orientation):
     plain = encoded(PICTURE) if bits == 8 else png_encode(PICTURE.astype(np.uint16) * 257)
-    at = len(plain) - 12 if behind else PNG_HEADER
-    data = plain[:at] + chunk(b"eXIf", exif(orientation)) + plain[at:]
-    eight = encoded(PICTURE)
-    expected = transposed(eight[:PNG_HEADER] + chunk(b"eXIf", exif(orientation)) + eight[PNG_HEADER:])
-    decoded = decode(data, ImagesConfig())
-    assert np.array_equal(decoded, expected) and stored_orientation(data) == orientation
+    data = png_with_exif(plain, exif(orientation), len(plain) - PNG_END if behind else PNG_HEADER)
+    assert np.array_equal(decode_with(data), transposed(png_with_exif(encoded(PICTURE), exif(orientation))))
+    assert stored_orientation(data) == orientation
 
 
 @every_orientation
@@ -149,8 +158,8 @@ def test_tiff_is_turned_once(kind, orientation):
         "written by PIL": lambda: encoded(PICTURE, "TIFF", tiffinfo={274: orientation}),
     }
     data = made[kind]()
-    config = ImagesConfig(range=(0, 255)) if kind == "float" else ImagesConfig()
-    assert np.array_equal(decode(data, config), transposed(turned_tiff(PICTURE)))
+    settings = {"range": (0, 255)} if kind == "float" else {}
+    assert np.array_equal(decode_with(data, **settings), transposed(turned_tiff(PICTURE)))
     assert stored_orientation(data) == orientation
 
 
@@ -159,12 +168,12 @@ def test_webp_is_turned(orientation):
     exif_of_pil = Image.Exif()
     exif_of_pil[274] = orientation
     data = encoded(PICTURE, "WEBP", lossless=True, exif=exif_of_pil)
-    assert np.array_equal(decode(data, ImagesConfig()), transposed(data))
+    assert np.array_equal(decode_with(data), transposed(data))
 
 
 @every_orientation
 def test_an_image_of_pil_is_turned(orientation):
-    data = jpeg_of(OTHERS["XMP"], segment(0xE1, b"Exif\0\0" + exif(orientation)))
+    data = jpeg_of(OTHERS["XMP"], exif_segment(orientation))
     with Image.open(io.BytesIO(data)) as image:
         assert np.array_equal(to_pixels(image, ImagesConfig()), transposed(data))
 
@@ -176,10 +185,9 @@ BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere"
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 def test_a_broken_note_breaks_no_picture(broken):
     data = jpeg_of(segment(0xE1, b"Exif\0\0" + broken))
-    assert torch.equal(decode(data, ImagesConfig()), decode(JPEG, ImagesConfig()))
-    plain = encoded(PICTURE)
-    data = plain[:PNG_HEADER] + chunk(b"eXIf", broken) + plain[PNG_HEADER:]
-    assert np.array_equal(decode(data, ImagesConfig()).permute(1, 2, 0), PICTURE)
+    assert torch.equal(decode_with(data), decode_with(JPEG))
+    data = png_with_exif(encoded(PICTURE), broken)
+    assert np.array_equal(decode_with(data).permute(1, 2, 0), PICTURE)
 
 
 def test_arrays_have_no_orientation():

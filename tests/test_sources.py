@@ -305,6 +305,15 @@ def test_a_card_says_what_the_splits_are(tmp_path):
         load_splits(DataConfig(path=str(tmp_path), name="b"))
 
 
+def test_a_stream_of_image_files_that_a_card_declares_is_refused(image_folder):
+    files = "{split: train, path: 'cat/*'}, {split: test, path: 'dog/*'}"
+    configs = f"configs:\n- {{config_name: default, data_files: [{files}]}}"
+    (image_folder / "README.md").write_text(f"---\n{configs}\n---\n")
+    assert sizes_of_splits(image_folder) == {"train": 6, "test": 6}
+    with pytest.raises(UserError, match=r"data\.path holds image files, no shards: leave out data\.streaming"):
+        load_splits(DataConfig(path=str(image_folder)), streaming=True)
+
+
 @pytest.mark.parametrize("where", ["another split", "the same split"])
 def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path, where):
     """The library takes the first file's for all."""

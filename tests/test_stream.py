@@ -279,7 +279,8 @@ def test_what_a_stream_is_known_by_are_its_shards(parquet, tmp_path):
     folder = shutil.copytree(parquet, tmp_path / "data")
     before = list_stream_files(DataConfig(path=str(folder)))
     (folder / "README.md").write_text("what this is")
-    assert len(before) == SHARDS + 1 and list_stream_files(DataConfig(path=str(folder))) == before
+    assert len(before) == SHARDS + 1
+    assert list_stream_files(DataConfig(path=str(folder))) == before
 
 
 @pytest.mark.faults
@@ -291,8 +292,10 @@ def test_pictures_and_files_of_a_streamed_run_load_what_it_kept(pretrain, parque
     export.main([f"--encoder={folder}", *words])
     visualize.main([f"--encoder={folder}", "--pictures=[rank, accuracy_by_depth]", "--precision=fp32"])
     said = capsys.readouterr().out
-    assert "rank.png" in said and "no accuracy_by_depth: the images are a stream" in said
-    assert "wrote" in said and (tmp_path / "encoder.pt2").is_file()
+    assert "rank.png" in said
+    assert "no accuracy_by_depth: the images are a stream" in said
+    assert "wrote" in said
+    assert (tmp_path / "encoder.pt2").is_file()
 
 
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):
@@ -433,7 +436,8 @@ def test_a_folder_sorted_by_class_is_mixed(tmp_path):
         file.write_bytes(encoded(picture(number, (8, 8))))
     data = DataConfig(path=str(tmp_path), streaming=True, eval_fraction=0.2)
     shards, known, held_out = load_streamed(data, 40, 40)
-    assert len(set(held_out.labels)) == 4 and len(set(known.labels)) == 4
+    assert len(set(held_out.labels)) == 4
+    assert len(set(known.labels)) == 4
     for shard in range(3):
         rows = itertools.chain.from_iterable(shards.blocks(shard, 8))
         assert len({Path(row["image"]["path"]).parent.name for row in rows}) > 1
