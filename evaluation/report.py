@@ -40,7 +40,7 @@ def report(config: ReportConfig) -> Path:
     missing: Missing = {}
     sections = [
         Section("curves", "Curves", curves_of_run(history, missing)),
-        Section("features", "What the features know", features_blocks(config, folder, history, missing)),
+        Section("features", "Evaluation of the features", features_blocks(config, folder, history, missing)),
         *picture_sections(config, folder, history, missing),
         Section("images", "Unreadable images", unreadable_blocks(folder)),
         Section("settings", "Settings, and how to repeat this", settings_blocks(folder)),

@@ -1,5 +1,6 @@
 """Pages on finished, broken and hostile runs: their content, that they load nothing, and that they run no script."""
 
+import html
 import json
 import re
 import shutil
@@ -27,9 +28,7 @@ FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--images=2", "--
 SCRIPT = "<script>alert(1)<script>"  # a name of a file may have no slash
 IMAGE = '"><img src=x onerror=alert(2)>'
 VOID = {"meta", "link", "img", "br", "input", "hr"}
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class ParsedPage(HTMLParser):
@@ -37,7 +36,10 @@ class ParsedPage(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags, self.open, self.attributes, self.text = Counter(), [], [], []
+        self.tags = Counter()
+        self.open = []  # tags
+        self.attributes = []  # (tag, name, value)
+        self.text = []
         self.feed(text)
         self.close()
         assert self.open == [], self.open
@@ -63,12 +65,18 @@ class ParsedPage(HTMLParser):
         if not self.open or self.open[-1] != "style":
             self.text.append(data)
 
-    def values(self, name: str, of: str | None = None) -> list[str]:
-        return [value for tag, each, value in self.attributes if each == name and of in (None, tag)]
+    def values(self, name: str) -> list[str]:
+        """The values of an attribute."""
+        return [value for _, attribute, value in self.attributes if attribute == name]
+
+    @property
+    def words(self) -> str:
+        """The text, with single spaces."""
+        return " ".join("".join(self.text).split())
 
 
-def read(path: Path) -> tuple[ParsedPage, str]:
-    """A page and its words, after checks that hold for all pages."""
+def read(path: Path) -> ParsedPage:
+    """A page, after checks that hold for all pages."""
     text = path.read_text()
     assert len(text) < 5e6 and text.startswith("<!DOCTYPE html>")
     page = ParsedPage(text)
@@ -83,9 +91,25 @@ def read(path: Path) -> tuple[ParsedPage, str]:
         else:
             assert link == "data:," or re.match(r"[\w.%-]+/|\.\./", link), link
     assert "url(" not in text
-    assert len(page.values("alt", "img")) == page.tags["img"] and all(page.values("alt", "img"))
+    alts = page.values("alt")
+    assert len(alts) == page.tags["img"]
+    assert all(alts)
     assert not re.search(r"https?://", text)
-    return page, " ".join("".join(page.text).split())
+    return page
+
+
+def assert_has(page: ParsedPage, *expected: str) -> None:
+    """Assert that the words of a page include all of these."""
+    words = page.words
+    assert [each for each in expected if each not in words] == []
+
+
+def write_images(folder: Path, count: int, mode: str = "RGB") -> Path:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        image = Image.fromarray(picture(number)).convert(mode)
+        (folder / f"{number}.png").write_bytes(encoded(image))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -109,85 +133,77 @@ def hostile(tmp_path_factory):
     return folder
 
 
-def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile, capsys):
-    page, words = read(hostile / "report.html")
-    for expected in (
-        *("Verdict", "Masked-patch accuracy", "copy baseline", "kNN", "random weights", "pixel colours"),
-        *("4 of 4 steps of 8 images", "Loss", "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank"),
-        *("Nearest neighbours", "Predicted best", "Predicted worst", "1 images could not be decoded", "50.0 ± 10.0"),
-        *(
-            "Settings that differ",
-            "mpp pretrain",
-            "--run.precision=fp32",
-            "Versions and machine",
-            "torn.json: it is no report of an evaluation",
-        ),
-        *(SCRIPT, f"5 {SCRIPT}", IMAGE, "Gradient norm", "Waiting for data"),
-    ):
-        assert expected in words, expected
-    assert "svg" not in page.tags and page.tags["img"] >= 15
-    assert "<title>" + str(hostile).replace("<", "&lt;").replace(">", "&gt;") in (hostile / "report.html").read_text()
+def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile):
+    file = hostile / "report.html"
+    page = read(file)
+    assert_has(page, "Verdict", "Masked-patch accuracy", "copy baseline", "kNN", "random weights", "pixel colours")
+    assert_has(page, "4 of 4 steps of 8 images", "Loss", "Gradient norm", "Waiting for data")
+    assert_has(page, "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank")
+    assert_has(page, "Nearest neighbours", "Predicted best", "Predicted worst")
+    assert_has(page, "1 images could not be decoded", "50.0 ± 10.0", "torn.json: it is no report of an evaluation")
+    assert_has(page, "Settings that differ", "mpp pretrain", "--run.precision=fp32", "Versions and machine")
+    assert_has(page, SCRIPT, f"5 {SCRIPT}", IMAGE)
+    assert "svg" not in page.tags
+    assert page.tags["img"] >= 15
+    assert f"<title>{html.escape(str(hostile))}" in file.read_text()
 
 
 @pytest.mark.faults
 def test_the_same_again_draws_nothing_anew(hostile, tmp_path, monkeypatch):
     monkeypatch.setattr("evaluation.pages.picture_sections.PICTURES", {})
-    report([f"--encoder={hostile}", f"--out={tmp_path / 'again.html'}", *FAST])
-    assert read(tmp_path / "again.html")[0].tags["img"] == read(hostile / "report.html")[0].tags["img"]
+    again = tmp_path / "again.html"
+    report([f"--encoder={hostile}", f"--out={again}", *FAST])
+    assert read(again).tags["img"] == read(hostile / "report.html").tags["img"]
 
 
 @pytest.mark.faults
 def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pretrain, tmp_path):
-    (tmp_path / "plain").mkdir()
-    for number in range(16):
-        (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(Image.fromarray(picture(number)).convert("L")))
+    images = write_images(tmp_path / "plain", 16, mode="L")
     settings = ("--objective.name=hog", "--data.channels=1", "--probe.every=4", "--data.eval_fraction=0.5")
-    run = pretrain(*settings, f"--data.path={tmp_path / 'plain'}", "--model.position=rope", "--run.steps=5")
+    run = pretrain(*settings, f"--data.path={images}", "--model.position=rope", "--run.steps=5")
     report([f"--encoder={run}/encoder", *FAST])
-    _, words = read(run / "report.html")
-    for expected in (
-        *("Accuracy on masked patches: this run predicts no colours", "kNN accuracy: the images have no labels"),
-        *(
-            "positions: rotary positions",
-            "Neighbours that agree between two crops",
-            "Few-shot, linear probe: not asked for",
-        ),
-        *("Held-out loss", "hog"),
-    ):
-        assert expected in words, expected
-    (tmp_path / "plain").rename(tmp_path / "away")
-    report([f"--encoder={run}", f"--out={tmp_path / 'again.html'}", *FAST])
-    page, words = read(tmp_path / "again.html")
-    assert "Pictures: the images of" in words and page.tags["img"] >= 3  # those that were drawn
+    page = read(run / "report.html")
+    assert_has(page, "Accuracy on masked patches: this run predicts no colours")
+    assert_has(page, "kNN accuracy: the images have no labels", "Neighbours that agree between two crops")
+    assert_has(page, "positions: rotary positions", "Few-shot, linear probe: not asked for")
+    assert_has(page, "Held-out loss", "hog")
+
+    images.rename(tmp_path / "away")
+    again = tmp_path / "again.html"
+    report([f"--encoder={run}", f"--out={again}", *FAST])
+    page = read(again)
+    assert_has(page, "Pictures: the images of")
+    assert page.tags["img"] >= 3  # pictures that were drawn before
 
 
 def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     shutil.rmtree(run / "encoder")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = run / "metrics.jsonl"
     old = ""
-    for line in lines:
+    for text in metrics.read_text().splitlines():
+        line = json.loads(text)
+        line.pop("heldout/two_nearest", None)
         if line["step"] < 4:
-            old += json.dumps({name: value for name, value in line.items() if "two_nearest" not in name}) + "\n"
-    (run / "metrics.jsonl").write_text(old + '{"step": 4, "lo')
+            old += json.dumps(line) + "\n"
+    metrics.write_text(old + '{"step": 4, "lo')
     (run / "verdict.json").unlink()
-    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "of_an_older_length: 1\n")
+    with (run / "config.yaml").open("a") as config:
+        config.write("of_an_older_length: 1\n")
     report([f"--encoder={run}", *FAST])
-    _, words = read(run / "report.html")
-    for expected in (
-        *("The run is not finished: it logged 3 of 4 steps", "Pictures: there is no encoder yet"),
-        *("Held-out figures: the run has not been evaluated yet", "the command that started the run continues it"),
-        *("Verdict: no evaluation has written verdict.json", "config.yaml is not one of today's", "Not evaluated yet"),
-    ):
-        assert expected in words, expected
+    page = read(run / "report.html")
+    assert_has(page, "The run is not finished: it logged 3 of 4 steps", "Not evaluated yet")
+    assert_has(page, "the command that started the run continues it")
+    assert_has(page, "Pictures: there is no encoder yet", "Held-out figures: the run has not been evaluated yet")
+    assert_has(page, "Verdict: no evaluation has written verdict.json", "config.yaml is not one of today's")
 
 
 @pytest.mark.faults
 def test_other_trainings_have_pages(tmp_path):
-    contrastive.main([*TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=1"])
-    report([f"--encoder={tmp_path / 'run'}", *FAST])
-    _, words = read(tmp_path / "run" / "report.html")
-    assert "only a pre-training run predicts patches" in words and "mpp contrastive" in words
+    run = tmp_path / "run"
+    contrastive.main([*TINY, f"--run.dir={run}", "--run.steps=1"])
+    report([f"--encoder={run}", *FAST])
+    assert_has(read(run / "report.html"), "only a pre-training run predicts patches", "mpp contrastive")
 
 
 @pytest.mark.parametrize("what", ["empty", "nowhere"])
@@ -201,17 +217,28 @@ def test_what_is_no_run_is_one_line(what, finished_run, tmp_path):
 
 
 def test_every_part_of_a_page_is_escaped():
-    links, evil = [Link(SCRIPT, f"#{SCRIPT}")], f"{SCRIPT}{IMAGE}&"
-    with_all = [
-        Table([evil], [[evil], links, [links]], evil),
+    evil = f"{SCRIPT}{IMAGE}&"
+    link = Link(SCRIPT, f"#{SCRIPT}")
+    blocks = [
+        Table([evil], [[evil], [link], [[link]]], evil),
         Table([evil], [[evil]], evil, folded=True),
-        *(Text(evil), Text(evil, code=True)),
+        Text(evil),
+        Text(evil, code=True),
         as_picture(Image.new("RGB", (4, 4)), evil, evil),
     ]
-    page = Page(evil, evil, [(evil, links[0])], [evil], [Section(evil, evil, with_all)], {evil: evil})
-    page = ParsedPage(render(page))
-    assert not page.tags["script"] and page.tags["img"] == 1 and not page.values("onerror")
-    assert "".join(page.text).count(evil) == 19
+    page = Page(
+        title=evil,
+        subtitle=evil,
+        verdict=[(evil, link)],
+        warnings=[evil],
+        sections=[Section(evil, evil, blocks)],
+        missing={evil: evil},
+    )
+    parsed = ParsedPage(render(page))
+    assert not parsed.tags["script"]
+    assert parsed.tags["img"] == 1
+    assert not parsed.values("onerror")
+    assert "".join(parsed.text).count(evil) == 19
 
 
 # --- around the run ---
@@ -222,58 +249,69 @@ def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain,
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
-    def fails(words, env, **options):
+    def failing_run(words, env, **options):
         calls.append((words, env))
         return subprocess.CompletedProcess(words, 2, "", "error: the disk is full\n")
 
-    monkeypatch.setattr("mpp.training.report_process.subprocess.run", fails)
+    monkeypatch.setattr("mpp.training.report_process.subprocess.run", failing_run)
     folder = pretrain("--run.report=true", without="--run.report")
-    (words, env) = calls[0]
-    assert words[1:] == (str(ROOT / "evaluation" / "report.py"), "--encoder", str(folder)) and "RANK" not in env
-    said = capsys.readouterr()
-    assert (
-        f"warning: the report is not written (error: the disk is full); `mpp report --encoder {folder}` does"
-        in said.err
-    )
-    assert (folder / "encoder").is_dir() and "next: tensorboard" in said.out
+    words, env = calls[0]
+    assert words[1:] == (str(ROOT / "evaluation" / "report.py"), "--encoder", str(folder))
+    assert "RANK" not in env
+    printed = capsys.readouterr()
+    reason = "the report is not written (error: the disk is full)"
+    assert f"warning: {reason}; `mpp report --encoder {folder}` does" in printed.err
+    assert "next: tensorboard" in printed.out
+    assert (folder / "encoder").is_dir()
 
 
 @pytest.mark.faults
 def test_the_report_is_written_at_the_end(pretrain):
     folder = pretrain("--run.report=true", without="--run.report")
-    assert "Verdict" in read(folder / "report.html")[1]
+    assert_has(read(folder / "report.html"), "Verdict")
 
 
 @pytest.mark.faults
 def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp_path, capsys):
+    images = tmp_path / "images"
+    train = write_images(images / "train", 20)
+    write_images(images / "test", 6)
+    (train / "broken.png").write_bytes(b"no image")
     folder = tmp_path / "run"
-    for split, count in (("train", 20), ("test", 6)):
-        (tmp_path / "images" / split).mkdir(parents=True)
-        for number in range(count):
-            (tmp_path / "images" / split / f"{number}.png").write_bytes(encoded(picture(number)))
-    (tmp_path / "images" / "train" / "broken.png").write_bytes(b"no image")
-    images = (f"--data.path={tmp_path / 'images'}", "--data.label_column=null", "--optim.warmup_steps=3")
-    settings = [word for word in TINY if not word.startswith("--optim.warmup")]
-    check.main([*settings, f"--run.dir={folder}", *images])
-    said = capsys.readouterr().out
-    for words in (
-        *("| of these, cannot be decoded", "| 40 x 48 pixels", "| a step ", "cannot be decoded: "),
-        *("| 4 steps of one process", "GB are free", "nearly the same image: held-out "),
-        *("warning: unreadable images: 1 of 27", "run.steps is 4, outside the range that was searched (400 to 8000)"),
+    settings = (f"--data.path={images}", "--data.label_column=null", "--optim.warmup_steps=3")
+    tiny = [word for word in TINY if not word.startswith("--optim.warmup")]
+    check.main([*tiny, f"--run.dir={folder}", *settings])
+    printed = capsys.readouterr().out
+    for expected in (
+        "| of these, cannot be decoded",
+        "| 40 x 48 pixels",
+        "| a step ",
+        "cannot be decoded: ",
+        "| 4 steps of one process",
+        "GB are free",
+        "nearly the same image: held-out ",
+        "warning: unreadable images: 1 of 27",
+        "run.steps is 4, outside the range that was searched (400 to 8000)",
     ):
-        assert words in said, words
-    assert [path.name for path in folder.iterdir()] == ["check_crops.png"]
-    with Image.open(folder / "check_crops.png") as crops:
+        assert expected in printed, expected
+    crops_file = folder / "check_crops.png"
+    assert list(folder.iterdir()) == [crops_file]
+    with Image.open(crops_file) as crops:
         assert crops.size == (540, 540)  # eight rows of four pairs, each picture 64 pixels wide
-    pretrain(*images, without="--optim.warmup")
-    assert (folder / "encoder").is_dir() and (folder / "check_crops.png").is_file()
+    pretrain(*settings, without="--optim.warmup")
+    assert (folder / "encoder").is_dir()
+    assert crops_file.is_file()
 
 
 def test_a_check_warns_of_loading_that_is_slow():
     task = SimpleNamespace(facts=lambda: {})
-    for waiting, warns in ((0.5, True), (0.2, False)):
-        said = check.warnings(task, Config(), None, check.Timing(1.0, waiting, 1.0, 1.0))
-        assert [each[:51] for each in said] == ["waiting for data: training waits for images 50% of "] * warns
+
+    def warnings(waiting: float) -> list[str]:
+        return check.warnings(task, Config(), None, check.Timing(1.0, waiting, 1.0, 1.0))
+
+    (warning,) = warnings(0.5)
+    assert warning.startswith("waiting for data: training waits for images 50% of ")
+    assert warnings(0.2) == []
 
 
 def test_a_check_with_images_that_are_not_there_is_one_line(tmp_path):
@@ -283,30 +321,46 @@ def test_a_check_with_images_that_are_not_there_is_one_line(tmp_path):
 
 def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
     about = {"encoder_seed": 0, "seed": 0, "evaluation": "few-shot", "dataset": "birds", "group": None, "digest": "x"}
-    rows = [about | {"encoder": SCRIPT, "kind": "test", "case": "5", "accuracy": 0.6}]
-    rows += [about | {"encoder": "floor", "kind": "test", "case": "5", "accuracy": 0.4}]
-    rows += [about | {"encoder": "wild", "kind": "diverged"}]
-    (tmp_path / f"run {SCRIPT}").mkdir()
-    (tmp_path / f"run {SCRIPT}" / "report.html").touch()
+    rows = [
+        about | {"encoder": SCRIPT, "kind": "test", "case": "5", "accuracy": 0.6},
+        about | {"encoder": "floor", "kind": "test", "case": "5", "accuracy": 0.4},
+        about | {"encoder": "wild", "kind": "diverged"},
+    ]
+    run = tmp_path / f"run {SCRIPT}"
+    run.mkdir()
+    (run / "report.html").touch()
     questions = [Question("first", title=f"Which? {SCRIPT}"), Question("empty", encoders=["nobody"])]
-    write_comparison(
-        tmp_path / "out", questions, rows, {}, {SCRIPT: [tmp_path / f"run {SCRIPT}"], "floor": [Path("floor:x")]}
-    )
-    page, words = read(tmp_path / "out" / "report.html")
-    assert f"few-shot 5 on birds: best is {SCRIPT} with 60.0 % (beside floor 40.0 %)" in words
-    assert "1 trainings diverged" in words and "there are no results yet" in words and page.tags["img"] == 1
+    write_comparison(tmp_path / "out", questions, rows, {}, {SCRIPT: [run], "floor": [Path("floor:x")]})
+    page = read(tmp_path / "out" / "report.html")
+    assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0 % (beside floor 40.0 %)")
+    assert_has(page, "1 trainings diverged", "there are no results yet")
+    assert page.tags["img"] == 1
     assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in page.values("href")
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_a_browser_loads_it_without_an_error_or_a_request(hostile, tmp_path):
-    log, page = tmp_path / "net.json", (hostile / "report.html").as_uri()
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-    options += ("--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND", f"--log-net-log={log}")
-    options += ("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
-    ended = subprocess.run((CHROMIUM, *options, page), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0 and 'id="verdict"' in ended.stdout
-    assert "CONSOLE" not in ended.stderr and "alert" not in ended.stderr
-    asked = set(re.findall(r'"url":"\w+://([^/"]+)', log.read_text()))
+    log = tmp_path / "net.json"
+    command_line = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+        "--disable-component-update",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--log-net-log={log}",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        (hostile / "report.html").as_uri(),
+    ]
+    ended = subprocess.run(command_line, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0
+    assert 'id="verdict"' in ended.stdout
+    assert "CONSOLE" not in ended.stderr
+    assert "alert" not in ended.stderr
+    hosts = set(re.findall(r'"url":"\w+://([^/"]+)', log.read_text()))
     browsers_own = ("google.com", "googleapis.com", "gvt1.com")  # it asks for its updates, and is not answered
-    assert not [host for host in asked if not host.endswith(browsers_own)], asked
+    assert not [host for host in hosts if not host.endswith(browsers_own)], hosts

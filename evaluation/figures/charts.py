@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
@@ -25,25 +24,25 @@ Curves = dict[str, dict[str, dict[float, Statistics]]]
 
 
 def plot_series(
-    lines: dict[str, tuple[Sequence[float], Sequence[float]]],
+    lines: dict[str, dict[float, float]],
     y_label: str,
     scale: str = "linear",
     percent: bool = False,
     x_label: str = "steps",
 ) -> Figure:
-    """Scalars that a run logged: name -> (x values, y values).
+    """Scalars that a run logged: name -> x -> y.
 
     Args:
         percent: the y values are shares, and shown in percent.
     """
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
     axes = figure.add_subplot()
-    for number, (name, (x_values, y_values)) in enumerate(lines.items()):
-        if percent:
-            y_values = 100 * np.asarray(y_values)
-        marker = marker_of_line(number) if len(x_values) <= MAX_MARKED_POINTS else None
+    factor = 100 if percent else 1
+    for number, (name, line) in enumerate(lines.items()):
+        y_values = [factor * y for y in line.values()]
+        marker = marker_of_line(number) if len(line) <= MAX_MARKED_POINTS else None
         color = SERIES_COLORS[number % len(SERIES_COLORS)]
-        axes.plot(x_values, y_values, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=name)
+        axes.plot(list(line), y_values, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.set(xlabel=x_label, ylabel=f"{y_label} (%)" if percent else y_label, yscale=scale)
     if scale == "log":

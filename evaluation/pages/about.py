@@ -1,7 +1,8 @@
 """Blocks that several pages share: settings and the machine, and the list of content that a page lacks."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -22,13 +23,13 @@ Missing = dict[str, str]
 """Content that a page lacks -> the reason."""
 
 
-def available(title: str, make_blocks: Callable[[], list[Block]], missing: Missing) -> list[Block]:
-    """The blocks of a section; none where the run cannot have them, and the reason goes to `missing`."""
+@contextmanager
+def noted(missing: Missing, title: str) -> Iterator[None]:
+    """While open, an error that content is not available ends the block, and its reason goes to `missing`."""
     try:
-        return make_blocks()
+        yield
     except (UserError, OSError, Unavailable) as error:
         missing[title] = str(error)
-        return []
 
 
 def settings_rows(config: Any) -> list[Block]:

@@ -1,5 +1,6 @@
 """Charts of a run's scalars, each with its numbers: histories in, blocks of a page out."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,8 +20,8 @@ from mpp.training.history import (
 MAX_POINTS_OF_A_LINE = 200
 MAX_ROWS_OF_A_TABLE = 12
 PROBE_TITLES = {"knn": "kNN accuracy", "agreement": "Neighbours that agree between two crops"}
-Lines = dict[str, tuple[Sequence[float], Sequence[float]]]
-"""Name -> (x values, y values)."""
+Lines = dict[str, dict[float, float]]
+"""Name -> x -> y."""
 
 
 def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
@@ -79,10 +80,9 @@ def chart_of(
     """A chart of scalars over steps, name of the line -> name of the scalar; None where none of them was logged."""
     lines: Lines = {}
     for name, scalar in scalars.items():
-        points = [(step, value) for step, value in series(history, scalar) if np.isfinite(value)]
+        points = [(step, value) for step, value in series(history, scalar) if math.isfinite(value)]
         if points:
-            points = evenly_chosen(points, MAX_POINTS_OF_A_LINE)
-            lines[name] = tuple(zip(*points, strict=True))
+            lines[name] = dict(evenly_chosen(points, MAX_POINTS_OF_A_LINE))
     if not lines:
         return None
     return chart(title, plot_series(lines, label, scale, percent), table_of(lines, "steps", percent))
@@ -92,35 +92,35 @@ def chart_by_depth(title: str, lines: History, group: str) -> Chart:
     """A chart of the last probe by depth, beside the untrained encoder and pixel colours."""
     first, last = lines[0], lines[-1]
     trained = values_by_depth(last, group)
-    curves: Lines = {f"after {int(last['step'])} steps": (list(trained), list(trained.values()))}
+    curves: Lines = {f"after {int(last['step'])} steps": trained}
     if first["step"] == 0 and len(lines) > 1:
-        untrained = values_by_depth(first, group)
-        curves["random weights"] = (list(untrained), list(untrained.values()))
+        curves["random weights"] = values_by_depth(first, group)
     colors = first.get(f"{group}/floor_pixels")
     if colors is not None:
-        curves["pixel colours"] = (list(trained), [colors] * len(trained))
+        curves["pixel colours"] = dict.fromkeys(trained, colors)
     figure = plot_series(curves, "share", percent=True, x_label="depth (blocks)")
     return chart(title, figure, table_of(curves, "depth", percent=True))
 
 
 def table_of(lines: Lines, x_label: str, percent: bool) -> Table:
     """The numbers of a chart at some x values, the last among them: the latest value of each line."""
-    x_values = sorted({x for line, _ in lines.values() for x in line})
+    x_values = sorted(set().union(*lines.values()))
     rows = []
     for x in evenly_chosen(x_values, MAX_ROWS_OF_A_TABLE):
-        rows.append([f"{x:g}", *(latest_value(x, *line, percent) for line in lines.values())])
+        values = [latest_value(line, x, percent) for line in lines.values()]
+        rows.append([f"{x:g}", *values])
     return Table([x_label, *lines], rows)
 
 
-def latest_value(x: float, x_values: Sequence[float], y_values: Sequence[float], percent: bool) -> str:
-    """The value of a line at `x` or last before it."""
-    before = [value for place, value in zip(x_values, y_values, strict=True) if place <= x]
+def latest_value(line: dict[float, float], x: float, percent: bool) -> str:
+    """The value of a line at `x`, or else the last before it."""
+    before = [y for place, y in line.items() if place <= x]
     if not before:
         return "-"
     return f"{100 * before[-1]:.1f} %" if percent else f"{before[-1]:.4g}"
 
 
 def evenly_chosen(values: Sequence, count: int) -> list:
-    """At most `count` of these, evenly, the first and the last among them."""
+    """At most `count` of these values, evenly, the first and the last among them."""
     indices = np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int)
     return [values[index] for index in np.unique(indices)]

@@ -12,7 +12,7 @@ from evaluation.figures.charts import plot_map
 from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.results import report_suffix
 from evaluation.frozen.run_images import check_images_of_run
-from evaluation.pages.about import Missing, available
+from evaluation.pages.about import Missing, noted
 from evaluation.pages.page import Block, Picture, Section, Table, chart, picture, picture_of
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import (
@@ -25,7 +25,6 @@ from evaluation.pictures.gallery import (
 )
 from evaluation.pictures.subject import Subject, load_subject
 from mpp.data.workers import deaths_explained
-from mpp.errors import UserError
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.training.history import History, after_training_began, best_depth, probe_lines
@@ -55,20 +54,23 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
         encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
     )
     pictures_folder = folder / "evaluation" / f"pictures{report_suffix(visualize_config)}"
-    try:
+    subject = None
+    with noted(missing, "Pictures"):
         check_images_of_run(config)
         subject = load_subject(visualize_config)
-    except (UserError, OSError) as error:
-        missing["Pictures"] = str(error)
-        blocks = picture_blocks(None, folder, pictures_folder, missing)
-        return [Section("pictures", PICTURES_TITLE, blocks)] if blocks else []
-    sections = [
-        ("pictures", PICTURES_TITLE, lambda: picture_blocks(subject, folder, pictures_folder, missing)),
-        ("neighbours", "Nearest neighbours", lambda: neighbour_blocks(subject, config.compared, history)),
-        ("extremes", "Predicted best and worst", lambda: extreme_blocks(subject, folder)),
-    ]
+    pictures = Section("pictures", PICTURES_TITLE)
+    neighbours = Section("neighbours", "Nearest neighbours")
+    extremes = Section("extremes", "Predicted best and worst")
     with deaths_explained():
-        return [Section(name, title, available(title, make_blocks, missing)) for name, title, make_blocks in sections]
+        with noted(missing, pictures.title):
+            pictures.blocks = picture_blocks(subject, folder, pictures_folder, missing)
+        if subject is None:
+            return [pictures]
+        with noted(missing, neighbours.title):
+            neighbours.blocks = neighbour_blocks(subject, config.compared, history)
+        with noted(missing, extremes.title):
+            extremes.blocks = extreme_blocks(subject, folder)
+    return [pictures, neighbours, extremes]
 
 
 def picture_blocks(subject: Subject | None, folder: Path, pictures_folder: Path, missing: Missing) -> list[Block]:
@@ -80,14 +82,11 @@ def picture_blocks(subject: Subject | None, folder: Path, pictures_folder: Path,
     blocks: list[Block] = []
     for name, alt in PICTURES_ON_PAGE.items():
         file = pictures_folder / f"{name}.png"
-        if file.is_file() and file.stat().st_mtime >= encoder_written:
-            with Image.open(file) as image:
-                blocks.append(picture(image, alt, f"{alt}."))
-        elif subject is not None:
-            try:
+        with noted(missing, name):
+            if file.is_file() and file.stat().st_mtime >= encoder_written:
+                blocks.append(picture(Image.open(file), alt, f"{alt}."))
+            elif subject is not None:
                 blocks.append(draw_picture(subject, name, alt, pictures_folder))
-            except Unavailable as error:
-                missing[name] = str(error)
     return blocks
 
 

@@ -283,8 +283,7 @@ def draw_rank(subject: Subject) -> Drawing:
             feature_batches.append(subject.encoder(images, subject.config.representation, depths))
     by_depth = [torch.cat(batches).float() for batches in zip(*feature_batches, strict=True)]
     ranks = dict(zip(depths, effective_ranks(by_depth, subject.accelerator.device), strict=True))
-    lines = {"rank": (list(ranks), list(ranks.values()))}
-    figure = charts.plot_series(lines, f"effective rank of {count} images", x_label="depth (blocks)")
+    figure = charts.plot_series({"rank": ranks}, f"effective rank of {count} images", x_label="depth (blocks)")
     return Drawing(figure, {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks})
 
 

@@ -59,8 +59,8 @@ def extract_gallery(
 
 def project_to_plane(features: Tensor) -> NDArray[np.float64]:
     """The first two principal components (N, 2) of features (N, D) that are scaled to unit length."""
-    coordinates = principal_components(F.normalize(features.double(), dim=-1), 2).coordinates
-    return F.pad(coordinates, (0, 2 - coordinates.shape[1])).numpy()
+    units = F.normalize(features.double(), dim=-1)
+    return principal_components(units, 2).coordinates.numpy()
 
 
 @torch.no_grad()

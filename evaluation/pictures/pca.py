@@ -13,15 +13,15 @@ PERCENTILES = (0.02, 0.98)  # of the coordinates, the darkest and the brightest 
 
 
 class PrincipalComponents(NamedTuple):
-    """The first components of n vectors, at most as many as vectors or dimensions."""
+    """The first `count` components of n vectors; there are no more axes than vectors or dimensions."""
 
-    axes: Tensor  # (components, D) float64, of unit length; of each the number that is largest in size is positive
-    coordinates: Tensor  # (n, components) float64, 0 on average
-    variance_shares: Tensor  # (components,) float64
+    axes: Tensor  # (at most count, D) float64, of unit length; of each the number that is largest in size is positive
+    coordinates: Tensor  # (n, count) float64, 0 on average
+    variance_shares: Tensor  # (count,) float64
 
 
 def principal_components(vectors: Tensor, count: int) -> PrincipalComponents:
-    """The first `count` principal components of vectors (n, D)."""
+    """The first principal components of vectors (n, D); components that the vectors lack are 0."""
     centred = vectors.double() - vectors.double().mean(0)
     _, deviations, axes = torch.linalg.svd(centred, full_matrices=False)
     variances = deviations**2
@@ -30,7 +30,9 @@ def principal_components(vectors: Tensor, count: int) -> PrincipalComponents:
     coordinates = centred @ axes.T
     coordinates[:, variances[:count] <= ROUNDING * variances[0]] = 0
     total = variances.sum().clamp(min=torch.finfo(torch.double).tiny)
-    return PrincipalComponents(axes, coordinates, variances[:count] / total)
+    shares = variances[:count] / total
+    missing = count - len(axes)
+    return PrincipalComponents(axes, F.pad(coordinates, (0, missing)), F.pad(shares, (0, missing)))
 
 
 class PatchComponents(NamedTuple):
@@ -73,12 +75,10 @@ def components_by_depth(features: Sequence[Tensor]) -> list[PatchComponents]:
 
 
 def patch_components(features: Tensor) -> PatchComponents:
-    """Principal components of patch features (B, h, w, D); components that the features lack are 0."""
+    """Principal components of patch features (B, h, w, D)."""
     components = principal_components(features.flatten(0, 2), COMPONENTS_SHOWN)
-    missing = COMPONENTS_SHOWN - len(components.variance_shares)
-    coordinates = F.pad(components.coordinates, (0, missing)).float()
-    shares = F.pad(components.variance_shares, (0, missing)).float()
-    return PatchComponents(coordinates.view(*features.shape[:3], COMPONENTS_SHOWN), shares)
+    coordinates = components.coordinates.float().unflatten(0, features.shape[:3])
+    return PatchComponents(coordinates, components.variance_shares.float())
 
 
 def mean_at_the_border(values: Tensor) -> Tensor:

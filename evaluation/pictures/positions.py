@@ -23,7 +23,7 @@ def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor
             filters = module.weight.detach().cpu()  # (D, C, P, P)
             components = principal_components(filters.flatten(1), count)
             axes = components.axes.unflatten(1, filters.shape[1:])
-            return axes.float(), components.variance_shares.float()
+            return axes.float(), components.variance_shares[: len(axes)].float()
     raise Unavailable(f"{type(model).__name__} has no convolution on pixels")
 
 

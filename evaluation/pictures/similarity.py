@@ -18,12 +18,8 @@ SPREAD_POSITIONS = ((0.25, 0.25), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (0.75,
 def spread_patches(grid: tuple[int, int]) -> list[int]:
     """Different patches at SPREAD_POSITIONS of an image, counted row by row from 0."""
     rows, columns = grid
-    patches = []
-    for vertical, horizontal in SPREAD_POSITIONS:
-        patch = int(vertical * rows) * columns + int(horizontal * columns)
-        if patch not in patches:
-            patches.append(patch)
-    return patches
+    patches = [int(vertical * rows) * columns + int(horizontal * columns) for vertical, horizontal in SPREAD_POSITIONS]
+    return list(dict.fromkeys(patches))
 
 
 def patch_similarity(features: Tensor, patches: Sequence[int]) -> Tensor:
