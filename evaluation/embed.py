@@ -27,7 +27,8 @@ from torch.utils.data import Dataset
 from evaluation.config import EmbedConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
 from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.classifiers import FrozenClassifier, load_classifier
 from mpp.config import HOW_READ, ImageSize, RunConfig, require
 from mpp.data.columns import find_image_column
@@ -52,7 +53,7 @@ IDENTITY_KEY = b"mpp"  # of the table's metadata
 ROWS_PER_PART = 4096  # which bounds the memory, and what is lost after an interruption
 
 
-def embed(config: EmbedConfig) -> Path:
+def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     """Write the table, or the missing parts of it; its file.
 
     Raises:
@@ -64,7 +65,7 @@ def embed(config: EmbedConfig) -> Path:
     eval_crop = config.data.eval_crop or encoder.crop_pct
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=eval_crop))
     embedder = build_embedder(encoder, config, accelerator)
-    splits = load_all_images(config.data)
+    splits = load_all_images(config.data, loaded)
     identity = identify_table(config, splits) | {"precision": accelerator.mixed_precision}
     identity = json.dumps(identity, sort_keys=True)
     out = Path(config.out)
@@ -80,9 +81,9 @@ def embed(config: EmbedConfig) -> Path:
     return out
 
 
-def load_all_images(data: ProbeDataConfig) -> list[ImageDataset]:
+def load_all_images(data: ProbeDataConfig, loaded: LoadedSplits | None) -> list[ImageDataset]:
     """Load the images of every split, without labels."""
-    splits = load_splits(data)
+    splits = loaded or load_splits(data)
     counts = ", ".join(f"{len(rows)} {name}" for name, rows in splits.items())
     images = []
     for name, rows in splits.items():
@@ -255,7 +256,7 @@ def join_parts(files: Sequence[Path], out: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Embed with the settings of the command line, or of `arguments`."""
-    embed(parse_with_images(EmbedConfig, arguments, prog="python evaluation/embed.py"))
+    embed(*parse_and_load(EmbedConfig, arguments, prog="python evaluation/embed.py"))
 
 
 if __name__ == "__main__":

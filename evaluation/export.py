@@ -28,9 +28,9 @@ from evaluation.exports.formats import (
 )
 from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE, SHOTS, Verification
 from evaluation.frozen.encoder import FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import table, write_json
-from evaluation.frozen.run_images import find_run, load_images_of
+from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.supervision.classifiers import load_classifier
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
@@ -45,7 +45,7 @@ TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-def export(config: ExportConfig) -> dict[str, Any]:
+def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Write the file; return its metadata, and its largest difference from PyTorch.
 
     Raises:
@@ -63,7 +63,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
     encoder = open_frozen_encoder(config)
     module = module_of(config, encoder)
     with deaths_explained():
-        train, held_out = load_images_of(config, config.images if config.quantize else 0)
+        train, held_out = load_images_of(config, loaded, config.images if config.quantize else 0)
         verification = Verification(config, encoder, accelerator, train, held_out)
         return write_verified(config, module, verification)
 
@@ -242,7 +242,7 @@ def weights_and_card(config: ExportConfig) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Export as the command line, or `arguments`, say."""
-    export(parse_with_images(ExportConfig, arguments, prog="python evaluation/export.py"))
+    export(*parse_and_load(ExportConfig, arguments, prog="python evaluation/export.py"))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
 from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
+from evaluation.frozen.run_images import LoadedSplits
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.command import command
@@ -29,9 +30,9 @@ STD_OFFSET = 1e-5  # added to the deviation of a feature: a constant one is not 
 TEST_IMAGES_PER_BLOCK = 4096  # scored at a time, which bounds the memory
 
 
-def run(config: FewshotConfig) -> dict[str, Any]:
+def run(config: FewshotConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe and report; the report."""
-    return run_probe(config, "fewshot", lambda features: evaluate(features, config), group_by="shots")
+    return run_probe(config, "fewshot", lambda features: evaluate(features, config), "shots", loaded)
 
 
 def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
@@ -121,7 +122,7 @@ def least_squares(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe with the settings of the command line, or of `arguments`."""
-    run(parse_with_images(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
+    run(*parse_and_load(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ choose between fine-tunings by this dev accuracy.
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch import nn
 from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import table, write_json
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
@@ -42,10 +44,16 @@ MAX_LEFT_OUT = 5000
 class Finetuning(Classification):
     """The task: classify, from an encoder's weights."""
 
-    def __init__(self, config: OneRunConfig, accelerator: Accelerator, layout: BatchLayout):
+    def __init__(
+        self,
+        config: OneRunConfig,
+        accelerator: Accelerator,
+        layout: BatchLayout,
+        loaded: LoadedSplits | None = None,
+    ):
         weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
         left_out_images = min(MAX_LEFT_OUT, config.data.eval_images)
-        train, test, left_out = load_labelled(config.data, accelerator, weights, left_out_images)
+        train, test, left_out = load_labelled(config.data, accelerator, weights, left_out_images, loaded)
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         if config.init == "random":
@@ -89,7 +97,9 @@ class Finetuning(Classification):
         return scalars
 
 
-def finetune_once(config: FinetuneConfig, name: str, lr: float, on_dev: bool) -> dict[str, float]:
+def finetune_once(
+    config: FinetuneConfig, name: str, lr: float, on_dev: bool, loaded: LoadedSplits | None
+) -> dict[str, float]:
     """Carry out one run in the folder `name` of `run.dir`.
 
     Returns:
@@ -107,7 +117,7 @@ def finetune_once(config: FinetuneConfig, name: str, lr: float, on_dev: bool) ->
         "run": dataclasses.replace(config.run, dir=str(Path(config.run.dir) / name), steps=steps, eval_every=steps),
         "optim": dataclasses.replace(config.optim, lr=lr),
     }
-    folder = train(OneRunConfig(**settings), Finetuning)
+    folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded))
     PartialState().wait_for_everyone()
     last = last_evaluation(folder)
     result = {"accuracy": last["heldout/accuracy"], "pflop": last_scalars(folder, "compute/pflop")["compute/pflop"]}
@@ -116,10 +126,10 @@ def finetune_once(config: FinetuneConfig, name: str, lr: float, on_dev: bool) ->
     return result
 
 
-def accuracy_on_dev(config: FinetuneConfig, lr: float) -> float:
+def accuracy_on_dev(config: FinetuneConfig, lr: float, loaded: LoadedSplits | None) -> float:
     """Accuracy of a learning rate on the dev split; 0 where training diverges."""
     try:
-        return finetune_once(config, f"dev_lr_{lr:g}", lr, on_dev=True)["accuracy"]
+        return finetune_once(config, f"dev_lr_{lr:g}", lr, True, loaded)["accuracy"]
     except Diverged as error:
         print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
         return 0.0
@@ -130,17 +140,17 @@ def hash_initial_weights(config: FinetuneConfig) -> str:
     return fingerprint(Path(config.checkpoint or config.encoder)) if config.init == "encoder" else ""
 
 
-def run(config: FinetuneConfig) -> dict[str, Any]:
+def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Compare learning rates, fine-tune, test, report; the report."""
     on_dev: dict[float, float] = {}
     best = config.lrs[0]
     if len(config.lrs) > 1:
-        on_dev = {lr: accuracy_on_dev(config, lr) for lr in config.lrs}
+        on_dev = {lr: accuracy_on_dev(config, lr, loaded) for lr in config.lrs}
         best = max(on_dev, key=on_dev.get)
     results = []
     if config.test:
         result = {"seed": config.run.seed, "init": config.init, "lr": best}
-        results.append(result | finetune_once(config, f"lr_{best:g}", best, on_dev=False))
+        results.append(result | finetune_once(config, f"lr_{best:g}", best, False, loaded))
     report = {
         "results": results,
         "dev": [{"lr": lr, "accuracy": accuracy} for lr, accuracy in on_dev.items()],
@@ -168,7 +178,7 @@ def table_of_rates(report: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fine-tune as the command line, or `arguments`, say."""
-    run(parse_with_images(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
+    run(*parse_and_load(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
 
 
 if __name__ == "__main__":

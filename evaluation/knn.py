@@ -10,17 +10,18 @@ import torch
 
 from evaluation.config import KnnConfig
 from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
+from evaluation.frozen.run_images import LoadedSplits
 from mpp.features.metrics import is_right
 from mpp.features.neighbours import knn_predict
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
 
 
-def run(config: KnnConfig) -> dict[str, Any]:
+def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe and report; the report."""
-    return run_probe(config, "knn", lambda features: evaluate(features, config), group_by="neighbours")
+    return run_probe(config, "knn", lambda features: evaluate(features, config), "neighbours", loaded)
 
 
 def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
@@ -38,7 +39,7 @@ def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe with the settings of the command line, or of `arguments`."""
-    run(parse_with_images(KnnConfig, arguments, prog="python evaluation/knn.py"))
+    run(*parse_and_load(KnnConfig, arguments, prog="python evaluation/knn.py"))
 
 
 if __name__ == "__main__":

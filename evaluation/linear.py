@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
 from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.heads import zero_head
 from mpp.features.metrics import is_right
 from mpp.runtime.arrays import in_blocks
@@ -32,9 +33,9 @@ IMAGES_PER_BLOCK = 2**14  # whose features are copied at a time
 QUICK_FIT_NUMBERS = 2**27  # numbers in the features: fitting to fewer takes seconds, and shows no progress bar
 
 
-def run(config: LinearConfig) -> dict[str, Any]:
+def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe and report; the report."""
-    return run_probe(config, "linear", lambda features: evaluate(features, config), group_by="solver")
+    return run_probe(config, "linear", lambda features: evaluate(features, config), "solver", loaded)
 
 
 def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
@@ -193,7 +194,7 @@ def fit_sgd(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Probe with the settings of the command line, or of `arguments`."""
-    run(parse_with_images(LinearConfig, arguments, prog="python evaluation/linear.py"))
+    run(*parse_and_load(LinearConfig, arguments, prog="python evaluation/linear.py"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evaluation.config import ReportConfig
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import read_with_images
 from evaluation.frozen.run_images import find_run
 from evaluation.pages.about import Missing, machine_blocks
 from evaluation.pages.curves import curves_of_run
@@ -79,7 +79,7 @@ def active_warnings(folder: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
-    config = parse_with_images(ReportConfig, arguments, prog="python evaluation/report.py", refuse_changed=False)
+    config, _ = read_with_images(ReportConfig, arguments, prog="python evaluation/report.py")
     report(config)
 
 

@@ -29,10 +29,11 @@ from evaluation.frozen.encoder import (
     patch_grid,
     resolve_depths,
 )
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.results import events_folder, report_path, report_suffix, write_probe_report
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
 from evaluation.patches.features import PatchBaseline, PatchFeatures
 from evaluation.patches.masks import MaskedImages
@@ -63,7 +64,7 @@ MOST_FREQUENT = "the most frequent class"
 """Name of a baseline in reports and tables."""
 
 
-def run(config: SegmentationConfig) -> dict[str, Any]:
+def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Evaluate and report; the report.
 
     Raises:
@@ -72,7 +73,7 @@ def run(config: SegmentationConfig) -> dict[str, Any]:
     run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run_settings, "patches are judged")
     path = report_path(config.out, config.encoder, f"segmentation{report_suffix(config)}.json")
-    splits = load_masked_images(config.data)
+    splits = load_masked_images(config.data, loaded)
     weights = "" if config.random else config.checkpoint or config.encoder
     check_labels_unseen(weights, config.data, splits[0].images, splits[1].images)
     print(describe_masked_images(splits, config.data))
@@ -244,7 +245,7 @@ def write_picture(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Evaluate with the settings of the command line, or of `arguments`."""
-    run(parse_with_images(SegmentationConfig, arguments, prog="python evaluation/segmentation.py"))
+    run(*parse_and_load(SegmentationConfig, arguments, prog="python evaluation/segmentation.py"))
 
 
 if __name__ == "__main__":

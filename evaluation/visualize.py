@@ -12,8 +12,9 @@ from pathlib import Path
 
 from evaluation.config import VisualizeConfig
 from evaluation.frozen.encoder import Unavailable
-from evaluation.frozen.parsing import parse_with_images
+from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import report_path, report_suffix
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.subject import load_subject
 from mpp.config import require
@@ -22,7 +23,7 @@ from mpp.runtime.command import command
 from mpp.training.log import event_writer
 
 
-def visualize(config: VisualizeConfig) -> list[str]:
+def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> list[str]:
     """Draw the pictures that the encoder allows; return their names.
 
     Raises:
@@ -31,7 +32,7 @@ def visualize(config: VisualizeConfig) -> list[str]:
     name = f"pictures{report_suffix(config)}"
     folder = Path(config.out) if config.out else report_path(None, config.encoder, name)
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
-    subject = load_subject(config)
+    subject = load_subject(config, loaded)
     drawn = []
     missing = {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ def visualize(config: VisualizeConfig) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw with the settings of the command line, or of `arguments`."""
-    visualize(parse_with_images(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
+    visualize(*parse_and_load(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import yaml
-from conftest import CUT, encoded, picture
+from conftest import CUT, dataset_of, encoded, picture
 
-from evaluation import fewshot
+from evaluation import embed, fewshot, finetune, knn, segmentation, visualize
 from evaluation.config import FinetuneConfig, KnnConfig
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.results import report_path, report_suffix
@@ -128,17 +129,57 @@ def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path,
     assert own_images(of_a_relative_path, f"--data.path={image_folder}").cut_seed == 0  # named by the user
 
 
-def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monkeypatch):
-    """To compare them with those that the run began with, and to extract features of them."""
-    listed = []
+@pytest.fixture
+def listed(monkeypatch) -> list[Path]:
+    """The folders whose images are listed from now on."""
+    folders = []
     load_local = sources.load_local
 
     def noted_load_local(path, *arguments):
-        listed.append(path)
+        folders.append(path)
         return load_local(path, *arguments)
 
     monkeypatch.setattr(sources, "load_local", noted_load_local)
-    fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
+    return folders
+
+
+@pytest.mark.parametrize("evaluate", [fewshot.main, knn.main, embed.main, visualize.main, finetune.main])
+def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, listed, tmp_path, evaluate):
+    """To compare them with those that the run began with, and to extract features of them."""
+    words = [f"--encoder={of_a_relative_path}", "--data.workers=0"]
+    if evaluate == embed.main:
+        words.append(f"--out={tmp_path / 'features.parquet'}")
+    if evaluate == visualize.main:
+        words.append("--pictures=pca")
+    if evaluate == finetune.main:
+        words += [f"--run.dir={tmp_path / 'finetuned'}", "--run.steps=2", "--run.report=false", "--lrs=[0.1, 0.01]"]
+        words += ["--optim.warmup_steps=0", "--optim.global_batch_size=4", "--dev_fraction=0.3"]
+    evaluate(words)
+    assert len(listed) == 1
+
+
+@pytest.mark.parametrize("masks", ["in shards", "in a list"])
+def test_segmentation_lists_the_images_of_its_run_once(pretrain, listed, tmp_path, masks):
+    folder = tmp_path / "set"
+    images = [picture(number) for number in range(12)]
+    files = [encoded(image) for image in images]
+    mask_files = [encoded(image[..., 0] // 128) for image in images]
+    column = ()
+    if masks == "in shards":
+        rows = dataset_of(files, mask=[{"bytes": file, "path": None} for file in mask_files])
+        rows.cast_column("mask", datasets.Image()).to_parquet(folder / "train.parquet")
+        column = ("--data.image_column=image",)
+    else:
+        (folder / "masks").mkdir(parents=True)
+        lines = ["file_name,mask"]
+        for number, (file, mask_file) in enumerate(zip(files, mask_files, strict=True)):
+            (folder / f"{number}.png").write_bytes(file)
+            (folder / "masks" / f"{number}.png").write_bytes(mask_file)
+            lines.append(f"{number}.png,masks/{number}.png")
+        (folder / "metadata.csv").write_text("\n".join(lines))
+    run = pretrain(f"--data.path={folder}", *CUT, *column)
+    listed.clear()
+    segmentation.main([f"--encoder={run}", "--readings=knn", "--images=0", "--data.workers=0"])
     assert len(listed) == 1
 
 

@@ -15,6 +15,7 @@ from evaluation.config import FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.frozen.run_images import LoadedSplits
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import held_out_batches
 from mpp.data.views import Batch, ViewDataset
@@ -140,17 +141,19 @@ class ExtractedFeatures(NamedTuple):
 
 
 def extract_labelled_features(
-    config: FeaturesConfig | FrozenProbeConfig, accelerator: Accelerator
+    config: FeaturesConfig | FrozenProbeConfig, accelerator: Accelerator, loaded: LoadedSplits | None = None
 ) -> ExtractedFeatures:
     """Extract features of the labelled images at the depths that `config.depth` means.
 
+    Args:
+        loaded: the splits of the images, if they are loaded already.
     Raises:
         UserError: the images have no labels, or there is no such encoder, image or depth.
     """
     encoder = open_frozen_encoder(config)
     depths = resolve_depths(config.depth, len(encoder.stages))
     weights = "" if config.random else config.checkpoint or config.encoder
-    splits = load_labelled(config.data, accelerator, weights)
+    splits = load_labelled(config.data, accelerator, weights, loaded=loaded)
     encoder.to(accelerator.device)
     encode = partial(encoder, representation=config.representation, depths=depths)
     with deaths_explained():

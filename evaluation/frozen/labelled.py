@@ -3,29 +3,35 @@
 from accelerate import Accelerator
 
 from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.run_images import load_images
+from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import SourceConfig
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.data.overview import note_tested
+from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
 
 def load_labelled(
-    data: SourceConfig, accelerator: Accelerator, encoder: str = "", spare: int = 0
+    data: SourceConfig,
+    accelerator: Accelerator,
+    encoder: str = "",
+    spare: int = 0,
+    loaded: LoadedSplits | None = None,
 ) -> list[ImageDataset]:
     """Load the labelled images of the training and the held-out split, and print which these are.
 
     Args:
         encoder: the encoder that is evaluated on them; empty: one that has learned nothing.
         spare: maximum number of the training images that `data.train_images` leaves out, as a third split.
+        loaded: the splits, if they are loaded already.
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
     if getattr(data, "streaming", False):
         raise UserError("data.streaming is for pre-training; learning from labels needs indexed images")
     with accelerator.main_process_first():
-        all_train, held_out = (split.labelled() for split in load_images(data))
+        all_train, held_out = (split.labelled() for split in load_image_datasets(data, loaded))
     if all_train is None or held_out is None:
         lacking = " and ".join(
             name for name, split in (("training", all_train), ("held-out", held_out)) if split is None

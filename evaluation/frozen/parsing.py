@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.frozen.run_images import (
+    LoadedSplits,
     find_run,
-    forget_kept_images,
     is_moved_copy,
-    refuse_changed_images,
+    load_unchanged_splits,
     run_image_settings,
 )
 from mpp.config import HOW_READ, refuse_idle
@@ -24,9 +24,32 @@ from mpp.training.run_folder import saved_settings
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
 
 
-def parse_with_images(
-    config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str, refuse_changed: bool = True
-) -> ConfigT:
+def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
+    """Read the config of a command, and compare the images of its encoder's run: see `parse_and_load`."""
+    return parse_and_load(config_class, arguments, prog)[0]
+
+
+def parse_and_load(
+    config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str
+) -> tuple[ConfigT, LoadedSplits | None]:
+    """Read the config of a command, and compare the images of its encoder's run with those that the run began with.
+
+    Images that the command line names are not compared.
+
+    Args:
+        config_class, arguments, prog: see `read_with_images`.
+    Returns:
+        The config, and the splits of its images if comparing has loaded them.
+    Raises:
+        UserError: the run's images are gone, or have changed.
+    """
+    config, takes_run_images = read_with_images(config_class, arguments, prog)
+    if not takes_run_images:
+        return config, None
+    return config, load_unchanged_splits(find_run(config.encoder), config.data)
+
+
+def read_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> tuple[ConfigT, bool]:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
     Other images are read as the run's were: with its channels and range. So are those of an encoder without its run.
@@ -36,18 +59,16 @@ def parse_with_images(
     Args:
         config_class: has `encoder` and `data`.
         arguments: words of the command line; None: `sys.argv[1:]`.
-        refuse_changed: compare the run's images with those that the run began with; otherwise the command does so
-            later (`refuse_changed_images`).
-    Raises:
-        UserError: the run's images are gone, or have changed.
+    Returns:
+        The config, and whether its images are the run's because no others are named.
     """
-    forget_kept_images()
     words = files_first(sys.argv[1:] if arguments is None else arguments)
     config: Any = read(config_class, words, prog)
-    inherited = {} if getattr(config, "features", None) else inherited_settings(config, words, refuse_changed)
+    path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
+    inherited = {} if getattr(config, "features", None) else inherited_settings(config, path_is_named)
     if not inherited:
         refuse_idle(config)
-        return config
+        return config, False
 
     inherited_words = [f"--data.{name}={as_words(value)}" for name, value in inherited.items()]
     config = read(config_class, [*inherited_words, *words], prog)
@@ -55,24 +76,20 @@ def parse_with_images(
     run_arguments = image_arguments(config.data)
     if "path" in inherited and run_arguments:
         tell(f"the images of {find_run(config.encoder)}:{run_arguments}")
-    return config
+    return config, "path" in inherited and not path_is_named
 
 
-def inherited_settings(config: Any, words: Sequence[str], refuse_changed: bool) -> dict[str, Any]:
+def inherited_settings(config: Any, path_is_named: bool) -> dict[str, Any]:
     """The settings below `data` that a command inherits from its encoder.
 
     Args:
-        words: words of the command line that `config` was read from.
-        refuse_changed: see `parse_with_images`.
+        path_is_named: whether the command line or a file names `data.path`, perhaps as null.
     """
-    path = config.data.path
-    path_is_named = path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     run = find_run(config.encoder)
     if run is None:
         return only_how_read(how_read(config.encoder)) if path_is_named else {}
 
-    if not path_is_named and refuse_changed:
-        refuse_changed_images(run)
+    path = config.data.path
     settings = run_image_settings(run)
     if path_is_named and is_moved_copy(run, path):
         settings["labels"] = path_after_move(settings.get("labels"), settings["path"], path)

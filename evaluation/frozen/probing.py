@@ -12,6 +12,7 @@ from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, 
 from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.results import report_path, report_suffix, summarize_accuracies, write_probe_report
+from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
 from mpp.features.probe import MOST_RANKED
@@ -25,7 +26,11 @@ LATEST_FEATURES: dict[str, ExtractedFeatures] = {}
 
 
 def run_probe(
-    config: FrozenProbeConfig, command: str, evaluate: Callable[[LabelledFeatures], list[dict]], group_by: str
+    config: FrozenProbeConfig,
+    command: str,
+    evaluate: Callable[[LabelledFeatures], list[dict]],
+    group_by: str,
+    loaded: LoadedSplits | None = None,
 ) -> dict[str, Any]:
     """Run a probe and write its report.
 
@@ -33,6 +38,7 @@ def run_probe(
         command: name of the command, which the report gets.
         evaluate: features to results, each a dict with `accuracy`, `group_by` and other entries for the report.
         group_by: entry that the summary groups results by, such as `shots`.
+        loaded: the splits of the images, if they are loaded already.
     Returns:
         The report: results, summary, protocol.
     """
@@ -44,7 +50,7 @@ def run_probe(
         note_tested(saved.train_labels, saved.test_labels)
         extracted = ExtractedFeatures({0: saved}, {})
     else:
-        extracted = extract_once(config, accelerator)
+        extracted = extract_once(config, accelerator, loaded)
     if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
         return {}
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by) | extracted.report_entries()
@@ -62,7 +68,7 @@ def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
     return dict(zip(by_depth, ranks, strict=True))
 
 
-def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> ExtractedFeatures:
+def extract_once(config: FrozenProbeConfig, accelerator: Accelerator, loaded: LoadedSplits | None) -> ExtractedFeatures:
     """Extract features, or take the latest: the probes of a comparison use the same ones in turn."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
     settings["out"] = None
@@ -70,7 +76,7 @@ def extract_once(config: FrozenProbeConfig, accelerator: Accelerator) -> Extract
     key = repr((settings, weights))
     if key not in LATEST_FEATURES:
         LATEST_FEATURES.clear()
-        LATEST_FEATURES[key] = extract_labelled_features(config, accelerator)
+        LATEST_FEATURES[key] = extract_labelled_features(config, accelerator, loaded)
     return LATEST_FEATURES[key]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from numpy.typing import NDArray
 
 from evaluation.config import EncoderConfig
@@ -17,16 +18,22 @@ from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
-from mpp.data.sources import load_image_datasets
+from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.runtime.messages import is_first_process, note
 from mpp.runtime.weights import run_of
-from mpp.training.record import image_differences, path_after_move, read_record, recorded_commit
+from mpp.training.record import (
+    image_differences,
+    is_known_by_files,
+    path_after_move,
+    read_record,
+    recorded_commit,
+)
 from mpp.training.run_folder import saved_settings
 
-Splits = tuple[ImageDataset, ImageDataset]
-"""The training images and the held-out images."""
+LoadedSplits = dict[str, Dataset]
+"""Rows of a dataset's splits, by name: a large folder takes long to list."""
 
 SOURCE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig)]
 IMAGE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
@@ -63,13 +70,21 @@ def run_source(run: Path) -> SourceConfig:
     return SourceConfig(**run_image_settings(run))
 
 
-def refuse_changed_images(run: Path) -> None:
-    """Raise UserError if a run's images are gone, or are no longer those that it began with.
+def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
+    """Load a run's images to compare them with those that it began with.
 
     For a hub dataset its commit is enough. Where several processes evaluate, the first one compares.
+
+    Args:
+        data: the settings of a command's images.
+    Returns:
+        The splits that `data` means; None: it means others, or comparing did not take loading.
+    Raises:
+        UserError: the run's images are gone, or have changed.
     """
-    if read_record(run) is None or not is_first_process():
-        return
+    record = read_record(run)
+    if record is None or not is_first_process():
+        return None
     path = run_image_settings(run).get("path")
     could_be_on_hub = could_be_hub_name(path)
     location = Path.cwd() / path if could_be_on_hub else path
@@ -77,22 +92,38 @@ def refuse_changed_images(run: Path) -> None:
         if is_local(path):
             ways = f"use --data.path ./{path} for the folder, or call from another folder"
             raise UserError(f"{run} was trained on the hub's dataset {path}, but {location} is here, too: {ways}")
-        return
+        return None
     if not (path is None or is_url(path) or is_local(path)):
         ways = "name where they are now by --data.path"
         raise UserError(f"the images of {run} were at {location}, which is gone; {ways}")
-    changed = image_differences(run, run_source(run), load_and_keep)
+    source = run_source(run)
+    is_same = all(getattr(data, name) == getattr(source, name) for name in IMAGE_SETTINGS)
+    splits = None if is_known_by_files(record) else load_splits(data if is_same else source)
+    changed = image_differences(run, source, splits and without_masks(splits, data))
     if changed:
         location = location or "the package's birds"
         ways = "put back what it began with, or name other images by --data.path"
         raise UserError(f"{location} no longer holds the images that {run} began with: {'; '.join(changed)}; {ways}")
+    return splits if is_same else None
 
 
-def check_images_of_run(config: EncoderConfig) -> None:
-    """Apply `refuse_changed_images` if a command reads the images of its encoder's run from the run's path."""
+def without_masks(splits: LoadedSplits, data: SourceConfig) -> LoadedSplits:
+    """The splits of a folder as pre-training has them: their only column of images is not that of masks."""
+    mask_column = getattr(data, "mask_column", None)
+    if data.image_column is not None or mask_column is None:
+        return splits
+    unmasked = {}
+    for name, rows in splits.items():
+        unmasked[name] = rows.remove_columns(mask_column) if mask_column in rows.features else rows
+    return unmasked
+
+
+def load_unchanged_splits_of(config: EncoderConfig) -> LoadedSplits | None:
+    """Apply `load_unchanged_splits` if a command reads the images of its encoder's run from the run's path."""
     run = find_run(config.encoder)
     if run and absolute_path(config.data.path) == absolute_path(run_image_settings(run).get("path")):
-        refuse_changed_images(run)
+        return load_unchanged_splits(run, config.data)
+    return None
 
 
 @lru_cache
@@ -128,35 +159,6 @@ def absolute_path(path: str | None) -> str | None:
     return str(Path(path).expanduser().resolve())
 
 
-KEPT: list[tuple[dict[str, Any], Splits]] = []
-"""Images that were loaded to compare them, with their settings, for the command that loads them next: at most one."""
-
-
-def forget_kept_images() -> None:
-    """Forget the images that were kept for an earlier command of this process."""
-    KEPT.clear()
-
-
-def load_and_keep(source: SourceConfig) -> Splits:
-    """Load images, and keep them for `load_images`: a large folder takes long to list."""
-    splits = load_image_datasets(source)
-    KEPT[:] = [(image_settings(source), splits)]
-    return splits
-
-
-def load_images(source: SourceConfig) -> Splits:
-    """Load the training and the held-out images, or take those that were just compared with a run's record."""
-    kept = KEPT.pop() if KEPT else None
-    if kept is not None and kept[0] == image_settings(source):
-        return kept[1]
-    return load_image_datasets(source)
-
-
-def image_settings(source: SourceConfig) -> dict[str, Any]:
-    """The settings that say which images these are."""
-    return {name: getattr(source, name) for name in IMAGE_SETTINGS}
-
-
 def is_stream_of_run(config: EncoderConfig) -> bool:
     """Whether the images are those of the encoder's run, which read them as a stream."""
     run = find_run(config.encoder)
@@ -165,15 +167,18 @@ def is_stream_of_run(config: EncoderConfig) -> bool:
     return holds_run_images(config.data.path, run)
 
 
-def load_images_of(config: EncoderConfig, stream_images: int = 0) -> Splits:
+def load_images_of(
+    config: EncoderConfig, loaded: LoadedSplits | None = None, stream_images: int = 0
+) -> tuple[ImageDataset, ImageDataset]:
     """Load the training and the held-out images of a command.
 
     Args:
+        loaded: the splits, if they are loaded already.
         stream_images: number of training images to load where the encoder's run read them as a stream; the held-out
             images are those that it was evaluated on.
     """
     if not is_stream_of_run(config):
-        return load_images(config.data)
+        return load_image_datasets(config.data, loaded)
     eval_images = saved_settings(find_run(config.encoder))["data"]["eval_images"]
     _, train, held_out = load_streamed(config.data, stream_images, eval_images)
     return train, held_out

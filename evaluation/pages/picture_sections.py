@@ -11,7 +11,7 @@ from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
 from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.results import report_suffix
-from evaluation.frozen.run_images import check_images_of_run
+from evaluation.frozen.run_images import load_unchanged_splits_of
 from evaluation.pages.about import Missing, noted
 from evaluation.pages.page import Block, Picture, Section, Table, chart, picture, picture_of
 from evaluation.pictures.drawings import PICTURES
@@ -56,8 +56,7 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
     pictures_folder = folder / "evaluation" / f"pictures{report_suffix(visualize_config)}"
     subject = None
     with noted(missing, "Pictures"):
-        check_images_of_run(config)
-        subject = load_subject(visualize_config)
+        subject = load_subject(visualize_config, load_unchanged_splits_of(config))
     pictures = Section("pictures", PICTURES_TITLE)
     neighbours = Section("neighbours", "Nearest neighbours")
     extremes = Section("extremes", "Predicted best and worst")

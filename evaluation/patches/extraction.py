@@ -16,10 +16,12 @@ from torch import Tensor
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.extraction import extract_split, views_for, warn_left_out
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.patches.features import PatchBaseline, PatchFeatures, patch_features
 from evaluation.patches.masks import MaskedImages, decode_mask, load_masks_of_path
 from evaluation.patches.outlines import load_outlined_birds
 from mpp.data.crops import centre_crop
+from mpp.data.sources import load_splits
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import note_reading
 from mpp.errors import UnreadableImage
@@ -27,13 +29,16 @@ from mpp.errors import UnreadableImage
 NO_INDEX = -1  # of an image that cannot be decoded
 
 
-def load_masked_images(data: MaskedDataConfig) -> tuple[MaskedImages, MaskedImages]:
+def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = None) -> tuple[MaskedImages, MaskedImages]:
     """Load images with masks: those to learn from, and those that are held out.
 
+    Args:
+        loaded: the splits, if they are loaded already.
     Raises:
         UserError: no such split or column.
     """
-    return load_outlined_birds(data) if data.path is None else load_masks_of_path(data)
+    splits = loaded or load_splits(data)
+    return load_outlined_birds(data, splits) if data.path is None else load_masks_of_path(data, splits)
 
 
 @dataclass(frozen=True)

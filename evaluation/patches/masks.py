@@ -15,7 +15,7 @@ from mpp.data.columns import read_cell, without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.decode import read_mask
 from mpp.data.decoding.kinds import JPEG_START
-from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
+from mpp.data.sources import find_held_out_split, load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 
 IGNORED_CLASS = -1  # of pixels that do not count, whatever their number in the file
@@ -30,13 +30,14 @@ class MaskedImages(NamedTuple):
     """Undecoded, in the column `mask`."""
 
 
-def load_masks_of_path(data: MaskedDataConfig) -> tuple[MaskedImages, MaskedImages]:
+def load_masks_of_path(
+    data: MaskedDataConfig, splits: dict[str, datasets.Dataset]
+) -> tuple[MaskedImages, MaskedImages]:
     """Load images with masks from `data.path`: those to learn from, and those that are held out.
 
     Raises:
         UserError: no such split or column.
     """
-    splits = load_splits(data)
     find_held_out_split(data, list(splits))  # refuses a split that is not there
     columns = splits[data.split].features
     other_images = [

@@ -14,12 +14,14 @@ from evaluation.patches.masks import MaskedImages
 from mpp.config import require
 from mpp.data.data_path import BIRDS_FOLDER
 from mpp.data.dataset import ImageDataset
-from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.sources import load_image_datasets
 
 OUTLINES_FILE = BIRDS_FOLDER / "outlines.json"
 
 
-def load_outlined_birds(data: MaskedDataConfig) -> tuple[MaskedImages, MaskedImages]:
+def load_outlined_birds(
+    data: MaskedDataConfig, splits: dict[str, datasets.Dataset]
+) -> tuple[MaskedImages, MaskedImages]:
     """Load the outlined photographs: those to learn from, and those that are held out.
 
     Raises:
@@ -27,7 +29,6 @@ def load_outlined_birds(data: MaskedDataConfig) -> tuple[MaskedImages, MaskedIma
     """
     by_split = json.loads(OUTLINES_FILE.read_text(encoding="utf-8"))
     outlines = by_split["train"] | by_split["test"]
-    splits = load_splits(data)
     train, held_out = load_image_datasets(data, splits)
     train = select_outlined(train, splits, outlines).choose(data.train_images, data.eval_seed)
     held_out = select_outlined(held_out, splits, outlines)

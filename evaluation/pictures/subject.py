@@ -14,7 +14,7 @@ from tqdm import tqdm
 from evaluation.config import VisualizeConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
 from evaluation.frozen.extraction import views_for
-from evaluation.frozen.run_images import load_images_of
+from evaluation.frozen.run_images import LoadedSplits, load_images_of
 from evaluation.patches.features import patch_features
 from mpp.config import RunConfig, require
 from mpp.config.imports import require_imports
@@ -92,9 +92,11 @@ class Subject(NamedTuple):
         return as_rgb(images, bands).movedim(1, -1).cpu()
 
 
-def load_subject(config: VisualizeConfig) -> Subject:
+def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> Subject:
     """Load an encoder and its held-out images.
 
+    Args:
+        loaded: the splits of the images, if they are loaded already.
     Raises:
         UserError: there is no such encoder, or there are no such images.
     """
@@ -105,5 +107,5 @@ def load_subject(config: VisualizeConfig) -> Subject:
     allowed = f"from 1 to {config.data.channels}: data.channels"
     require(largest_band <= config.data.channels, "bands", largest_band, allowed)
     encoder = open_frozen_encoder(config).to(accelerator.device)
-    _, held_out = load_images_of(config)
+    _, held_out = load_images_of(config, loaded)
     return Subject(config, accelerator, encoder, held_out)

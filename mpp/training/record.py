@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import datasets
 
 from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_local, is_url
@@ -62,31 +63,34 @@ def recorded_commit(folder: Path) -> str | None:
     return record.get("train", {}).get("revision")
 
 
-def image_differences(
-    folder: Path, data: SourceConfig, load: Callable[[SourceConfig], Any] = load_image_datasets
-) -> list[str]:
+def is_known_by_files(record: dict[str, Any]) -> bool:
+    """Whether a run read shards as a stream, whose record has the names and sizes of the files."""
+    train = record.get("train", {})
+    return "shards" in train and "names" not in train
+
+
+def image_differences(folder: Path, data: SourceConfig, splits: dict[str, datasets.Dataset] | None = None) -> list[str]:
     """How images differ from those that a run began with, in words; empty: the same, as far as data.json says.
 
     For a stream the names and sizes of the files are compared, otherwise names, and the bytes of some files.
 
     Args:
         data: the settings of the run's images, perhaps with another `path`.
-        load: loads the training and the held-out images.
+        splits: those of the dataset, if they are loaded already.
     Raises:
         UserError: they cannot be loaded.
     """
     before = read_record(folder) or {}
-    train = before.get("train", {})
-    if "shards" in train and "names" not in train:
+    if is_known_by_files(before):
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     now = {}
-    for part, dataset in zip(("train", "held_out"), load(data), strict=True):
+    for part, dataset in zip(("train", "held_out"), load_image_datasets(data, splits), strict=True):
         known = identify_images(dataset, labels=False, retries=data.read_retries)
         now[part] = {key: known[key] for key in ("split", "files")}
         has_all_images = before.get(part, {}).get("chosen", "") is None
         if has_all_images:
             now[part]["images"] = len(dataset.origin.rows)
-    if "shards" in train:  # a folder that was cut into shards
+    if "shards" in before.get("train", {}):  # a folder that was cut into shards
         now = {"train": {"names": now["train"]["files"]}}
     return differences(before, now)
 
