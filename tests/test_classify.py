@@ -207,7 +207,9 @@ def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, enc
     kill_at(monkeypatch, 0)
     seen = []
     build = finetune.Finetuning.__init__
-    monkeypatch.setattr(finetune.Finetuning, "__init__", lambda self, *a: (build(self, *a), seen.append(self))[0])
+    monkeypatch.setattr(
+        finetune.Finetuning, "__init__", lambda self, *a, **k: (build(self, *a, **k), seen.append(self))[0]
+    )
     arguments = [*BASE, f"--encoder={encoder}", "--img_size=48", "--lrs=0.01"]
     for init in ("encoder", "random"):
         with pytest.raises(BaseException, match="killed"):
@@ -383,7 +385,9 @@ def test_mixing_needs_two_images():
 def test_finetuning_takes_the_modern_recipe(tmp_path, encoder, monkeypatch):
     seen = []
     build = finetune.Finetuning.__init__
-    monkeypatch.setattr(finetune.Finetuning, "__init__", lambda self, *a: (build(self, *a), seen.append(self))[0])
+    monkeypatch.setattr(
+        finetune.Finetuning, "__init__", lambda self, *a, **k: (build(self, *a, **k), seen.append(self))[0]
+    )
     modern = [*MIXED, "--drop_path=0.2", "--optim.name=adam", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05"]
     with pytest.raises(ValueError, match=r"optim\.layer_decay is 0\.65; it must be null with init random"):
         finetune.main([*BASE, *modern, "--init=random"])
