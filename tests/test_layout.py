@@ -23,6 +23,13 @@ def test_a_module_run_as_a_script_shadows_no_other(module):
     assert module.stem not in taken
 
 
+def test_every_package_is_in_the_wheel():
+    declared = re.findall(r'^    "((?:mpp|evaluation)[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for folder in ("mpp", "evaluation"):
+        for file in (ROOT / folder).rglob("__init__.py"):
+            assert ".".join(file.parent.relative_to(ROOT).parts) in declared
+
+
 def test_the_lowest_versions_are_those_that_are_promised():
     promised = dict(re.findall(r'"([a-z]+)(?:\[\w+\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
     lowest = dict(re.findall(r"^([a-z]+)==([\d.]+)$", (ROOT / "tests" / "lowest.txt").read_text(), re.MULTILINE))
