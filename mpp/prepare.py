@@ -60,7 +60,6 @@ SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 class Shard(NamedTuple):
     """A shard that is to be written."""
 
-    split: str
     file: Path
     rows: datasets.Dataset  # `image`: image files, not decoded, or arrays; and perhaps labels
     config: PrepareConfig
@@ -161,13 +160,13 @@ def write_shard(shard: Shard) -> None:
         write_complete(shard.notes, json.dumps(notes))
 
 
-def relative_name(cell: Any, root: str | None) -> str | None:
+def relative_name(cell: Any, root: str) -> str | None:
     """A file's path in the dataset's folder, or else its name: nothing that the machine is known by. None: an array."""
     path = Path(printable(cell_file_name(cell) or ""))
-    folder = Path(root or "").expanduser().absolute()
-    if root and path.is_absolute() and path.is_relative_to(folder):
-        return printable(str(path.relative_to(folder)))
-    return printable(path.name) or None
+    folder = Path(root).expanduser().absolute()
+    if path.is_relative_to(folder):
+        return str(path.relative_to(folder))
+    return path.name or None
 
 
 def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
@@ -225,7 +224,7 @@ def cut_into_shards(config: PrepareConfig, split: str, rows: datasets.Dataset) -
     for number in range(count):
         file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
         chosen = order[number * config.rows : (number + 1) * config.rows]
-        shards.append(Shard(split, file, rows.select(chosen), config))
+        shards.append(Shard(file, rows.select(chosen), config))
     return shards
 
 

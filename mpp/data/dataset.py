@@ -1,5 +1,6 @@
 """Images of a split, still encoded, with their labels."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -141,9 +142,8 @@ class ImageDataset:
         labelled = self.labelled()
         if labelled is None or labelled.labels.ndim > 1:
             return {}
-        classes, counts = np.unique(labelled.labels, return_counts=True)
-        largest_first = np.argsort(-counts, kind="stable")
-        return {str(classes[i]): float(counts[i] / counts.sum()) for i in largest_first}
+        counts = Counter(sorted(labelled.labels.tolist()))
+        return {str(number): count / len(labelled) for number, count in counts.most_common()}
 
     def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
         """The images cut in two at random by a seed: the rest, and `fraction` of them (at least one) as split `name`.

@@ -1,6 +1,5 @@
 """Datasets of the Hugging Face hub: the note that one is looked up, and the commit that a run reads."""
 
-import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -35,10 +34,10 @@ def announce_hub_lookup(config: ImagesConfig) -> None:
     except HFValidationError:
         reason = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
         raise UserError(f"data.path is {config.path}, which does not exist: {reason}") from None
-    folder, name = os.path.split(config.path)
-    neighbours = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    similar = get_close_matches(name, neighbours)
-    hint = f"; did you mean {os.path.join(folder, similar[0])}?" if similar else ""
+    path = Path(config.path)
+    neighbours = [neighbour.name for neighbour in path.parent.glob("*")]
+    similar = get_close_matches(path.name, neighbours)
+    hint = f"; did you mean {path.with_name(similar[0])}?" if similar else ""
     tell(f"data.path {config.path} is no file or folder in {Path.cwd()}: the hub is asked for it{hint}")
 
 

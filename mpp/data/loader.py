@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
@@ -126,6 +126,12 @@ def build_loader(
     )
 
 
+def held_out_batches(views: ViewDataset, batch_size: int, world_size: int = 1, rank: int = 0) -> WatchedLoader:
+    """This process's share of the images in their held-out views, to be loaded once."""
+    keys = [(HELD_OUT_EPOCH, index) for index in range(rank, len(views.dataset), world_size)]
+    return build_loader(views, BatchSampler(keys, batch_size, drop_last=False))
+
+
 class HeldOutSets(Dataset):
     """Several sets of images in their held-out views, by (set, index); one of them is loaded at a time."""
 
@@ -151,10 +157,9 @@ class HeldOutLoader:
 
     Args:
         workers: loader processes.
-        persistent: whether they stay after the last batch of a set.
     """
 
-    def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0, persistent: bool = True):
+    def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0):
         self.sets = HeldOutSets()
         self.keys: list[list[tuple[int, int]]] = []
         """Batches of keys of the set that is being loaded, as torch's loader takes them; else none."""
@@ -162,7 +167,6 @@ class HeldOutLoader:
         self.world_size = world_size
         self.rank = rank
         self.workers = workers
-        self.persistent = persistent and workers > 0
 
     def add(self, views: ViewDataset) -> ViewDataset:
         """Add a set to those that can be loaded."""
@@ -176,7 +180,7 @@ class HeldOutLoader:
             self.sets.name,
             batch_sampler=self.keys,
             num_workers=self.workers,
-            persistent_workers=self.persistent,
+            persistent_workers=self.workers > 0,
             collate_fn=collate,
         )
 
@@ -190,10 +194,10 @@ class HeldOutLoader:
         return HeldOutBatches(self, views)
 
     def keys_of(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
-        """This process's share of a set in batches of keys; the last batch may be smaller."""
+        """This process's share of a set in batches of keys."""
         number = self.sets.views.index(views)
         keys = [(number, index) for index in range(self.rank, len(views.dataset), self.world_size)]
-        return [keys[first : first + self.batch_size] for first in range(0, len(keys), self.batch_size)]
+        return list(BatchSampler(keys, self.batch_size, drop_last=False))
 
     def load(self, views: ViewDataset) -> Iterator[Batch]:
         """Load this process's share of a set now."""
@@ -219,9 +223,3 @@ class HeldOutBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return self.loader.load(self.views)
-
-
-def held_out_batches(views: ViewDataset, batch_size: int, world_size: int = 1, rank: int = 0) -> HeldOutBatches:
-    """This process's share of the images in their held-out views, to be loaded once."""
-    loader = HeldOutLoader(batch_size, views.data.workers, world_size, rank, persistent=False)
-    return loader.batches(loader.add(views))

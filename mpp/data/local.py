@@ -163,6 +163,12 @@ def choose_images_or_shards(tree: Tree) -> None:
         tree.folders = []
 
 
+def can_hold_images(feature: Any) -> bool:
+    """Whether a column may hold image files or arrays."""
+    is_binary = getattr(feature, "dtype", None) in BINARY_TYPES
+    return is_binary or is_cell(feature) or find_array_dtype(feature) is not None
+
+
 def holds_images(table: str) -> bool:
     """Whether a parquet or arrow file has a column of images; not where it cannot be read."""
     try:
@@ -174,11 +180,7 @@ def holds_images(table: str) -> bool:
         features = datasets.Features.from_arrow_schema(schema)
     except LOADING_ERRORS:
         return False
-    for feature in features.values():
-        is_binary = getattr(feature, "dtype", None) in BINARY_TYPES
-        if is_binary or is_cell(feature) or find_array_dtype(feature):
-            return True
-    return False
+    return any(can_hold_images(feature) for feature in features.values())
 
 
 def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
@@ -212,6 +214,7 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         if streaming:
             return {split: stream_shards(files, config) for split, files in shards.items()}
         return share_tar_listing(shards, config)
+    folders = sorted({os.path.dirname(file) for files in shards.values() for file in files})
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
         if not streaming:
@@ -219,11 +222,8 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         data_files = {split: [plain_path(Path(file)) for file in files]}
         builder = SHARD_BUILDERS[extension]
         loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)
-        splits[split] = loaded[split]
-    if streaming:
-        return splits
-    folders = sorted({os.path.dirname(file) for files in shards.values() for file in files})
-    return {split: resolve_relative_paths(rows, folders) for split, rows in splits.items()}
+        splits[split] = loaded[split] if streaming else resolve_relative_paths(loaded[split], folders)
+    return splits
 
 
 def refuse_other_classes(files: list[str]) -> None:

@@ -36,7 +36,7 @@ def channel_moments(config: DataConfig) -> tuple[list[float], list[float]]:
     mean = sum_of_means / count
     variance = sum_of_mean_squares / count - mean**2
     deviation = np.sqrt(np.maximum(variance, 0))
-    flat = [number for number, value in enumerate(deviation, start=1) if value < MIN_DEVIATION]
+    flat = (np.flatnonzero(deviation < MIN_DEVIATION) + 1).tolist()
     if flat:
         auto = "model.mean or model.std is auto"
         raise UserError(f"{auto}, but these channels are the same everywhere: {flat}; choose data.bands")

@@ -8,6 +8,7 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Callable
+from itertools import count
 from typing import TypeVar
 
 from datasets.exceptions import DatasetsError
@@ -56,7 +57,7 @@ def read_with_retries(
         ReadFailed: it failed once more.
     """
     all_pauses = sum(map(pause_seconds, range(retries)))
-    for attempt in range(retries + 1):
+    for attempt in count():
         try:
             result = read()
         except errors as error:
@@ -71,7 +72,6 @@ def read_with_retries(
             if attempt:
                 allow_warning_again()
             return result
-    raise AssertionError
 
 
 def pause_seconds(attempt: int, error: Exception | None = None) -> int:

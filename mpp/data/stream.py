@@ -74,9 +74,7 @@ class StreamedBatches(IterableDataset):
         worker_id = info.id if info else 0
         worker = (self.first + worker_id) % self.workers  # torch takes the first batch from its worker 0
         samples = self.samples(worker, self.cursors.get(worker, Cursor()))
-        for forward in range(self.first, self.last):
-            if forward % self.workers != worker:
-                continue
+        for forward in range(self.first + worker_id, self.last, self.workers):
             images = len(self.layout.share(forward % self.layout.accumulation_steps))
             taken = list(islice(samples, images))
             batch = collate([sample for sample, _ in taken])

@@ -6,6 +6,7 @@ step alone says which images come next; there is no partial batch and no padding
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -103,18 +104,9 @@ class ViewDataset(Dataset):
 
 def collate(samples: list[Batch]) -> Batch:
     """Samples to a batch."""
-    corruptions = [sample.corruption for sample in samples]
-    if corruptions[0] is None:
-        corruption_of_batch = None
-    else:
-        corruption_of_batch = Corruption(*map(torch.stack, zip(*corruptions, strict=True)))
-    unreadable: list[str] = []
-    for sample in samples:
-        unreadable += sample.unreadable
-    return Batch(
-        torch.stack([sample.images for sample in samples]),
-        corruption_of_batch,
-        torch.stack([sample.labels for sample in samples]),
-        torch.stack([sample.indices for sample in samples]),
-        unreadable,
-    )
+    images, corruptions, labels, indices, unreadable, _ = zip(*samples, strict=True)
+    drawn = None
+    if corruptions[0] is not None:
+        drawn = Corruption(*map(torch.stack, zip(*corruptions, strict=True)))
+    all_unreadable = list(chain.from_iterable(unreadable))
+    return Batch(torch.stack(images), drawn, torch.stack(labels), torch.stack(indices), all_unreadable)

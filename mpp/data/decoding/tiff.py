@@ -33,26 +33,28 @@ def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
     with open_with_tifffile(data) as file:
         series = file.series[0]
         page = series.pages[0]
+        extra_samples = set(page.extrasamples or ())
+        is_inverted = page.photometric == WHITE_IS_ZERO
         if wanted is Wanted.MASK:
             if page.compression in JPEG_COMPRESSIONS:
                 raise UnreadableImage(JPEG_IS_LOSSY)
-            if page.bitspersample == 1 or page.photometric == WHITE_IS_ZERO:
+            if page.bitspersample == 1 or is_inverted:
                 return StoredPixels(read_with_pil(data, wanted, config))
         elif is_for_pil(series, page, wanted, config):
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
                 pixels = read_with_pil(data, wanted, config)
-                if pixels.any() or PREMULTIPLIED not in (page.extrasamples or ()):
+                if pixels.any() or PREMULTIPLIED not in extra_samples:
                     return StoredPixels(pixels)  # else PIL may have dropped colours, because nothing is opaque
         pixels = read_bands(series, page, wanted, config)
         orientation = page.tags.valueof(ORIENTATION_TAG, UPRIGHT)
-        extra_samples = set(page.extrasamples or ())
-        is_inverted = wanted is Wanted.PICTURE and page.photometric == WHITE_IS_ZERO and pixels.dtype.kind == "u"
-        inverted_bits = page.bitspersample if is_inverted else 0
 
     pixels = turn_upright(pixels, orientation)
-    if wanted is Wanted.PICTURE and extra_samples & {PREMULTIPLIED, OPACITY}:
+    if wanted is not Wanted.PICTURE:
+        return StoredPixels(pixels)
+    is_inverted = is_inverted and pixels.dtype.kind == "u"
+    if extra_samples & {PREMULTIPLIED, OPACITY}:
         pixels = lay_on_white(pixels, white_is_most=not is_inverted, premultiplied=PREMULTIPLIED in extra_samples)
-    return StoredPixels(pixels, inverted_bits)
+    return StoredPixels(pixels, page.bitspersample if is_inverted else 0)
 
 
 def is_for_pil(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> bool:
