@@ -41,9 +41,11 @@ def images_and_corruption(rate=0.75, **pattern):
 
 def one_by_one(model, images, corruption):
     """The predictions of each image alone, token by token and with every block run whole."""
-    encoder, decoder = model.encoder, model.decoder
+    encoder = model.encoder
+    decoder = model.decoder
     embedded = encoder._pos_embed(encoder.patch_embed((images / 255 - 0.5) / 0.5))
-    prefix, results = encoder.num_prefix_tokens, []
+    prefix = encoder.num_prefix_tokens
+    results = []
     for tokens, positions in zip(embedded, corruption.positions.tolist(), strict=True):
         seen = [place for place in range(len(tokens)) if place - prefix not in positions]
         encoded = encoder.fc_norm(encoder.norm(encoder.blocks(encoder.norm_pre(tokens[None, seen]))))
@@ -93,7 +95,10 @@ def test_compute_falls_with_the_patches_that_are_seen(rate):
     with FlopCounterMode(display=False) as counter:
         model(images, corruption)
     hidden = corruption.positions.shape[1]
-    seen, every, wide, narrow = 17 - hidden, 17, 24, 16
+    seen = 17 - hidden
+    every = 17
+    wide = 24
+    narrow = 16
     embedding = 16 * 3 * 8**2 * wide
     encoder = 2 * (12 * seen * wide**2 + 2 * seen**2 * wide)  # two blocks
     queries = hidden * (2 + 8) * narrow**2 + 2 * hidden * every * narrow  # in the decoder's one block
@@ -126,7 +131,8 @@ def test_the_whole_is_one_graph_to_the_compiler(again):
 def test_activation_checkpointing_computes_the_same_twice():
     gradients = []
     for again in (False, True):
-        model, calls = autoencoder(drop_path_rate=0.2, pos_drop_rate=0.1).train(), []
+        model = autoencoder(drop_path_rate=0.2, pos_drop_rate=0.1).train()
+        calls = []
         model.encoder.set_grad_checkpointing(again)
         for part in (model.encoder, model.decoder):
             part.blocks[0].register_forward_pre_hook(lambda block, _, calls=calls: calls.append(block))

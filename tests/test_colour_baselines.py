@@ -15,7 +15,8 @@ def test_floors_are_colour_statistics():
     assert pixels[0].view(64, 3).tolist() == [[1, 0, 0]] * 64
     (colors,) = load_frozen_encoder("floor:colors")(images, "mean", [1])
     assert colors.shape == (2, 512)
-    assert colors[0].nonzero().tolist() == [[7 * 64]] and colors[0, 7 * 64] == 64
+    assert colors[0].nonzero().tolist() == [[7 * 64]]
+    assert colors[0, 7 * 64] == 64
     assert (colors[1, 0], colors[1, 7]) == (32, 32)
 
 

@@ -65,7 +65,8 @@ def test_every_image_has_exactly_k_distinct_corrupted_patches():
 def test_blocks_are_whole_squares_on_their_grid_and_all_are_hit_alike(grid, side, rate, blocks):
     config = CorruptionConfig(pattern="blocks", block=side, rate=rate)
     seeds = 1000
-    rows, columns = grid[0] // side, grid[1] // side
+    rows = grid[0] // side
+    columns = grid[1] // side
     hits = np.zeros((rows, columns))
     for seed in range(seeds):
         drawn = draw(config, grid, seed, 0, 0)
@@ -121,7 +122,8 @@ def visible_below(pattern: str) -> float:
     grid = (14, 14)
     config = CorruptionConfig(pattern=pattern, rate=0.4)
     masks = np.stack([as_mask(draw(config, grid, seed, 0, 0), grid) for seed in range(200)])
-    above, below = masks[:, :-1], masks[:, 1:]
+    above = masks[:, :-1]
+    below = masks[:, 1:]
     return 1 - below[above].mean()
 
 
@@ -203,7 +205,8 @@ def test_random_is_any_other_patch_and_never_itself():
 
 def test_corrupt_against_a_loop():
     torch.manual_seed(0)
-    embeddings, mask_token = torch.randn(3, 10, 4), torch.randn(4)
+    embeddings = torch.randn(3, 10, 4)
+    mask_token = torch.randn(4)
     corruptions = draws(CorruptionConfig(mask=0.4, random=0.4, keep=0.2), (2, 5), images=3)
     kinds = set()
     expected = embeddings.clone()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from model_inputs import HALVES
 from safetensors.torch import load_file
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
@@ -46,16 +47,19 @@ def test_timm_alone_gives_the_same_features(exported):
 def test_transformers_gives_the_same_tokens(exported):
     transformers = pytest.importorskip("transformers")
     encoder, folder = exported
-    theirs, images = transformers.AutoModel.from_pretrained(folder).eval(), torch.randn(2, 3, 64, 64)
-    found = theirs(pixel_values=images).last_hidden_state
-    torch.testing.assert_close(found, encoder.forward_features(images), rtol=0, atol=1e-6)
+    theirs = transformers.AutoModel.from_pretrained(folder).eval()
+    images = torch.randn(2, 3, 64, 64)
+    tokens = theirs(pixel_values=images).last_hidden_state
+    torch.testing.assert_close(tokens, encoder.forward_features(images), rtol=0, atol=1e-6)
 
 
 def test_encoder_says_what_input_it_takes(exported):
-    takes = timm.data.resolve_model_data_config(mpp.load_encoder(exported[1]))
-    assert takes["input_size"] == (3, 64, 64)
-    assert (tuple(takes["mean"]), tuple(takes["std"])) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-    assert (takes["crop_pct"], takes["interpolation"]) == (1.0, "bilinear")
+    data_config = timm.data.resolve_model_data_config(mpp.load_encoder(exported[1]))
+    assert data_config["input_size"] == (3, 64, 64)
+    assert tuple(data_config["mean"]) == (0.1, 0.2, 0.3)
+    assert tuple(data_config["std"]) == (0.4, 0.5, 0.6)
+    assert data_config["crop_pct"] == 1.0
+    assert data_config["interpolation"] == "bilinear"
 
 
 def test_another_image_size_resamples_positions_as_timm_does(exported):
@@ -67,11 +71,12 @@ def test_another_image_size_resamples_positions_as_timm_does(exported):
 
 
 def described(model):
-    about = timm.data.resolve_model_data_config(model)
-    return about["input_size"], tuple(about["mean"]), tuple(about["std"])
+    data_config = timm.data.resolve_model_data_config(model)
+    return data_config["input_size"], tuple(data_config["mean"]), tuple(data_config["std"])
 
 
-RGB_MOMENTS, GREY_MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)), ((0.2,), (0.5,))
+RGB_MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+GREY_MOMENTS = ((0.2,), (0.5,))
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
@@ -88,32 +93,39 @@ RGB_MOMENTS, GREY_MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)), ((0.2,), (0.5,))
 )
 def test_a_changed_encoder_says_what_it_takes(exported, changes, input_size, moments, pretrained):
     encoder = mpp.load_encoder(exported[1], pretrained=pretrained, **changes)
-    size, *found = described(encoder)
-    assert size == input_size and len(found[0]) == input_size[0]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(moments))
+    size, *described_moments = described(encoder)
+    assert size == input_size
+    torch.testing.assert_close(torch.tensor(described_moments), torch.tensor(moments))
     assert encoder.pretrained_cfg["num_classes"] == changes.get("num_classes", 0)
     assert encoder(torch.randn(1, *input_size)).shape[0] == 1
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224"])
 def test_a_changed_model_of_timms_says_what_it_takes(name):
-    size = (96, 64) if name == "vit_tiny_patch16_224" else (256, 256)
+    if name == "vit_tiny_patch16_224":
+        size = (96, 64)
+        mean = std = 0.5
+    else:
+        size = (256, 256)
+        mean = sum(IMAGENET_DEFAULT_MEAN) / 3
+        std = sum(IMAGENET_DEFAULT_STD) / 3
     model = mpp.load_encoder(name, pretrained=False, img_size=size, in_chans=2)
-    (mean,), (std,) = ({sum(each) / 3} for each in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
-    mean, std = (0.5, 0.5) if name == "vit_tiny_patch16_224" else (mean, std)
     assert described(model) == ((2, *size), (mean,) * 2, (std,) * 2)
     assert described(timm.create_model(name))[0] == (3, 224, 224)  # timm's own settings are as they were
 
 
 def test_the_crop_follows_the_size(tmp_path):
     """timm's transform resizes as the held-out view at every size that the encoder is loaded for."""
-    folder, encoder = tmp_path / "0" / "encoder", build_encoder(ModelConfig(depth=1, img_size=32, patch_size=8))
-    export_encoder(encoder, folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    folder = tmp_path / "0" / "encoder"
+    encoder = build_encoder(ModelConfig(depth=1, img_size=32, patch_size=8))
+    export_encoder(encoder, folder, 32, *HALVES, 0.875)
     expected = {32: 37, 48: 55, 64: 73, 80: 91, 96: 110, 128: 146}  # to the nearest; 32, 48 and 96 are not timm's
     for size, length in expected.items():
         loaded = mpp.load_encoder(folder, img_size=size)
-        transform = timm.data.create_transform(**timm.data.resolve_model_data_config(loaded), is_training=False)
-        assert transform.transforms[0].size == length and transform.transforms[1].size == (size, size)
+        data_config = timm.data.resolve_model_data_config(loaded)
+        resize, crop, *_ = timm.data.create_transform(**data_config, is_training=False).transforms
+        assert resize.size == length
+        assert crop.size == (size, size)
         assert extraction_crop(loaded, size) == length
     alone = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert timm.data.resolve_model_data_config(alone)["crop_pct"] == pytest.approx(32 / 37, abs=0.01)
@@ -124,14 +136,15 @@ NAMES = ["heron", "NA", "None", "m\u00f6we"]
 
 def test_names_of_classes_travel_with_an_encoder(tmp_path):
     plain = build_encoder(ModelConfig(depth=1, img_size=32, patch_size=8))
-    input_config = (32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    input_config = (32, *HALVES, 0.875)
     export_encoder(plain, tmp_path / "plain", *input_config)
     classifier = mpp.load_encoder(tmp_path / "plain", num_classes=4)
     export_encoder(classifier, tmp_path / "headed", *input_config, label_names=NAMES)
     export_encoder(plain, tmp_path / "headless", *input_config, label_names=NAMES)
     for folder in (tmp_path / "headed", tmp_path / "headless"):
-        for load in (mpp.load_encoder, lambda each: timm.create_model(f"local-dir:{each}", pretrained=True)):
-            assert load(folder).pretrained_cfg["label_names"] == NAMES
+        by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        for model in (mpp.load_encoder(folder), by_timm):
+            assert model.pretrained_cfg["label_names"] == NAMES
     again = mpp.load_encoder(tmp_path / "headed")
     export_encoder(again, tmp_path / "again", *input_config)
     assert mpp.load_encoder(tmp_path / "again").pretrained_cfg["label_names"] == NAMES
@@ -148,7 +161,7 @@ def test_names_of_classes_travel_with_an_encoder(tmp_path):
 def test_transformers_knows_the_names_of_classes(tmp_path):
     transformers = pytest.importorskip("transformers")
     classifier = timm.create_model("vit_tiny_patch16_224", num_classes=4, depth=1, img_size=32)
-    export_encoder(classifier, tmp_path, 32, (0.5,) * 3, (0.5,) * 3, 0.875, label_names=NAMES)
+    export_encoder(classifier, tmp_path, 32, *HALVES, 0.875, label_names=NAMES)
     config = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).config
     assert config.id2label == dict(enumerate(NAMES))
 
@@ -168,7 +181,8 @@ def test_timm_says_who_learned_labels(name, expected):
 
 
 def test_an_encoder_says_whether_it_learned_labels(tmp_path):
-    plain, input_config = build_encoder(ModelConfig(depth=1)), (64, (0.5,) * 3, (0.5,) * 3, 0.875)
+    plain = build_encoder(ModelConfig(depth=1))
+    input_config = (64, *HALVES, 0.875)
     export_encoder(plain, tmp_path / "without", *input_config)
     export_encoder(plain, tmp_path / "with", *input_config, learned_labels=True)
     export_encoder(mpp.load_encoder(tmp_path / "without", num_classes=2), tmp_path / "headed", *input_config)
@@ -180,53 +194,65 @@ def test_an_encoder_says_whether_it_learned_labels(tmp_path):
 
 
 def test_a_network_for_any_size_says_the_size_that_is_asked_for(tmp_path):
-    export_encoder(timm.create_model("resnet10t", num_classes=0), tmp_path, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(timm.create_model("resnet10t", num_classes=0), tmp_path, 32, *HALVES, 0.875)
     model = mpp.load_encoder(tmp_path, img_size=(48, 48))
-    assert described(model)[0] == (3, 48, 48) and extraction_crop(model, 48) == 55
+    assert described(model)[0] == (3, 48, 48)
+    assert extraction_crop(model, 48) == 55
 
 
 def extraction_crop(encoder, size):
-    """To what length the evaluation resizes the images of this encoder."""
+    """Length of the shorter side to which evaluations resize the images of this encoder."""
     return resized_side(size, FrozenEncoder(encoder, size).crop_pct)
 
 
 def test_fixed_positions_travel_as_an_ordinary_table(exported, tmp_path):
     settings = dict(depth=2, position="sincos_2d", init_from=str(exported[1]))
     encoder = build_encoder(ModelConfig(**settings))
-    place, row, column = 1 + 3 * 8 + 5, 3.0, 5.0  # of an 8 x 8 grid, after [class]
-    waves = [wave(at * 10000 ** -(k / 32)) for at in (row, column) for wave in (math.sin, math.cos) for k in range(32)]
+    row = 3
+    column = 5
+    place = 1 + row * 8 + column  # in an 8 x 8 grid, after [class]
+    waves = []
+    for coordinate in (row, column):
+        for wave in (math.sin, math.cos):
+            waves += [wave(coordinate * 10000 ** -(k / 32)) for k in range(32)]
     torch.testing.assert_close(encoder.pos_embed[0, place], torch.tensor(waves), rtol=0, atol=1e-5)
-    assert not encoder.pos_embed[0, 0].any() and not encoder.pos_embed.requires_grad
+    assert not encoder.pos_embed[0, 0].any()
+    assert not encoder.pos_embed.requires_grad
     by_timm = timm.create_model(f"local-dir:{export(encoder, tmp_path / 'encoder')}", pretrained=True)
     assert torch.equal(by_timm.pos_embed, encoder.pos_embed)
 
 
 def test_fixed_positions_stay_fixed_however_the_encoder_is_loaded(tmp_path):
     encoder = build_encoder(ModelConfig(depth=2, position="sincos_2d"))
+    positions = encoder.pos_embed
+    larger_positions = build_encoder(ModelConfig(depth=2, position="sincos_2d", img_size=96)).pos_embed
     for number in range(2):  # an encoder that was loaded is exported again
         folder = export(encoder, tmp_path / str(number) / "encoder")
-        encoder, larger = mpp.load_encoder(folder), mpp.load_encoder(folder, img_size=96)
-        random = [mpp.load_encoder(folder, pretrained=False, **size) for size in ({}, {"img_size": 96})]
-        built = [build_encoder(ModelConfig(depth=2, position="sincos_2d", **size)) for size in ({}, {"img_size": 96})]
-        resampled = timm.layers.resample_abs_pos_embed(built[0].pos_embed, (12, 12), num_prefix_tokens=1)
-        expected = [built[0].pos_embed, resampled, *(other.pos_embed for other in built)]
-        for model, positions in zip((encoder, larger, *random), expected, strict=True):
-            torch.testing.assert_close(model.pos_embed, positions)
+        encoder = mpp.load_encoder(folder)
+        larger = mpp.load_encoder(folder, img_size=96)
+        random = mpp.load_encoder(folder, pretrained=False)
+        larger_random = mpp.load_encoder(folder, pretrained=False, img_size=96)
+        resampled = timm.layers.resample_abs_pos_embed(positions, (12, 12), num_prefix_tokens=1)
+        expected = [(encoder, positions), (larger, resampled), (random, positions), (larger_random, larger_positions)]
+        for model, table in expected:
+            torch.testing.assert_close(model.pos_embed, table)
             trained = dict(model.requires_grad_(True).named_parameters())
-            assert "pos_embed" not in trained and "cls_token" in trained
-        assert not torch.equal(random[0].cls_token, encoder.cls_token)
+            assert "pos_embed" not in trained
+            assert "cls_token" in trained
+        assert not torch.equal(random.cls_token, encoder.cls_token)
 
 
 def test_export_is_the_same_bits_every_time(exported, tmp_path):
-    first = (exported[1] / "model.safetensors").read_bytes()
+    encoder, folder = exported
+    first = (folder / "model.safetensors").read_bytes()
     for _ in range(5):
-        assert (export(exported[0], tmp_path / "encoder") / "model.safetensors").read_bytes() == first
+        again = export(encoder, tmp_path / "encoder")
+        assert (again / "model.safetensors").read_bytes() == first
 
 
 def test_a_named_model_with_changes_travels(tmp_path):
-    encoder = build_encoder(
-        ModelConfig(name="vit_tiny_patch16_224", depth=1, img_size=48, patch_size=12, attention="fused")
-    )
+    config = ModelConfig(name="vit_tiny_patch16_224", depth=1, img_size=48, patch_size=12, attention="fused")
+    encoder = build_encoder(config)
     loaded = mpp.load_encoder(export(encoder, tmp_path / "encoder"))
     images = torch.randn(1, 3, 48, 48)
     encoder.eval()
@@ -246,7 +272,8 @@ def test_other_moments_than_those_of_the_weights_are_noted(exported, capsys):
     assert "note" not in capsys.readouterr().out
     build_encoder(ModelConfig(**settings, mean=(0.1, 0.2, 0.3)))
     said = capsys.readouterr().out
-    assert said.startswith("note: model.std is [0.5, 0.5, 0.5], and ") and said.count("note") == 1
+    assert said.startswith("note: model.std is [0.5, 0.5, 0.5], and ")
+    assert said.count("note") == 1
 
 
 def test_start_from_weights_of_another_size(exported, tmp_path):
@@ -264,7 +291,7 @@ def test_start_from_weights_of_another_size(exported, tmp_path):
 
 
 def watch(monkeypatch, look) -> None:
-    """Call look(what, path) after each sync, and after whatever takes a file or a folder away."""
+    """Call look(operation, path) after each sync, and after each renaming or removal of a file or a folder."""
     done = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "unlink", "rmdir")}
 
     def watched(name):
@@ -282,25 +309,28 @@ def watch(monkeypatch, look) -> None:
 def test_an_encoder_is_on_disk_before_it_has_its_name(exported, tmp_path, monkeypatch):
     log = []
     with monkeypatch.context() as patch:
-        watch(patch, lambda what, path: log.append((what, path)))
+        watch(patch, lambda *entry: log.append(entry))
         folder = export(exported[0], tmp_path / "encoder")
     aside = tmp_path / ".encoder.partial"
-    named = next(number for number, (what, path) in enumerate(log) if what in ("rename", "replace") and path == aside)
-    synced = [{path for what, path in part if what == "fsync"} for part in (log[:named], log[named:])]
-    assert {aside, *(aside / file.name for file in folder.iterdir())} <= synced[0] and tmp_path in synced[1]
+    (named,) = [number for number, entry in enumerate(log) if entry in (("rename", aside), ("replace", aside))]
+    for path in (aside, *(aside / file.name for file in folder.iterdir())):
+        assert ("fsync", path) in log[:named]
+    assert ("fsync", tmp_path) in log[named:]
 
 
 def test_an_encoder_is_whole_or_absent_while_another_takes_its_place(exported, tmp_path, monkeypatch):
     folder = export(exported[0], tmp_path / "encoder")
-    files, seen = {file.name for file in folder.iterdir()}, []
+    files = {file.name for file in folder.iterdir()}
+    seen = []
 
     def look(*_):
-        seen.append({file.name for file in folder.iterdir()} if folder.exists() else set())
+        seen.append({file.name for file in folder.glob("*")})
 
     with monkeypatch.context() as patch:
         watch(patch, look)
         export(exported[0], folder)
-    assert seen and all(found in (files, set()) for found in seen)
+    assert seen
+    assert all(found in (files, set()) for found in seen)
     assert [path.name for path in tmp_path.iterdir()] == ["encoder"]
 
 
@@ -314,14 +344,15 @@ def test_an_encoder_is_whole_or_absent_while_another_takes_its_place(exported, t
         ({"name": "vit_tiny_patch16_224", "img_size": 100}, ["model.img_size", "100", "(16)"]),
         ({"name": "vit_tiny_patch16_224", "heads": 5}, ["vit_tiny_patch16_224"]),
         ({"width": 18, "heads": 2, "position": "sincos_2d"}, ["model.position is sincos_2d", "(18)"]),
-        ({"depth": 3, "init_from": "{folder}"}, ["model.init_from", "blocks.2"]),
-        ({"width": 64, "depth": 2, "init_from": "{folder}"}, ["model.init_from", "64"]),
+        ({"depth": 3, "init_from": "EXPORTED"}, ["model.init_from", "blocks.2"]),
+        ({"width": 64, "depth": 2, "init_from": "EXPORTED"}, ["model.init_from", "64"]),
         ({"init_from": "/nowhere"}, ["/nowhere", "no encoder"]),
         ({"init_from": "/nowhere/model.safetensors"}, ["model.init_from", "/nowhere/model.safetensors"]),
     ],
 )
 def test_what_cannot_be_built_is_named(exported, settings, words):
-    settings = {k: v.format(folder=exported[1]) if isinstance(v, str) else v for k, v in settings.items()}
+    if settings.get("init_from") == "EXPORTED":
+        settings = settings | {"init_from": str(exported[1])}
     with pytest.raises(ValueError) as error:
         build_encoder(ModelConfig(**settings))
     assert "\n" not in str(error.value)

@@ -33,8 +33,8 @@ def targets_of(objective, patches):
     return objective.targets(side_by_side, torch.arange(patches.shape[1]).expand(len(patches), -1))
 
 
-def random_patches(count=3):
-    return torch.randint(0, 256, (2, count, 3, 4, 4), dtype=torch.uint8)
+def random_patches(count=3, side=4):
+    return torch.randint(0, 256, (2, count, 3, side, side), dtype=torch.uint8)
 
 
 def by_hand(patch: np.ndarray, bits: int) -> int:
@@ -49,33 +49,40 @@ def by_hand(patch: np.ndarray, bits: int) -> int:
 
 @pytest.mark.parametrize("bits", [1, 3, 4])
 def test_mean_color_by_hand(bits):
-    patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 5, 3, 4, 4), dtype=np.uint8))
-    patches[0, 0], patches[0, 1] = 0, 255
+    patches = random_patches(5)
+    patches[0, 0] = 0
+    patches[0, 1] = 255
     targets = targets_of(objective("mean_color", bits=bits), patches)
-    assert targets.tolist() == [[[by_hand(patch.numpy(), bits)] for patch in image] for image in patches]
-    assert targets[0, 0] == 0 and targets[0, 1] == 8**bits - 1
+    expected = [by_hand(patch.numpy(), bits) for patch in patches.flatten(0, 1)]
+    assert targets.flatten().tolist() == expected
+    assert targets[0, 0] == 0
+    assert targets[0, 1] == 8**bits - 1
 
 
 def test_bin_edges_belong_to_the_bin_above():
     whole = 255 * 8  # eight pixels: the sum 255 is a mean of exactly 1/8
     sums = torch.tensor([[254, 255, 256], [0, whole - 1, whole]])
-    assert Palette(3, 3, False).classify(sums, whole).flatten().tolist() == [(0 * 8 + 1) * 8 + 1, (0 * 8 + 7) * 8 + 7]
+    classes = Palette(3, 3, False).classify(sums, whole)
+    assert classes.flatten().tolist() == [(0 * 8 + 1) * 8 + 1, (0 * 8 + 7) * 8 + 7]
 
 
 def test_every_class_has_a_color_that_is_its_own():
     for bits in (1, 3):
-        classes, palette = torch.arange(8**bits), Palette(3, bits, factorized=False)
-        assert torch.equal(palette.classify(palette.colors(classes[:, None]).long(), 255)[:, 0], classes)
+        classes = torch.arange(8**bits)
+        palette = Palette(3, bits, factorized=False)
+        colors = palette.colors(classes[:, None]).long()
+        assert torch.equal(palette.classify(colors, 255)[:, 0], classes)
 
 
 def test_grid_color_by_hand():
-    patches = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (1, 3, 3, 8, 8), dtype=np.uint8))
+    patches = random_patches(side=8)
     targets = targets_of(objective("grid_color", patch=8, grid=4), patches)
-    expected = [
-        [by_hand(patch[:, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2].numpy(), 3) for r in range(4) for c in range(4)]
-        for patch in patches[0]
-    ]
-    assert targets[0].tolist() == expected
+    expected = []
+    for patch in patches.flatten(0, 1).numpy():
+        for row in range(0, 8, 2):
+            for column in range(0, 8, 2):
+                expected.append(by_hand(patch[:, row : row + 2, column : column + 2], 3))
+    assert targets.flatten().tolist() == expected
 
 
 def test_grid_must_divide_the_patch():
@@ -93,27 +100,31 @@ def test_patches_are_in_the_encoders_order_and_taken_where_asked():
 
 def test_losses_of_knowing_nothing_are_the_closed_forms():
     patches = random_patches()
+
+    def loss_of_zeros(tested):
+        return tested.loss(torch.zeros(2, 3, tested.outputs), targets_of(tested, patches)).item()
+
     for name, cells in (("mean_color", 1), ("grid_color", 16)):
-        o = objective(name)
-        assert o.outputs == 512 * cells
-        assert o.loss(torch.zeros(2, 3, o.outputs), targets_of(o, patches)).item() == pytest.approx(np.log(512))
+        assert objective(name).outputs == 512 * cells
+        assert loss_of_zeros(objective(name)) == pytest.approx(np.log(512))
     scaled = patches.numpy() / 127.5 - 1
-    for loss, expected in (("l2", (scaled**2).mean()), ("l1", abs(scaled).mean())):
-        o = objective("pixels", loss=loss)
-        assert o.loss(torch.zeros(2, 3, 48), targets_of(o, patches)).item() == pytest.approx(expected, rel=1e-6)
+    assert loss_of_zeros(objective("pixels", loss="l2")) == pytest.approx((scaled**2).mean(), rel=1e-6)
+    assert loss_of_zeros(objective("pixels", loss="l1")) == pytest.approx(abs(scaled).mean(), rel=1e-6)
 
 
 def test_normalised_pixels_by_hand():
     patches = random_patches()
     patches[0, 0] = 90  # flat: there is nothing to divide by
-    o, flat = objective("pixels", normalize="patch"), patches.flatten(2).numpy() / 127.5 - 1
-    mean, variance = flat.mean(-1, keepdims=True), flat.var(-1, keepdims=True, ddof=1)
+    tested = objective("pixels", normalize="patch")
+    flat = patches.flatten(2).numpy() / 127.5 - 1
+    mean = flat.mean(-1, keepdims=True)
+    variance = flat.var(-1, keepdims=True, ddof=1)
     expected = (flat - mean) / np.sqrt(variance + 1e-6)
-    targets = targets_of(o, patches)
+    targets = targets_of(tested, patches)
     np.testing.assert_allclose(targets.flatten(2), expected, rtol=1e-4, atol=1e-4)
-    assert o.palette is None
-    assert torch.equal(o.paint(targets, patches), patches)  # put back
-    means = o.paint(torch.zeros_like(targets), patches).float().amax((2, 3, 4))
+    assert tested.palette is None
+    assert torch.equal(tested.paint(targets, patches), patches)  # put back
+    means = tested.paint(torch.zeros_like(targets), patches).float().amax((2, 3, 4))
     torch.testing.assert_close(means, patches.float().mean((2, 3, 4)), rtol=0, atol=0.51)
 
 
@@ -123,16 +134,21 @@ def test_hog_is_scikit_images(patch, cell):
     images = torch.randint(0, 256, (2, 3, 3 * patch, 5 * patch), dtype=torch.uint8)
     images[0, :, :patch, :patch] = 50  # a cell without a gradient
     images[1] = images[1] // 64 * 64  # many gradients of the same direction
-    o, side = objective("hog", patch, cell=cell), max(1, patch // cell)
+    tested = objective("hog", patch, cell=cell)
+    side = max(1, patch // cell)
     positions = torch.tensor([[0, 7, 14], [1, 4, 9]])
-    targets = o.targets(images, positions)
-    assert targets.shape == (2, 3, o.outputs) and o.outputs == side**2 * 27 and o.palette is None
+    targets = tested.targets(images, positions)
+    assert targets.shape == (2, 3, tested.outputs)
+    assert tested.outputs == side**2 * 27
+    assert tested.palette is None
+    cell_size = (patch // side, patch // side)
+    options = dict(cells_per_block=(1, 1), block_norm="L2", feature_vector=False)
     for image, places, found in zip(images.double().numpy(), positions.tolist(), targets, strict=True):
-        size, options = (patch // side, patch // side), dict(cells_per_block=(1, 1), block_norm="L2")
-        theirs = [hog(channel, 9, size, **options, feature_vector=False)[:, :, 0, 0] for channel in image]
-        theirs = np.stack(theirs, axis=2)  # (rows, columns, channels, orientations)
+        of_channels = [hog(channel, 9, cell_size, **options)[:, :, 0, 0] for channel in image]
+        theirs = np.stack(of_channels, axis=2)  # (rows, columns, channels, orientations)
         for place, ours in zip(places, found, strict=True):
-            row, column = side * (place // 5), side * (place % 5)
+            row = side * (place // 5)
+            column = side * (place % 5)
             expected = theirs[row : row + side, column : column + side]
             np.testing.assert_allclose(ours.reshape(expected.shape), expected, atol=1e-6)
 
@@ -140,9 +156,10 @@ def test_hog_is_scikit_images(patch, cell):
 def test_hog_is_painted_along_the_edge():
     upright = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     upright[..., 4:] = 200
-    o = objective("hog", patch=8)
+    tested = objective("hog", patch=8)
     for image, along, across in ((upright, -2, -1), (upright.mT, -1, -2)):
-        painted = o.paint(o.targets(image, torch.zeros(1, 1, dtype=torch.int64)), image)[0, 0, 0].float()
+        targets = tested.targets(image, torch.zeros(1, 1, dtype=torch.int64))
+        painted = tested.paint(targets, image)[0, 0, 0].float()
         assert painted.sum(along).max() > 2 * painted.sum(across).max()
 
 
@@ -153,26 +170,29 @@ def test_cells_must_divide_the_patch():
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_perfect_predictions_are_decided_right_and_lose_least(name):
-    o = objective(**SETTINGS[name])
-    targets = targets_of(o, random_patches())
-    if targets.dtype == torch.int64:
+    tested = objective(**SETTINGS[name])
+    targets = targets_of(tested, random_patches())
+    perfect = targets.flatten(2)
+    if targets.dtype == torch.int64:  # classes
         perfect = 100.0 * torch.nn.functional.one_hot(targets, 512).float().flatten(2)
-    else:
-        perfect = (targets.float() / 127.5 - 1 if targets.dtype == torch.uint8 else targets).flatten(2)
-    assert perfect.shape == (2, 3, o.outputs)
-    assert torch.equal(o.decide(perfect), targets)
-    assert o.loss(perfect, targets) < 1e-6 < o.loss(perfect.roll(1, dims=1), targets)
+    elif targets.dtype == torch.uint8:  # pixels
+        perfect = perfect / 127.5 - 1
+    assert perfect.shape == (2, 3, tested.outputs)
+    assert torch.equal(tested.decide(perfect), targets)
+    assert tested.loss(perfect, targets) < 1e-6 < tested.loss(perfect.roll(1, dims=1), targets)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_painted_targets_have_the_labels_of_the_targets(name):
-    o, patches = objective(**SETTINGS[name]), random_patches()
-    targets = targets_of(o, patches)
-    painted = o.paint(targets, patches)
+    tested = objective(**SETTINGS[name])
+    patches = random_patches()
+    targets = targets_of(tested, patches)
+    painted = tested.paint(targets, patches)
     side = {"hog": 16, "hog, cells": 32}.get(name, 4)  # a cell is drawn large enough to be legible
-    assert painted.shape == (2, 3, 3, side, side) and painted.dtype == torch.uint8
-    if o.palette is not None:
-        assert torch.equal(o.labels(targets_of(o, painted)), o.labels(targets))
+    assert painted.shape == (2, 3, 3, side, side)
+    assert painted.dtype == torch.uint8
+    if tested.palette is not None:
+        assert torch.equal(tested.labels(targets_of(tested, painted)), tested.labels(targets))
 
 
 def test_unknown_objective_lists_the_known():
@@ -186,10 +206,14 @@ def test_the_readmes_example_of_another_objective_works(monkeypatch):
     names = vars(objectives).copy()
     exec(example, names)
     monkeypatch.setitem(OBJECTIVES, "brightness", names["Brightness"])
-    o = objective("brightness")
-    patches = torch.stack([torch.full((3, 4, 4), v, dtype=torch.uint8) for v in (0, 15, 16, 128, 255)])[None]
-    targets = targets_of(o, patches)
+    tested = objective("brightness")
+    values = torch.tensor([0, 15, 16, 128, 255], dtype=torch.uint8)
+    patches = values.view(1, 5, 1, 1, 1).repeat(1, 1, 3, 4, 4)
+    targets = targets_of(tested, patches)
     assert targets.tolist() == [[0, 0, 1, 8, 15]]
-    assert o.loss(torch.zeros(1, 5, o.outputs), targets).item() == pytest.approx(np.log(16))
-    assert o.palette is None and not measure(o, torch.zeros(1, 5, 16), patches, None)
-    assert torch.equal(o.paint(targets, patches), torch.full_like(patches, 128)) and "grey" in o.shown
+    predictions = torch.zeros(1, 5, tested.outputs)
+    assert tested.loss(predictions, targets).item() == pytest.approx(np.log(16))
+    assert tested.palette is None
+    assert not measure(tested, predictions, patches, None)
+    assert torch.equal(tested.paint(targets, patches), torch.full_like(patches, 128))
+    assert "grey" in tested.shown

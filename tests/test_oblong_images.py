@@ -101,9 +101,11 @@ def assert_only_tables_differ(encoder: nn.Module, source: nn.Module) -> None:
 def test_a_line_of_as_many_patches_as_a_square_is_no_square(tmp_path, name):
     """timm would take the table of [112, 448] for that of 224 x 224, or the other way round."""
     settings = dict(width=16, depth=1, heads=2, patch_size=16) if name is None else dict(name=name)
-    long, square = (112, 448), (224, 224)
+    long = (112, 448)
+    square = (224, 224)
     if name and "_r_" in name:
-        long, square = (64, 256), (128, 128)
+        long = (64, 256)
+        square = (128, 128)
     for size, other in ((long, square), (square, long), (long, long)):
         source = build_encoder(ModelConfig(img_size=size, **settings))
         export_plain(source, tmp_path / "encoder", size)

@@ -88,14 +88,18 @@ def test_last_block_where_it_is_looked_at_equals_the_whole(variant, fused):
 def test_last_block_skips_what_is_not_looked_at():
     encoder = timm.create_model("vit_base_patch16_224", **SMALL)
     set_attention(encoder, fused=False)  # not every torch counts what fused kernels do
-    tokens, index = torch.randn(2, 17, 16), torch.tensor([[1, 5], [2, 3]])
+    tokens = torch.randn(2, 17, 16)
+    index = torch.tensor([[1, 5], [2, 3]])
     costs = []
     block = encoder.blocks[0]
     for forward in (lambda: block_at(block, tokens, index), lambda: gather_tokens(block(tokens), index)):
         with FlopCounterMode(display=False) as counter:
             forward()
         costs.append(counter.get_total_flops())
-    width, heads_width, tokens_in, seen = 16, 16, 2 * 17, 2 * 2
+    width = 16
+    heads_width = 16
+    tokens_in = 2 * 17
+    seen = 2 * 2
     projections = 2 * width * (heads_width * seen + 2 * heads_width * tokens_in + heads_width * seen)
     attention = 2 * 2 * seen * 17 * heads_width
     mlp = 2 * 2 * seen * width * 4 * width
@@ -140,7 +144,8 @@ def test_every_parameter_learns():
 def test_activation_checkpointing_computes_the_same_with_less_memory(dropout):
     images, corruption = images_and_corruption()
     numbers = dict(width=16, depth=6, heads=2, img_size=32, patch_size=8, dropout=dropout)
-    results, kept = [], []
+    results = []
+    kept = []
     for again in (False, True):
         torch.manual_seed(2)
         encoder = build_encoder(ModelConfig(**numbers, activation_checkpointing=again))

@@ -151,7 +151,8 @@ def test_an_overlay_changes_the_method_and_fits_the_recipe(recipe, overlay):
     numbers = config.model.numbers()
     side = numbers["img_size"] // numbers["patch_size"]
     drawn = draw(config.corruption, (side, side), 0, 0, 0)
-    assert not drawn.kinds.any() and len(drawn.positions) == pytest.approx(config.corruption.rate * side**2, abs=2)
+    assert not drawn.kinds.any()
+    assert len(drawn.positions) == pytest.approx(config.corruption.rate * side**2, abs=2)
     build_objective(config.objective, numbers["patch_size"])
 
 

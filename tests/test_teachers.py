@@ -10,6 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from conftest import TINY, read_metrics
+from model_inputs import HALVES, draw_batch, random_images, scaled
 from safetensors.torch import load_file, save_file
 from server import Command
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from evaluation.frozen.provenance import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.saved import to_yaml
-from mpp.corruption import Corruption, draw
+from mpp.corruption import draw
 from mpp.errors import UserError
 from mpp.features.metrics import add_sums, feature_spread, measure_features, summarize
 from mpp.models.encoder import Normalize, load_encoder
@@ -29,22 +30,41 @@ from mpp.training.flops import executed_flops
 FEATURES = ("--objective.name=features",)
 SMALL = ModelConfig(width=16, depth=4, heads=2, img_size=32)
 ALL_MASKED = dict(mask=1.0, random=0.0, keep=0.0)
-HALVES = ((0.5,) * 3, (0.5,) * 3)
+EVERYWHERE = torch.arange(16).expand(2, -1)  # positions of all patches, of two images
+
+
+def features(**settings):
+    return ObjectiveConfig(name="features", **settings)
+
+
+def objective_of(width, channels=3, **settings):
+    """The objective of features of that width, for patches of 8 x 8."""
+    return build_objective(features(**settings), 8, channels, width)
+
+
+def standardised(values, dim):
+    """Less the mean over a dimension, and divided by the deviation, as torch's norms do it."""
+    deviation = (values.var(dim, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    return (values - values.mean(dim, True)) / deviation
+
+
+def last_weights(run):
+    """All weights at the end of a run, as its checkpoint has them."""
+    return load_file(run / "checkpoints" / "step_00000004" / "model.safetensors")
 
 
 def model_of(network="predictor", objective=None, **corruption):
-    """A model of the features objective, what it is to predict, images and their corruption."""
+    """A network with a teacher, its objective, images and their corruption."""
     torch.manual_seed(0)
     config = Config(
         model=SMALL,
         network=NetworkConfig(name=network),
-        objective=ObjectiveConfig(name="features", **(objective or {})),
+        objective=features(**(objective or {})),
         corruption=CorruptionConfig(**ALL_MASKED | corruption),
     )
-    model, features = build_model(config)
-    drawn = [draw(config.corruption, (4, 4), 0, 0, index) for index in range(3)]
-    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return model, features, images, Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    model, objective = build_model(config)
+    torch.manual_seed(0)
+    return model, objective, random_images(), draw_batch(config.corruption)
 
 
 def block_outputs(encoder, images):
@@ -52,7 +72,7 @@ def block_outputs(encoder, images):
     seen = []
     hooks = [block.register_forward_hook(lambda _, __, out: seen.append(out[:, 1:])) for block in encoder.blocks]
     with torch.no_grad():
-        encoder.eval().forward_features((images / 255 - 0.5) / 0.5)
+        encoder.eval().forward_features(scaled(images))
     for hook in hooks:
         hook.remove()
     return seen
@@ -61,10 +81,8 @@ def block_outputs(encoder, images):
 def test_targets_are_those_of_data2vec():
     """Layer norm of each of the last K blocks, their mean, layer norm; at the corrupted patches, of the whole image."""
     model, _, images, corruption = model_of(objective={"teacher_depths": 3})
-    normed = [(each - each.mean(-1, True)) / (each.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-              for each in block_outputs(model.encoder, images)[1:]]  # fmt: skip
-    mean = sum(normed) / 3
-    expected = (mean - mean.mean(-1, True)) / (mean.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    normed = [standardised(each, -1) for each in block_outputs(model.encoder, images)[1:]]
+    expected = standardised(sum(normed) / 3, -1)
     _, targets, _ = model(images, corruption)
     for of_image, positions, whole in zip(targets, corruption.positions, expected, strict=True):
         torch.testing.assert_close(of_image, whole[positions])
@@ -76,16 +94,14 @@ def test_of_one_depth_it_is_the_output_after_the_final_norm():
     model, _, images, corruption = model_of(objective={"teacher_depths": 1, "teacher_norm": "none"})
     with torch.no_grad():
         model.teacher.encoder.norm.weight.mul_(3)
-        expected = model.teacher.encoder.forward_features((images / 255 - 0.5) / 0.5)[:, 1:]
+        expected = model.teacher.encoder.forward_features(scaled(images))[:, 1:]
     _, targets, _ = model(images, corruption)
     torch.testing.assert_close(targets[1], expected[1, corruption.positions[1]])
 
 
 def test_instance_norm_is_over_the_patches_of_an_image():
     tokens = [torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(seed)) * 5 + 3 for seed in range(2)]
-    normed = [
-        (each - each.mean(1, True)) / (each.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt() for each in tokens
-    ]
+    normed = [standardised(each, 1) for each in tokens]
     torch.testing.assert_close(as_targets(tokens, "instance"), F.layer_norm(sum(normed) / 2, (4,)))
     torch.testing.assert_close(as_targets(tokens, "none"), (tokens[0] + tokens[1]) / 2)
 
@@ -96,57 +112,68 @@ def test_the_student_sees_nothing_of_what_is_hidden_and_the_teacher_gets_no_grad
     model, objective, images, corruption = model_of(network, pattern="multiblock", context=0.5)
     model.eval()
     hidden = torch.cat([corruption.positions, corruption.dropped], 1)
-    assert corruption.dropped.shape == (3, 4) and hidden.sort().values.diff().min() > 0
+    assert corruption.dropped.shape == (3, 4)
+    assert hidden.sort().values.diff().min() > 0
     patches = images.unfold(2, 8, 8).unfold(3, 8, 8).clone()  # (B, C, 4, 4, 8, 8)
     for of_image, places in zip(patches, hidden.tolist(), strict=True):
         for place in places:
-            of_image[:, place // 4, place % 4] = 255 - of_image[:, place // 4, place % 4]
+            row, column = divmod(place, 4)
+            of_image[:, row, column] = 255 - of_image[:, row, column]
     other = patches.permute(0, 1, 2, 4, 3, 5).reshape(images.shape)
-    (one, targets, _), (two, changed, _) = model(images, corruption), model(other, corruption)
-    assert torch.equal(one, two) and not torch.isclose(targets, changed).all(-1).any()
+    one, targets, _ = model(images, corruption)
+    two, changed, _ = model(other, corruption)
+    assert torch.equal(one, two)
+    assert not torch.isclose(targets, changed).all(-1).any()
     assert not targets.requires_grad
     pixels = images.float().requires_grad_()
     predictions, targets, _ = model(pixels, corruption)
     objective.loss(predictions, targets).backward()
     assert all(parameter.grad is None for parameter in model.teacher.parameters())
-    moved = pixels.grad.unfold(2, 8, 8).unfold(3, 8, 8).abs().amax((1, 4, 5)).flatten(1) > 0  # (B, 16)
-    assert not moved.gather(1, hidden).any() and moved.sum() == 3 * (16 - hidden.shape[1])
+    gradients = pixels.grad.unfold(2, 8, 8).unfold(3, 8, 8)
+    moved = gradients.abs().amax((1, 4, 5)).flatten(1) > 0  # (B, 16)
+    assert not moved.gather(1, hidden).any()
+    assert moved.sum() == 3 * (16 - hidden.shape[1])
 
 
 def test_targets_do_not_depend_on_the_mask_dropout_or_drop_path():
     torch.manual_seed(0)
-    model = ModelConfig(width=16, depth=2, heads=2, img_size=32, dropout=0.5, drop_path=0.5)
-    model, _ = build_model(Config(model=model, objective=ObjectiveConfig(name="features")))
-    images, model = torch.randint(0, 256, (2, 3, 32, 32)), model.train()
-    assert model.student.training and not any(module.training for module in model.teacher.modules())
-    everywhere = torch.arange(16).expand(2, -1)
-    whole, shown = model.teacher(images, everywhere)
-    assert torch.equal(model.teacher(images, everywhere)[0], whole) and shown is whole
+    config = ModelConfig(width=16, depth=2, heads=2, img_size=32, dropout=0.5, drop_path=0.5)
+    model, _ = build_model(Config(model=config, objective=features()))
+    images = random_images(2)
+    model.train()
+    assert model.student.training
+    assert not any(module.training for module in model.teacher.modules())
+    whole, shown = model.teacher(images, EVERYWHERE)
+    assert torch.equal(model.teacher(images, EVERYWHERE)[0], whole)
+    assert shown is whole
     some, _ = model.teacher(images, torch.tensor([[3, 7], [0, 15]]))
     assert torch.equal(some, whole[[[0], [1]], [[3, 7], [0, 15]]])
 
 
 def test_losses_by_hand():
     def loss(name, error, **options):
-        objective = build_objective(ObjectiveConfig(name="features", loss=name, **options), 8, 3, 4)
-        return float(objective.loss(torch.full((1, 2, 4), float(error)), torch.zeros(1, 2, 4)))
+        predictions = torch.full((1, 2, 4), float(error))
+        return float(objective_of(4, loss=name, **options).loss(predictions, torch.zeros(1, 2, 4)))
 
-    assert loss("smooth_l1", 1) == loss(None, 1) == 0.25 and loss("smooth_l1", 3) == 2.0
-    assert loss("smooth_l1", 3, beta=1.0) == 2.5 and loss("l1", 3) == 3 and loss("l2", 3) == 9
-    cosine = build_objective(ObjectiveConfig(name="features", loss="cosine"), 8, 3, 2)
-    one = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
-    assert float(cosine.loss(one, torch.tensor([[[5.0, 0.0], [0.0, -1.0]]]))) == pytest.approx(1.0)  # 0 and 2
+    assert loss("smooth_l1", 1) == loss(None, 1) == 0.25
+    assert loss("smooth_l1", 3) == 2.0
+    assert loss("smooth_l1", 3, beta=1.0) == 2.5
+    assert loss("l1", 3) == 3
+    assert loss("l2", 3) == 9
+    predictions = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
+    targets = torch.tensor([[[5.0, 0.0], [0.0, -1.0]]])
+    cosine = objective_of(2, loss="cosine").loss(predictions, targets)
+    assert float(cosine) == pytest.approx(1.0)  # the mean of 0 and 2
 
 
 def test_a_student_that_is_its_teacher_is_right():
     """Nothing hidden, a head that changes nothing: the cosine of prediction and target is 1."""
-    model, _, images, corruption = model_of(
-        objective={"teacher_depths": 1, "teacher_norm": "none", "loss": "cosine"}, mask=0.0, keep=1.0
-    )
+    settings = {"teacher_depths": 1, "teacher_norm": "none", "loss": "cosine"}
+    model, objective, images, corruption = model_of(objective=settings, mask=0.0, keep=1.0)
     with torch.no_grad():
         model.student.head.weight.copy_(torch.eye(16))
-    objective = build_objective(ObjectiveConfig(name="features", loss="cosine"), 8, 3, 16)
-    assert objective.loss(*model.eval()(images, corruption)[:2]).item() == pytest.approx(0, abs=1e-6)
+    outputs = model.eval()(images, corruption)
+    assert objective.loss(outputs.predictions, outputs.targets).item() == pytest.approx(0, abs=1e-6)
 
 
 def test_the_moving_average_is_the_closed_form():
@@ -158,17 +185,18 @@ def test_the_moving_average_is_the_closed_form():
             parameter.add_(torch.randn(parameter.shape))
     for _ in range(5):
         update_moving_average(model.teacher.encoder, model.encoder, 0.9)
-    for average, a, b in zip(
-        *(each.parameters() for each in (model.teacher.encoder, before, model.encoder)), strict=True
-    ):
-        torch.testing.assert_close(average, 0.9**5 * a + (1 - 0.9**5) * b)
+    student = model.encoder.state_dict()
+    average = model.teacher.encoder.state_dict()
+    for name, initial in before.named_parameters():
+        torch.testing.assert_close(average[name], 0.9**5 * initial + (1 - 0.9**5) * student[name])
 
 
 def test_a_moving_average_has_the_students_running_statistics():
     teacher, student = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
     student(torch.randn(8, 2) + 5)
     update_moving_average(teacher, student, 0.5)
-    assert all(map(torch.equal, teacher.buffers(), student.buffers())) and teacher[1].running_mean.abs().sum() > 0
+    assert all(map(torch.equal, teacher.buffers(), student.buffers()))
+    assert teacher[1].running_mean.abs().sum() > 0
 
 
 def test_half_lives_are_shares_of_the_run():
@@ -178,77 +206,85 @@ def test_half_lives_are_shares_of_the_run():
     assert moving_average_decay((0.5, 0.5), 0, 1) == 0.25  # of one update
 
 
-def frozen(img_size, patch_size, config=None, grid=(4, 4), name="vit_base_patch16_224", **options):
+def frozen(img_size, patch_size, **options):
+    """A teacher of fixed random weights, for a student with 4 x 4 patches."""
     torch.manual_seed(3)
     sizes = dict(embed_dim=16, depth=2, num_heads=2, img_size=img_size, patch_size=patch_size)
-    encoder = timm.create_model(name, num_classes=0, **sizes, **options)
-    config = config or ObjectiveConfig(name="features", teacher="x", teacher_norm="none")
-    return FeatureTeacher(encoder, Normalize(*HALVES), grid, config, (img_size, img_size))
+    encoder = timm.create_model("vit_base_patch16_224", num_classes=0, **sizes, **options)
+    config = features(teacher="x", teacher_norm="none")
+    return FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), config, (img_size, img_size))
 
 
 def test_another_grid_is_resampled_and_the_crop_resized():
     """Exact where both have the same grid, though sizes differ; a grid twice as fine keeps a constant."""
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    everywhere = torch.arange(16).expand(2, -1)
+    images = random_images(2)
     same = frozen(64, 16, reg_tokens=3)  # a grid of 4 x 4
     large = F.interpolate(images.float(), (64, 64), mode="bilinear", antialias=True)
     with torch.no_grad():
-        expected = same.encoder.forward_features((large / 255 - 0.5) / 0.5)[:, 4:]  # [class] and registers left out
-    torch.testing.assert_close(same(images, everywhere)[0], expected)
+        expected = same.encoder.forward_features(scaled(large))[:, 4:]  # [class] and registers left out
+    torch.testing.assert_close(same(images, EVERYWHERE)[0], expected)
     fine = frozen(64, 8)
     with torch.no_grad():
-        maps = fine.encoder.forward_features((large / 255 - 0.5) / 0.5)[:, 1:].mT.unflatten(-1, (8, 8))
-    found = fine(images, everywhere)[0].mT.unflatten(-1, (4, 4))
+        maps = fine.encoder.forward_features(scaled(large))[:, 1:].mT.unflatten(-1, (8, 8))
+    targets = fine(images, EVERYWHERE)[0].mT.unflatten(-1, (4, 4))
     weights = torch.tensor([1, 3, 3, 1]) / 8  # bilinear, half as many
     inner = torch.einsum("bdhw,h,w->bd", maps[..., 1:5, 3:7], weights, weights)
-    torch.testing.assert_close(found[..., 1, 2], inner)
+    torch.testing.assert_close(targets[..., 1, 2], inner)
 
 
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "resnet18"])
 def test_any_encoder_of_timms_can_teach(name):
     """RoPE and convolutions; stages of other widths cannot be averaged."""
-    encoder = timm.create_model(name, num_classes=0, **({"img_size": 28} if "eva" in name else {}))
-    config = ObjectiveConfig(name="features", teacher=name)
-    teacher = FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
-    found, _ = teacher(torch.randint(0, 256, (2, 3, 32, 32)), torch.arange(16).expand(2, -1))
-    assert found.shape == (2, 16, teacher.width) and teacher.width in (192, 512)
+    sizes = {"img_size": 28} if name.startswith("eva") else {}
+    encoder = timm.create_model(name, num_classes=0, **sizes)
+
+    def teach(**settings):
+        return FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), features(teacher=name, **settings), (28, 28))
+
+    teacher = teach()
+    targets, _ = teacher(random_images(2), EVERYWHERE)
+    assert targets.shape == (2, 16, teacher.width)
+    assert teacher.width in (192, 512)
     if name == "resnet18":
-        config = ObjectiveConfig(name="features", teacher=name, teacher_depths=2)
         with pytest.raises(UserError, match="teacher_depths is 2; it must be 1 with resnet18, whose stages differ"):
-            FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), config, (28, 28))
+            teach(teacher_depths=2)
 
 
 def test_overlapping_patches_are_taught_by_whole_ones():
     torch.manual_seed(0)
     config = ModelConfig(width=16, depth=2, heads=2, img_size=32, stride=4)
-    model, _ = build_model(Config(model=config, objective=ObjectiveConfig(name="features", teacher_depths=1)))
-    images = torch.randint(0, 256, (1, 3, 32, 32))
+    model, _ = build_model(Config(model=config, objective=features(teacher_depths=1)))
+    images = random_images(2)
     with torch.no_grad():
-        tokens = model.encoder.eval().forward_features((images / 255 - 0.5) / 0.5)[:, 1:].unflatten(1, (7, 7))
-    found, _ = model.teacher(images, torch.arange(16)[None])
+        tokens = model.encoder.eval().forward_features(scaled(images))[:, 1:].unflatten(1, (7, 7))
+    targets, _ = model.teacher(images, EVERYWHERE)
     expected = tokens[:, ::2, ::2].flatten(1, 2)
-    torch.testing.assert_close(found, F.layer_norm(F.layer_norm(expected, (16,)), (16,)))
+    torch.testing.assert_close(targets, F.layer_norm(F.layer_norm(expected, (16,)), (16,)))
 
 
 def test_patterns_of_ijepa():
     """Exact K and U for every image, context and targets apart, all patches reachable; it ends on 8 x 8."""
     config = CorruptionConfig(pattern="multiblock", rate=0.5, context=0.85, **ALL_MASKED)
     for grid in ((8, 8), (14, 14), (4, 4), (3, 16)):
-        patches, seen = math.prod(grid), torch.zeros(3, math.prod(grid))
+        patches = math.prod(grid)
+        seen = torch.zeros(3, math.prod(grid))
         for index in range(300):
             drawn = draw(config, grid, 0, 0, index)
             assert len(drawn.positions) == math.floor(patches / 2 + 0.5)
-            context = patches - len(drawn.positions) - len(drawn.dropped)
-            assert context == round(0.85 * (patches - len(drawn.positions)))
+            visible = patches - len(drawn.positions)
+            context = visible - len(drawn.dropped)
+            assert context == round(0.85 * visible)
             assert len(torch.cat([drawn.positions, drawn.dropped]).unique()) == patches - context
             assert drawn.positions.diff().min() > 0
             seen[0, drawn.positions] += 1
             seen[1, drawn.dropped] += 1
             seen[2] += 1
         predicted, dropped = (seen[:2] / 300).unflatten(1, grid)
-        assert predicted.min() > 0 and (dropped.max() > 0 or context == patches - len(drawn.positions))
+        assert predicted.min() > 0
+        assert dropped.max() > 0 or context == visible
         for part in (predicted, dropped):  # no corner or edge is another
-            assert (part - part.flip(0)).abs().mean() < 0.07 and (part - part.flip(1)).abs().mean() < 0.07
+            assert (part - part.flip(0)).abs().mean() < 0.07
+            assert (part - part.flip(1)).abs().mean() < 0.07
     high = CorruptionConfig(pattern="multiblock", rate=0.95, **ALL_MASKED)
     assert len(draw(high, (8, 8), 0, 0, 0).positions) == 61
 
@@ -257,34 +293,41 @@ def test_spread_is_that_of_all_patches_together():
     """Against torch over everything at once; constant features have none."""
     rows = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double) * 2 + 1
     places = torch.arange(5).expand(6, -1)
-    sums = add_sums(*(measure_features(part, part * 3, places[: len(part)], 7) for part in (rows[:2], rows[2:])))
-    flat, found = rows.flatten(0, 1), feature_spread(sums, "prediction")
+    first = measure_features(rows[:2], 3 * rows[:2], places[:2], 7)
+    others = measure_features(rows[2:], 3 * rows[2:], places[2:], 7)
+    sums = add_sums(first, others)
+    flat = rows.flatten(0, 1)
+    spread = feature_spread(sums, "prediction")
     variance = flat.var(0, unbiased=False).mean()
-    assert found["prediction_deviation"] == pytest.approx(float(variance.sqrt()))
-    assert found["prediction_share"] == pytest.approx(float(variance / flat.square().mean()))
+    assert spread["prediction_deviation"] == pytest.approx(float(variance.sqrt()))
+    assert spread["prediction_share"] == pytest.approx(float(variance / flat.square().mean()))
     values = torch.linalg.svdvals(flat - flat.mean(0))
     entropy = torch.special.entr(values / values.sum()).sum()
-    assert found["prediction_rank"] == pytest.approx(float(entropy.exp()))
+    assert spread["prediction_rank"] == pytest.approx(float(entropy.exp()))
     assert feature_spread(sums, "target")["target_deviation"] == pytest.approx(3 * float(variance.sqrt()))
     constant = feature_spread(measure_features(rows, torch.ones(6, 5, 8), places, 7), "target")
     assert constant == {"target_deviation": 0, "target_share": 0, "target_rank": 0}
 
 
 def test_pictures_show_both_in_one_basis():
-    objective = build_objective(ObjectiveConfig(name="features"), 8, 3, 6)
+    objective = objective_of(6)
     targets = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(0))
     clean = torch.zeros(2, 7, 3, 8, 8, dtype=torch.uint8)
     one, other = objective.pictures(targets, targets, clean)
-    assert torch.equal(one, other) and one.shape == clean.shape and one.float().std() > 20
+    assert torch.equal(one, other)
+    assert one.shape == clean.shape
+    assert one.float().std() > 20
     shifted, same = objective.pictures(targets + 1, targets, clean)
-    assert torch.equal(same, other) and not torch.equal(shifted, other)
+    assert torch.equal(same, other)
+    assert not torch.equal(shifted, other)
     grey, _ = objective.pictures(targets.mean((0, 1)).expand_as(targets), targets, clean)
     torch.testing.assert_close(grey, torch.full_like(grey, 127.5), atol=1e-3, rtol=0)
     few, _ = objective.pictures(targets[:1, :2], targets[:1, :2], clean[:1, :2])
     assert few.shape == (1, 2, 3, 8, 8)
-    alone = build_objective(ObjectiveConfig(name="features"), 8, 1, 6)  # of one channel: along the first component
+    alone = objective_of(6, channels=1)  # of one channel: along the first component
     first, _ = alone.pictures(targets, targets, clean[:, :, :1])
-    assert torch.equal(first, one[:, :, :1]) and "the first principal component" in alone.shown
+    assert torch.equal(first, one[:, :, :1])
+    assert "the first principal component" in alone.shown
 
 
 def test_the_teachers_forward_pass_is_in_the_compute():
@@ -296,13 +339,8 @@ def test_the_teachers_forward_pass_is_in_the_compute():
     assert whole == student + alone
 
 
-EMA = (
-    *FEATURES,
-    "--corruption.pattern=blockwise",
-    "--corruption.mask=1",
-    "--corruption.random=0",
-    "--corruption.keep=0",
-)
+ONLY_MASKED = ("--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0")
+EMA = (*FEATURES, *ONLY_MASKED, "--corruption.pattern=blockwise")
 
 
 @pytest.mark.faults
@@ -314,14 +352,16 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
     for folder in ("checkpoints/step_00000004", "encoder"):
         shutil.rmtree(tmp_path / "broken" / folder)
     again = pretrain(*EMA, *steps, dir=tmp_path / "broken")
-    one, two = (load_file(each / "checkpoints" / "step_00000004" / "model.safetensors") for each in (whole, again))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    one = last_weights(whole)
+    two = last_weights(again)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
     decays = {step + 1: moving_average_decay((0.01, 0.05), step, 4) for step in range(4)}
     assert read_metrics(whole, "teacher/decay") == pytest.approx(decays)
     assert all(rank > 1 for rank in read_metrics(whole, "target_rank").values())
     taught = pretrain(*EMA, "--objective.export=teacher", dir=tmp_path / "taught")
     exported = load_encoder(taught).state_dict()
-    kept = load_file(taught / "checkpoints" / "step_00000004" / "model.safetensors")
+    kept = last_weights(taught)
     assert all(torch.equal(exported[name], kept[f"teacher.encoder.{name}"]) for name in exported)
     assert not torch.equal(exported["norm.weight"], kept["student.encoder.norm.weight"])
     assert "This encoder is the moving average" in (taught / "encoder" / "README.md").read_text()
@@ -332,7 +372,7 @@ def lineage_said(folder, capsys):
     """The note on a missing encoder that this one builds on, which is printed once."""
     for _ in range(2):
         list(lineage(str(folder)))
-    (line,) = capsys.readouterr().out.strip().splitlines()[-1:]
+    line = capsys.readouterr().out.strip().splitlines()[-1]
     return line.removeprefix("note: ").split(":")[0]
 
 
@@ -356,8 +396,9 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
 
     shutil.copytree(finished_run / "encoder", tmp_path / "teacher")
     folder = pretrain(*words)
-    names = load_file(folder / "checkpoints" / "step_00000004" / "model.safetensors").keys()
-    assert names and all(name.startswith("student.") for name in names)
+    names = last_weights(folder).keys()
+    assert names
+    assert all(name.startswith("student.") for name in names)
     assert str(tmp_path / "teacher") in list(lineage(str(folder)))
     shutil.rmtree(folder / "encoder")
     pretrain(*words)  # goes on
@@ -371,29 +412,42 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
         pretrain(*words)
 
 
+NO_TEACHERS = {  # settings -> the message
+    "objective.teacher=nowhere": "objective.teacher is nowhere: no folder of that name, and no timm model",
+    "objective.half_life=[0,0.2]": "objective.half_life is .* two numbers above 0",
+    "objective.teacher_img_size=64": "objective.teacher_img_size is 64; it must be null with .*teacher=ema",
+    "optim.average=0.9 objective.export=teacher": "optim.average is 0.9; it must be null with objective.exp",
+    "objective.teacher=resnet18 objective.teacher_checkpoint=x.pt": "must be a .safetensors file",
+}
+NO_SETTINGS_OF_A_FROZEN_TEACHER = {
+    "data.channels=1": "objective.teacher's input channels is 3; it must be 1",
+    "objective.teacher_depths=9": "objective.teacher_depths is 9; it must be at most 2",
+    "objective.export=teacher": "objective.export is teacher; it must be student or left out",
+    "objective.half_life=[0.1,0.2]": "objective.half_life is .* unless objective.teacher is ema",
+    "objective.teacher_img_size=36": "teacher_img_size is 36; it must be a multiple of the patch size",
+    "objective.teacher_img_size=0": "objective.teacher_img_size is 0; it must be at least 1",
+}
+
+
 @pytest.mark.faults
-def test_what_cannot_teach_is_said(tmp_path, pretrain, finished_run):
-    teacher = f"--objective.teacher={finished_run}"
-    for words, message in {
-        ("--objective.teacher=nowhere",): "objective.teacher is nowhere: no folder of that name, and no timm model",
-        (teacher, "--data.channels=1"): "objective.teacher's input channels is 3; it must be 1",
-        (teacher, "--objective.teacher_depths=9"): "objective.teacher_depths is 9; it must be at most 2",
-        (teacher, "--objective.export=teacher"): "objective.export is teacher; it must be student or left out",
-        (teacher, "--objective.half_life=[0.1,0.2]"): "objective.half_life is .* unless objective.teacher is ema",
-        ("--objective.half_life=[0,0.2]",): "objective.half_life is .* two numbers above 0",
-        (teacher, "--objective.teacher_img_size=36"): "teacher_img_size is 36; it must be a multiple of the patch size",
-        (teacher, "--objective.teacher_img_size=0"): "objective.teacher_img_size is 0; it must be at least 1",
-        (
-            "--optim.average=0.9",
-            "--objective.export=teacher",
-        ): "optim.average is 0.9; it must be null with objective.exp",
-        ("--objective.teacher_img_size=64",): "objective.teacher_img_size is 64; it must be null with .*teacher=ema",
-        ("--objective.teacher=resnet18", "--objective.teacher_checkpoint=x.pt"): "must be a .safetensors file",
-    }.items():
-        with pytest.raises((UserError, SystemExit), match=message):
-            pretrain(*FEATURES, *words, dir=tmp_path / "refused")
+@pytest.mark.parametrize("settings", NO_TEACHERS)
+def test_what_cannot_teach_is_said(tmp_path, pretrain, settings):
+    words = [f"--{setting}" for setting in settings.split()]
+    with pytest.raises((UserError, SystemExit), match=NO_TEACHERS[settings]):
+        pretrain(*FEATURES, *words, dir=tmp_path / "refused")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("setting", NO_SETTINGS_OF_A_FROZEN_TEACHER)
+def test_what_a_frozen_teacher_cannot_have_is_said(tmp_path, pretrain, finished_run, setting):
+    with pytest.raises((UserError, SystemExit), match=NO_SETTINGS_OF_A_FROZEN_TEACHER[setting]):
+        pretrain(*FEATURES, f"--objective.teacher={finished_run}", f"--{setting}", dir=tmp_path / "refused")
+
+
+@pytest.mark.faults
+def test_a_teacher_of_another_objective_is_said(tmp_path, pretrain, finished_run):
     with pytest.raises(UserError, match=r"objective.teacher is .*no effect unless objective.name is features"):
-        pretrain(teacher, dir=tmp_path / "refused")
+        pretrain(f"--objective.teacher={finished_run}", dir=tmp_path / "refused")
 
 
 @pytest.mark.faults
@@ -406,9 +460,8 @@ def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, fi
     save_file(weights | dull, tmp_path / "dull" / "model.safetensors")
     words = (*FEATURES, f"--objective.teacher={tmp_path / 'dull'}", "--objective.teacher_depths=1")
     pretrain(*words, dir=tmp_path / "warned")
-    assert (
-        capsys.readouterr().err.count("warning: targets collapse: 100.0% of the targets' mean square is the same") == 1
-    )
+    warning = "warning: targets collapse: 100.0% of the targets' mean square is the same"
+    assert capsys.readouterr().err.count(warning) == 1
     with pytest.raises(UserError, match=r"collapse: 100.0%.*; a checkpoint after step 1 is written"):
         pretrain(*words, "--objective.stop_on_collapse=true", dir=tmp_path / "stopped")
     assert (tmp_path / "stopped" / "checkpoints" / "step_00000001").is_dir()
@@ -431,15 +484,11 @@ def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pr
         assert not any(run.wait()), run.said
     keys = ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
     for key in keys:
-        for other in ("copies", "shares"):
+        for other in more:
             assert read_metrics(tmp_path / other, key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-4)
-    one, copies, shares = (
-        load_file(tmp_path / name / "checkpoints" / "step_00000004" / "model.safetensors") for name in ("one", *more)
-    )
-    assert one.keys() == copies.keys() == shares.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(copies[name], tensor, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(shares[name], tensor, atol=1e-5, rtol=1e-4)
+    weights = last_weights(tmp_path / "one")
+    for other in more:
+        torch.testing.assert_close(last_weights(tmp_path / other), weights, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.faults
@@ -448,8 +497,9 @@ def test_overlays_run_and_export_to_plain_timm(tmp_path, pretrain, overlay):
     folder = pretrain("--config", f"rivals/{overlay}", dir=tmp_path / overlay)
     model = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True)
     assert model.forward_features(torch.zeros(1, 3, 32, 32)).shape == (1, 17, 16)
-    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
-    assert last["heldout/target_deviation"] > 0.1 and "heldout/accuracy" not in last
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["heldout/target_deviation"] > 0.1
+    assert "heldout/accuracy" not in last
 
 
 @pytest.mark.faults
@@ -464,13 +514,15 @@ def test_a_compiled_teacher_is_the_same():
 def test_targets_that_say_where_a_patch_is_and_nothing_else():
     """The share of their variance that places explain: 1 of places alone, 0 on average of what knows none."""
     generator = torch.Generator().manual_seed(0)
-    places, noise = torch.arange(16).expand(200, -1), torch.randn(200, 16, 4, generator=generator)
+    places = torch.arange(16).expand(200, -1)
+    noise = torch.randn(200, 16, 4, generator=generator)
     of_places = torch.randn(16, 4, generator=generator).expand(200, -1, -1)
 
     def share(targets):
         return summarize(measure_features(noise, targets, places, 16))["target_place"]
 
-    assert share(of_places) == pytest.approx(1, abs=1e-6) and share(noise) == pytest.approx(0, abs=0.01)
+    assert share(of_places) == pytest.approx(1, abs=1e-6)
+    assert share(noise) == pytest.approx(0, abs=0.01)
     variance = float(of_places[0].var(0, unbiased=False).mean())
     assert share(of_places + noise) == pytest.approx(variance / (1 + variance), abs=0.03)
     assert "target_place" not in summarize(measure_features(noise[:1], noise[:1], places[:1], 16))
@@ -482,9 +534,14 @@ def test_no_norm_hides_a_collapse(kind):
     model, _, images, corruption = model_of(objective={"teacher_depths": 2, "teacher_norm": kind})
     constant = 10 * torch.randn(16, generator=torch.Generator().manual_seed(0))
     feature_maps = model.teacher.feature_maps
-    model.teacher.feature_maps = lambda shown: [constant[:, None, None] + 1e-3 * each for each in feature_maps(shown)]
+
+    def almost_constant(images):
+        return [constant[:, None, None] + 1e-3 * each for each in feature_maps(images)]
+
+    model.teacher.feature_maps = almost_constant
     _, targets, shown = model(images, corruption)
-    assert feature_spread(measure_features(targets, shown, corruption.positions, 16), "target")["target_share"] < 1e-4
+    sums = measure_features(targets, shown, corruption.positions, 16)
+    assert feature_spread(sums, "target")["target_share"] < 1e-4
     assert kind != "instance" or targets.std() > 0.5
 
 
@@ -500,7 +557,7 @@ def test_weights_that_are_not_a_teachers_are_refused(tmp_path, pretrain):
     assert torch.equal(teacher.norm.weight, load_file(file)["norm.weight"])
     saved = tmp_path / "taught" / "config.yaml"
     saved.parent.mkdir()
-    objective = ObjectiveConfig(name="features", teacher="resnet18", teacher_checkpoint="x")
+    objective = features(teacher="resnet18", teacher_checkpoint="x")
     saved.write_text(to_yaml(Config(objective=objective)))
     assert list(lineage(str(saved.parent))) == [str(saved.parent), "x"]
 
@@ -511,8 +568,8 @@ def test_the_last_norm_of_encoders_that_pool_first():
     teacher = frozen(32, 8, class_token=False, global_pool="avg")
     with torch.no_grad():
         teacher.encoder.fc_norm.weight.mul_(3)
-    images = torch.randint(0, 256, (2, 3, 32, 32))
-    found, _ = teacher(images, torch.arange(16).expand(2, -1))
+    images = random_images(2)
+    targets, _ = teacher(images, EVERYWHERE)
     with torch.no_grad():
-        expected = teacher.encoder.fc_norm(teacher.encoder.forward_features((images / 255 - 0.5) / 0.5))
-    torch.testing.assert_close(found, expected)
+        expected = teacher.encoder.fc_norm(teacher.encoder.forward_features(scaled(images)))
+    torch.testing.assert_close(targets, expected)

@@ -23,7 +23,8 @@ from mpp.models.exporting import export_encoder
 from mpp.runtime.weights import PICKLES, wrapper_of
 
 SMALL = dict(img_size=32, patch_size=8, width=16, depth=2, heads=2)
-NAME, BUILT = "vit_tiny_patch16_224", dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2)
+NAME = "vit_tiny_patch16_224"
+BUILT = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,8 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(folder, way, fault)
     file = folder / "model.safetensors"
     file.write_bytes(FAULTS[fault](file.read_bytes()))
     said = refused(way, folder)
-    assert "which cannot be read" in said and "\n" not in said
+    assert "which cannot be read" in said
+    assert "\n" not in said
     assert (fault if fault != "an error page" else "no .safetensors file (121 bytes)") in said
 
 
@@ -182,11 +184,15 @@ def test_weights_that_are_missing_or_left_over_are_counted_and_named(folder, way
         fewer = {f"{wrapper}{name}": each for name, each in weights.items() if not name.startswith("blocks.1.")}
         save_file(fewer, file)
         said = refused(way, folder)
-        assert "it lacks 12 weights (blocks.1." in said and said.count("blocks.1.") == 3 and "\n" not in said
+        assert "it lacks 12 weights (blocks.1." in said
+        assert said.count("blocks.1.") == 3
+        assert "\n" not in said
         more = {f"{wrapper}{name}": each for name, each in weights.items()}
         save_file(more | {f"{wrapper}decoder.weight": torch.zeros(1), f"{wrapper}decoder.bias": torch.zeros(1)}, file)
         said = refused(way, folder)
-        assert "it has 2 weights (decoder." in said and "that the model does not have" in said and "lacks" not in said
+        assert "it has 2 weights (decoder." in said
+        assert "that the model does not have" in said
+        assert "lacks" not in said
 
 
 @pytest.mark.parametrize("name", ["norm.bias", "norm.weight", "blocks.0.attn.qkv.weight", "cls_token"])
@@ -219,12 +225,14 @@ def test_weights_of_other_shapes_are_named(folder):
             UserError, match=r"it must be the weights .* size mismatch for cls_token.* more\)$"
         ) as error:
             build_encoder(ModelConfig(**SMALL | settings, init_from=str(folder)))
-        assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 1000
 
 
 def test_hybrids_are_checked_too(tmp_path):
     hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", depth=1, img_size=64))
-    folder, wrapped = tmp_path / "hybrid", {}
+    folder = tmp_path / "hybrid"
+    wrapped = {}
     export_encoder(hybrid, folder, 64, (0.5,) * 3, (0.5,) * 3, 0.875)
     weights = weights_in(folder / "model.safetensors")
     wrapped = {f"module.{name}": tensor for name, tensor in weights.items()}
