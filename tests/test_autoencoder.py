@@ -1,19 +1,21 @@
 """The masked autoencoder: what its encoder sees, what its decoder does, and what both cost."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
+from model_inputs import HALVES, draw_batch, random_images, randomize, scaled
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
-from mpp.corruption import Corruption, draw
 from mpp.models.autoencoder import MaskedAutoencoder, complement, decoder_numbers
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.models.timm_models import has_fused_attention, set_attention
+from mpp.objectives import patchify
 from mpp.training.flops import executed_flops
 
-HALVES = ((0.5,) * 3, (0.5,) * 3)
 VARIANTS = {
     "plain": {},
     "registers without positions": dict(reg_tokens=3, no_embed_class=True),
@@ -34,16 +36,16 @@ def autoencoder(decoder=SMALL, **changes) -> MaskedAutoencoder:
 
 def images_and_corruption(rate=0.75, **pattern):
     config = CorruptionConfig(rate=rate, mask=1.0, random=0.0, keep=0.0, **pattern)
-    drawn = [draw(config, (4, 4), 0, 0, index) for index in range(3)]
-    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return images, Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return random_images(), draw_batch(config)
 
 
 def one_by_one(model, images, corruption):
     """The predictions of each image alone, token by token and with every block run whole."""
     encoder = model.encoder
     decoder = model.decoder
-    embedded = encoder._pos_embed(encoder.patch_embed((images / 255 - 0.5) / 0.5))
+    embedded = encoder._pos_embed(encoder.patch_embed(scaled(images)))
     prefix = encoder.num_prefix_tokens
     results = []
     for tokens, positions in zip(embedded, corruption.positions.tolist(), strict=True):
@@ -55,22 +57,22 @@ def one_by_one(model, images, corruption):
         decoded = torch.stack(whole)[None]
         for block in decoder.blocks:
             decoded = block(decoded)
-        results.append(model.head(decoder.norm(decoded))[0, [prefix + position for position in positions]])
+        predictions = model.head(decoder.norm(decoded))[0]
+        results.append(predictions[prefix:][positions])
     return torch.stack(results)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_predictions_and_gradients_are_those_of_each_image_alone(variant):
     model = autoencoder(**VARIANTS[variant])
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    randomize(model, std=0.2)
     images, corruption = images_and_corruption()
     results = []
-    for forward in (model, lambda *inputs: one_by_one(model, *inputs)):
+    for forward in (model, partial(one_by_one, model)):
         model.zero_grad()
         predictions = forward(images, corruption)
         predictions.square().sum().backward()
-        results.append([predictions, *(parameter.grad.clone() for parameter in model.parameters())])
+        results.append([predictions, *(parameter.grad for parameter in model.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         assert ours.any()  # every parameter learns
@@ -83,7 +85,8 @@ def test_no_pixel_of_a_hidden_patch_reaches_a_prediction(network, pattern):
     images, corruption = images_and_corruption(pattern=pattern)
     pixels = images.float().requires_grad_()
     model(pixels, corruption).square().sum().backward()
-    reached = pixels.grad.abs().amax(1).unflatten(1, (4, 8)).unflatten(3, (4, 8)).amax((2, 4)).flatten(1) > 0
+    gradients = patchify(pixels.grad, 8)  # (B, N, C, P, P)
+    reached = gradients.flatten(2).any(-1)
     hidden = torch.zeros(3, 16, dtype=torch.bool).scatter_(1, corruption.positions, True)
     assert torch.equal(reached, ~hidden)
 
@@ -95,8 +98,8 @@ def test_compute_falls_with_the_patches_that_are_seen(rate):
     with FlopCounterMode(display=False) as counter:
         model(images, corruption)
     hidden = corruption.positions.shape[1]
-    seen = 17 - hidden
     every = 17
+    seen = every - hidden
     wide = 24
     narrow = 16
     embedding = 16 * 3 * 8**2 * wide
@@ -140,7 +143,7 @@ def test_activation_checkpointing_computes_the_same_twice():
         model(*images_and_corruption()).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
         assert len(calls) == (4 if again else 2)
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_a_hybrid_is_refused_because_its_convolutions_see_what_is_hidden():
         build_network(SMALL, encoder, 5, *HALVES)
 
 
-@pytest.mark.parametrize("kinds", [dict(), dict(mask=0.5, random=0.5, keep=0.0)])
+@pytest.mark.parametrize("kinds", [{}, dict(mask=0.5, random=0.5, keep=0.0)])
 def test_kept_and_random_kinds_are_refused(kinds):
     with pytest.raises(ValueError, match=r"corruption\.mask is 0\.\d; it must be 1 .*network\.name=autoencoder"):
         Config(network=SMALL, corruption=CorruptionConfig(**kinds))

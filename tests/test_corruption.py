@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from model_inputs import draw_batch
 
 from mpp import corruption
 from mpp.config import CorruptionConfig, Grid
@@ -37,11 +38,6 @@ def test_count_rounds_halves_up_and_leaves_something(rate, patches, count):
 def draws(config: CorruptionConfig, grid: Grid = (8, 8), images: int = 2000) -> list[Corruption]:
     """The corruptions of the first images."""
     return [draw(config, grid, 0, 0, index) for index in range(images)]
-
-
-def stacked(corruptions: list[Corruption]) -> Corruption:
-    """Corruptions of images as one of a batch."""
-    return Corruption(*map(torch.stack, zip(*corruptions, strict=True)))
 
 
 def as_mask(drawn: Corruption, grid: Grid) -> np.ndarray:
@@ -207,25 +203,23 @@ def test_corrupt_against_a_loop():
     torch.manual_seed(0)
     embeddings = torch.randn(3, 10, 4)
     mask_token = torch.randn(4)
-    corruptions = draws(CorruptionConfig(mask=0.4, random=0.4, keep=0.2), (2, 5), images=3)
-    kinds = set()
+    of_batch = draw_batch(CorruptionConfig(mask=0.4, random=0.4, keep=0.2), (2, 5))
     expected = embeddings.clone()
-    for image, of_image in enumerate(corruptions):
-        for position, kind, source in zip(of_image.positions, of_image.kinds, of_image.sources, strict=True):
-            kinds.add(int(kind))
+    for image in range(3):
+        for position, kind, source in zip(*(field[image] for field in of_batch[:3]), strict=True):
             if kind == Kind.MASK:
                 expected[image, position] = mask_token
             if kind == Kind.RANDOM:
                 expected[image, position] = embeddings[image, source]
-    assert kinds == set(Kind)
-    assert torch.equal(corrupt(embeddings, mask_token, stacked(corruptions)), expected)
+    assert set(of_batch.kinds.flatten().tolist()) == set(Kind)
+    assert torch.equal(corrupt(embeddings, mask_token, of_batch), expected)
 
 
 def test_another_image_of_the_batch_may_be_the_source():
     batch = 4
     config = CorruptionConfig(mask=0.0, random=1.0, keep=0.0, source="batch")
     embeddings = torch.arange(batch).view(-1, 1, 1).expand(-1, 16, 1).float()  # the number of the image
-    of_batch = stacked(draws(config, (4, 4), images=batch))
+    of_batch = draw_batch(config, images=batch)
     result = corrupt(embeddings, torch.zeros(1), of_batch)[..., 0]
     replaced = result.gather(1, of_batch.positions)
     assert (replaced != torch.arange(batch)[:, None]).all()

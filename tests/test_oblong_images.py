@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from model_inputs import HALVES
 from torch import Tensor, nn
 
 import mpp
@@ -57,8 +58,7 @@ def test_turned_images_and_weights_give_turned_tokens():
 
 def export_plain(encoder: nn.Module, folder: Path, img_size: int | tuple[int, int]) -> None:
     """Export an encoder whose normalisation and crop do not matter."""
-    half = (0.5,) * 3
-    export_encoder(encoder, folder, img_size, half, half, 0.875)
+    export_encoder(encoder, folder, img_size, *HALVES, 0.875)
 
 
 def resampled_by_timm(table: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
@@ -157,16 +157,17 @@ def test_it_is_evaluated_fine_tuned_and_drawn(pretrain, tmp_path):
     fewshot.main([f"--encoder={folder}", "--depth=all", *fast])
     fewshot.main([f"--encoder={folder}", "--img_size=[24,16]", *fast])
     assert (folder / "evaluation" / "fewshot_24x16px.json").is_file()
-    visualize.main(
-        [f"--encoder={folder}", f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4", *fast]
-    )
+    pictures = (f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4")
+    visualize.main([f"--encoder={folder}", *pictures, *fast])
     tuned = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--lrs=0.1")
     finetune.main([f"--encoder={folder}", "--img_size=[32,16]", f"--run.dir={tmp_path / 'tuned'}", *tuned])
     exported = next((tmp_path / "tuned").rglob("encoder/config.json"))
     assert mpp.load_encoder(exported.parent).patch_embed.img_size == (32, 16)
 
 
-def test_a_size_of_three_numbers_or_of_half_a_patch_is_refused(pretrain):
-    for size, says in (("[16,32,8]", "model.img_size"), ("[16,30]", "a multiple of the patch size")):
-        with pytest.raises(ValueError, match=says):
-            pretrain(f"--model.img_size={size}", "--model.patch_size=8")
+@pytest.mark.parametrize(
+    ("size", "message"), [("[16,32,8]", "model.img_size"), ("[16,30]", "a multiple of the patch size")]
+)
+def test_a_size_of_three_numbers_or_of_half_a_patch_is_refused(pretrain, size, message):
+    with pytest.raises(ValueError, match=message):
+        pretrain(f"--model.img_size={size}", "--model.patch_size=8")

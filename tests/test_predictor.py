@@ -1,13 +1,16 @@
 """The network: the cheap last block equals the whole one, and corruption acts where the paper says."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
+from model_inputs import HALVES, draw_batch, random_images, randomize
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import CorruptionConfig, ModelConfig
-from mpp.corruption import Corruption, Kind, corrupt, draw
-from mpp.models.attention import RELATIVE, gather_tokens
+from mpp.corruption import Kind, corrupt
+from mpp.models.attention import RELATIVE
 from mpp.models.blocks import block_at
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
@@ -42,25 +45,20 @@ VARIANTS = {
 OURS = {"position", "position_at", "mixing"}
 
 
-def images_and_corruption(batch=3, side=32):
+def images_and_corruption(batch=3):
     torch.manual_seed(0)
     config = CorruptionConfig(mask=0.4, random=0.3, keep=0.3)
-    drawn = [draw(config, (4, 4), 0, 0, index) for index in range(batch)]
-    images = torch.randint(0, 256, (batch, 3, side, side), dtype=torch.uint8)
-    return images, Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    return random_images(batch), draw_batch(config, images=batch)
 
 
 def dense(model, images, corruption):
     """The prediction with every block run whole, written as the paper says it."""
     encoder = model.encoder
-    patches = encoder.patch_embed((images / 255 - 0.5) / 0.5)
+    patches = encoder.patch_embed(model.normalize(images))
     tokens = encoder._pos_embed(corrupt(patches, model.mask_token, corruption))
     tokens = encoder.fc_norm(encoder.norm(encoder.blocks(encoder.norm_pre(tokens))))
-    return model.head(tokens[:, encoder.num_prefix_tokens :].gather(1, expand(corruption.positions, tokens)))
-
-
-def expand(index, tokens):
-    return index[..., None].expand(-1, -1, tokens.shape[-1])
+    patch_tokens = tokens[:, encoder.num_prefix_tokens :]
+    return model.head(torch.take_along_dim(patch_tokens, corruption.positions[..., None], 1))
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
@@ -70,17 +68,16 @@ def test_last_block_where_it_is_looked_at_equals_the_whole(variant, fused):
     name = "mpp_vit" if OURS & VARIANTS[variant].keys() else "vit_base_patch16_224"
     encoder = timm.create_model(name, **SMALL, **VARIANTS[variant])
     set_attention(encoder, fused)
-    for parameter in encoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)  # so that norms, scales and biases all do something
-    model = MaskedPatchPredictor(encoder, 5, (0.5,) * 3, (0.5,) * 3)
+    randomize(encoder, std=0.2)
+    model = MaskedPatchPredictor(encoder, 5, *HALVES)
     images, corruption = images_and_corruption()
     weights = torch.randn(3, 8, 5)
     results = []
-    for forward in (model, lambda *a: dense(model, *a)):
+    for forward in (model, partial(dense, model)):
         model.zero_grad()
         predictions = forward(images, corruption)
         (predictions * weights).sum().backward()
-        results.append([predictions, *(p.grad.clone() for p in model.parameters())])
+        results.append([predictions, *(parameter.grad for parameter in model.parameters())])
     for sparse, whole in zip(*results, strict=True):
         torch.testing.assert_close(sparse, whole, rtol=1e-4, atol=1e-5)
 
@@ -90,54 +87,58 @@ def test_last_block_skips_what_is_not_looked_at():
     set_attention(encoder, fused=False)  # not every torch counts what fused kernels do
     tokens = torch.randn(2, 17, 16)
     index = torch.tensor([[1, 5], [2, 3]])
-    costs = []
     block = encoder.blocks[0]
-    for forward in (lambda: block_at(block, tokens, index), lambda: gather_tokens(block(tokens), index)):
-        with FlopCounterMode(display=False) as counter:
-            forward()
-        costs.append(counter.get_total_flops())
+    with FlopCounterMode(display=False) as whole:
+        block(tokens)
+    with FlopCounterMode(display=False) as sparse:
+        block_at(block, tokens, index)
     width = 16
-    heads_width = 16
-    tokens_in = 2 * 17
+    all_tokens = 2 * 17
     seen = 2 * 2
-    projections = 2 * width * (heads_width * seen + 2 * heads_width * tokens_in + heads_width * seen)
-    attention = 2 * 2 * seen * 17 * heads_width
+    projections = 2 * width**2 * (seen + 2 * all_tokens + seen)
+    attention = 2 * 2 * seen * 17 * width
     mlp = 2 * 2 * seen * width * 4 * width
-    assert costs[0] == projections + attention + mlp
-    assert costs[0] < costs[1] / 2
+    assert sparse.get_total_flops() == projections + attention + mlp
+    assert sparse.get_total_flops() < whole.get_total_flops() / 2
 
 
 def test_input_is_normalised_and_corruption_acts_on_embeddings_before_positions():
     torch.manual_seed(0)
-    model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    mean = torch.tensor([0.1, 0.2, 0.3])
+    std = torch.tensor([0.4, 0.5, 0.6])
+    model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, mean.tolist(), std.tolist())
     images, corruption = images_and_corruption(batch=1)
-    seen = {}
-    model.encoder.patch_embed.register_forward_hook(lambda _, args, out: seen.update(pixels=args[0], embedded=out))
-    model.encoder.blocks[0].register_forward_hook(lambda _, args, out: seen.update(tokens=args[0]))
+    calls = {}  # the input and the output of both
+    for part in (model.encoder.patch_embed, model.encoder.blocks[0]):
+        part.register_forward_hook(lambda module, inputs, output: calls.update({module: (inputs[0], output)}))
     model(images, corruption)
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
-    torch.testing.assert_close(seen["pixels"], (images / 255 - mean) / std)
-    without_position = seen["tokens"] - model.encoder.pos_embed
-    for position, kind, source in zip(*(field[0] for field in corruption[:3]), strict=True):
-        expected = model.mask_token if kind == Kind.MASK else seen["embedded"][0, source]
+    pixels, embedded = calls[model.encoder.patch_embed]
+    tokens, _ = calls[model.encoder.blocks[0]]
+    torch.testing.assert_close(pixels, (images / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1))
+    without_position = tokens - model.encoder.pos_embed
+    positions, kinds, sources, *_ = corruption
+    for position, kind, source in zip(positions[0], kinds[0], sources[0], strict=True):
+        expected = model.mask_token if kind == Kind.MASK else embedded[0, source]
         torch.testing.assert_close(without_position[0, 1 + position], expected)
-    assert set(corruption.kinds[0].tolist()) == set(Kind)
+    assert set(kinds[0].tolist()) == set(Kind)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "activation checkpointing"])
 def test_the_whole_is_one_graph_to_the_compiler(again):
     """The compiler leaves what it cannot follow to Python without a word; here it says so."""
     numbers = dict(width=16, depth=2, heads=2, img_size=32, patch_size=8, activation_checkpointing=again)
-    model = MaskedPatchPredictor(build_encoder(ModelConfig(**numbers)), 5, (0.5,) * 3, (0.5,) * 3)
+    model = MaskedPatchPredictor(build_encoder(ModelConfig(**numbers)), 5, *HALVES)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for sort in (model.train(), model.eval()):
         torch.testing.assert_close(compiled(*images_and_corruption()), sort(*images_and_corruption()))
 
 
 def test_every_parameter_learns():
-    model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, (0.5,) * 3, (0.5,) * 3)
+    model = MaskedPatchPredictor(build_encoder(ModelConfig(img_size=32)), 5, *HALVES)
     model(*images_and_corruption()).square().sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -149,20 +150,19 @@ def test_activation_checkpointing_computes_the_same_with_less_memory(dropout):
     for again in (False, True):
         torch.manual_seed(2)
         encoder = build_encoder(ModelConfig(**numbers, activation_checkpointing=again))
-        model = MaskedPatchPredictor(encoder, 8, (0.5,) * 3, (0.5,) * 3).train()
-        storages: dict[int, int] = {}
+        model = MaskedPatchPredictor(encoder, 8, *HALVES).train()
+        bytes_at: dict[int, int] = {}  # by address, of the tensors that are kept for the backward pass
 
-        def keep(tensor, storages=storages):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        def keep(tensor, bytes_at=bytes_at):
+            storage = tensor.untyped_storage()
+            bytes_at[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         torch.manual_seed(3)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(images, corruption).square().mean()
         loss.backward()
-        results.append(
-            [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
-        )
-        kept.append(sum(storages.values()) - sum(p.untyped_storage().nbytes() for p in model.parameters()))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        kept.append(sum(bytes_at.values()) - sum(parameter.nbytes for parameter in model.parameters()))
+    assert all(map(torch.equal, *results))
     assert kept[1] < 0.5 * kept[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import TINY, read_metrics
 from einops import rearrange
+from model_inputs import HALVES, draw_batch, random_images, randomize
 from server import Command
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
@@ -17,8 +18,15 @@ from mpp.objectives import build_objective
 OVERLAYS = ["rivals/simmim", "rivals/mae", "rivals/mae_mean_color", "rivals/maskfeat"]
 MODEL = dict(width=24, depth=2, heads=2, img_size=32, patch_size=8)
 THEIRS = dict(
-    **dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96, image_size=32),
-    **dict(patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6),
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=96,
+    image_size=32,
+    patch_size=8,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    layer_norm_eps=1e-6,
 )
 BLOCK = {  # in timm: in transformers
     "norm1": "layernorm_before",
@@ -34,21 +42,22 @@ def ours(network: NetworkConfig, objective: ObjectiveConfig, position: str):
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(**MODEL, position=position))
     objective = build_objective(objective, 8)
-    model = build_network(network, encoder, objective.outputs, (0.5,) * 3, (0.5,) * 3)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.2)
-    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    model = build_network(network, encoder, objective.outputs, *HALVES)
+    randomize(model, std=0.2)
     config = CorruptionConfig(rate=0.75, mask=1.0, random=0.0, keep=0.0)
-    drawn = [draw(config, (4, 4), 0, 0, index) for index in range(3)]
-    return model, objective, images, Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    return model, objective, random_images(), draw_batch(config)
 
 
-def loss_and_gradient(model, objective, images, corruption) -> list[torch.Tensor]:
-    """Ours, and what reaches the first weights."""
+def assert_same_loss(ours, their_loss, theirs) -> None:
+    """Ours and theirs have the same loss, and the same gradient reaches the first weights."""
+    model, objective, images, corruption = ours
     loss = objective.loss(model(images, corruption), objective.targets(images, corruption.positions))
+    torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=1e-5)
     loss.backward()
-    return [loss.detach(), model.encoder.patch_embed.proj.weight.grad]
+    their_loss.backward()
+    gradient = model.encoder.patch_embed.proj.weight.grad
+    their_gradient = theirs.vit.embeddings.patch_embeddings.projection.weight.grad
+    torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-5)
 
 
 def renamed_blocks(blocks, prefix: str) -> dict[str, torch.Tensor]:
@@ -56,17 +65,20 @@ def renamed_blocks(blocks, prefix: str) -> dict[str, torch.Tensor]:
     state = {}
     for number, block in enumerate(blocks):
         for kind in ("weight", "bias"):
-            parts = block.get_parameter(f"attn.qkv.{kind}").chunk(3)
-            named = {f"attention.{name}_proj": part for name, part in zip("qkv", parts, strict=True)}
-            named |= {theirs: block.get_parameter(f"{name}.{kind}") for name, theirs in BLOCK.items()}
-            state |= {f"{prefix}.{number}.{name}.{kind}": weight for name, weight in named.items()}
+            for name, part in zip("qkv", block.get_parameter(f"attn.qkv.{kind}").chunk(3), strict=True):
+                state[f"{prefix}.{number}.attention.{name}_proj.{kind}"] = part
+            for name, their_name in BLOCK.items():
+                state[f"{prefix}.{number}.{their_name}.{kind}"] = block.get_parameter(f"{name}.{kind}")
     return state
 
 
 def renamed(module, **names: str) -> dict[str, torch.Tensor]:
     """The weights of parts of a module, by other names."""
-    parts = {theirs: module.get_submodule(name.replace("__", ".")) for name, theirs in names.items()}
-    return {f"{theirs}.{key}": weight for theirs, part in parts.items() for key, weight in part.named_parameters()}
+    state = {}
+    for name, their_name in names.items():
+        part = module.get_submodule(name.replace("__", "."))
+        state |= dict(part.named_parameters(prefix=their_name))
+    return state
 
 
 def hidden(corruption: Corruption) -> torch.Tensor:
@@ -80,7 +92,8 @@ def test_mae_has_the_loss_of_transformers(normalize):
 
     network = NetworkConfig(name="autoencoder", decoder_width=16, decoder_depth=2, decoder_heads=2)
     target = ObjectiveConfig(name="pixels", normalize=normalize)
-    model, objective, images, corruption = ours(network, target, "sincos_2d")
+    parts = ours(network, target, "sincos_2d")
+    model, _, images, corruption = parts
     decoder = dict(decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_num_attention_heads=2)
     decoder |= dict(decoder_intermediate_size=64, mask_ratio=0.75, norm_pix_loss=normalize == "patch")
     theirs = ViTMAEForPreTraining(ViTMAEConfig(**THEIRS, **decoder))
@@ -103,19 +116,17 @@ def test_mae_has_the_loss_of_transformers(normalize):
     state["decoder.decoder_pos_embed"] = model.decoder.positions[None]
     theirs.load_state_dict(state)
     noise = hidden(corruption) + torch.rand(3, 16) / 2  # those with the least are seen
-    found = theirs(images / 127.5 - 1, noise=noise)
-    assert torch.equal(found.mask.bool(), hidden(corruption))
-    found.loss.backward()
-    gradient = theirs.vit.embeddings.patch_embeddings.projection.weight.grad
-    for one, other in zip(loss_and_gradient(model, objective, images, corruption), (found.loss, gradient), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    outputs = theirs(images / 127.5 - 1, noise=noise)
+    assert torch.equal(outputs.mask.bool(), hidden(corruption))
+    assert_same_loss(parts, outputs.loss, theirs)
 
 
 def test_simmim_has_the_loss_of_transformers():
     """Theirs divides by the masked pixels, and 1e-5 of one, and by the channels: the mean that ours is."""
     from transformers import ViTConfig, ViTForMaskedImageModeling
 
-    model, objective, images, corruption = ours(NetworkConfig(), ObjectiveConfig(name="pixels", loss="l1"), "learned")
+    parts = ours(NetworkConfig(), ObjectiveConfig(name="pixels", loss="l1"), "learned")
+    model, _, images, corruption = parts
     theirs = ViTForMaskedImageModeling(ViTConfig(**THEIRS, encoder_stride=8))
     state = renamed_blocks(model.encoder.blocks, "vit.layers")
     state |= renamed(
@@ -129,11 +140,8 @@ def test_simmim_has_the_loss_of_transformers():
     state["vit.embeddings.position_embeddings"] = model.encoder.pos_embed
     state["vit.embeddings.mask_token"] = model.mask_token[None, None]
     theirs.load_state_dict(state)
-    loss = theirs(images / 127.5 - 1, bool_masked_pos=hidden(corruption)).loss
-    loss.backward()
-    gradient = theirs.vit.embeddings.patch_embeddings.projection.weight.grad
-    for one, other in zip(loss_and_gradient(model, objective, images, corruption), (loss, gradient), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    outputs = theirs(images / 127.5 - 1, bool_masked_pos=hidden(corruption))
+    assert_same_loss(parts, outputs.loss, theirs)
 
 
 def test_fixed_positions_are_those_of_transformers_with_rows_before_columns():
@@ -146,8 +154,11 @@ def test_fixed_positions_are_those_of_transformers_with_rows_before_columns():
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("recipe", ["birds", "cifar10", "imagenet_vit_b16"])
 def test_an_overlay_changes_the_method_and_fits_the_recipe(recipe, overlay):
-    alone, config = (parse(Config, [f"--config={name}" for name in names]) for names in ([recipe], [recipe, overlay]))
-    assert (config.run, config.optim, config.probe) == (alone.run, alone.optim, alone.probe)
+    alone = parse(Config, [f"--config={recipe}"])
+    config = parse(Config, [f"--config={recipe}", f"--config={overlay}"])
+    assert config.run == alone.run
+    assert config.optim == alone.optim
+    assert config.probe == alone.probe
     numbers = config.model.numbers()
     side = numbers["img_size"] // numbers["patch_size"]
     drawn = draw(config.corruption, (side, side), 0, 0, 0)
@@ -158,13 +169,15 @@ def test_an_overlay_changes_the_method_and_fits_the_recipe(recipe, overlay):
 
 @pytest.mark.faults
 def test_overlays_are_one_run_on_two_processes(pretrain, tmp_path):
-    runs = [[f"--config={overlay}", *TINY, f"--run.dir={tmp_path / 'two' / overlay}", "then"] for overlay in OVERLAYS]
-    two = Command("pretrain", *(word for run in runs for word in run), processes=2)
+    words = []
+    for overlay in OVERLAYS:
+        words += [f"--config={overlay}", *TINY, f"--run.dir={tmp_path / 'two' / overlay}", "then"]
+    two = Command("pretrain", *words, processes=2)
     for overlay in OVERLAYS:
         pretrain(f"--config={overlay}", dir=tmp_path / "one" / overlay)
     assert two.wait() == [0, 0], two.said
     for overlay in OVERLAYS:
         for key in ("loss", "accuracy", "heldout/loss"):
-            one, other = (read_metrics(tmp_path / name / overlay, key) for name in ("one", "two"))
-            assert other == pytest.approx(one, abs=1e-4)
+            one = read_metrics(tmp_path / "one" / overlay, key)
+            assert read_metrics(tmp_path / "two" / overlay, key) == pytest.approx(one, abs=1e-4)
         assert len(one) == 1
