@@ -39,6 +39,7 @@ from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences, short_digest, split_fingerprint
+from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_splits
 from mpp.data.sources import label_images, load_splits
 from mpp.errors import UnreadableImage, UserError
@@ -106,9 +107,8 @@ def may_stay(image: bytes | NDArray, config: PrepareConfig) -> bool:
 
 def shrink(values: NDArray, side: int) -> NDArray:
     """Values (C, H, W) of any type, resized until their shorter side is `side`; of the same type."""
-    if values.dtype == np.uint8:
-        return functional.resize(torch.from_numpy(values), [side], antialias=True).numpy()
-    resized = functional.resize(torch.from_numpy(values.astype(np.float64)), [side], antialias=True).numpy()
+    exact = values if values.dtype == np.uint8 else values.astype(np.float64)
+    resized = functional.resize(torch.from_numpy(exact), [side], antialias=True).numpy()
     if values.dtype.kind != "f":
         resized = np.rint(resized)
     return resized.astype(values.dtype)
@@ -138,8 +138,9 @@ def to_jpeg(values: NDArray, quality: int) -> bytes:
 
 def write_shard(shard: Shard) -> None:
     """Write a shard, and notes on its images."""
-    notes: dict[str, Any] = {"kept": 0, "dropped": [], "bytes_before": 0, "bytes_after": 0}
     kept: list[dict[str, Any]] = []
+    dropped: list[str] = []
+    bytes_before = 0
     array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
         name = relative_name(row["image"], shard.config.data.path)
@@ -147,12 +148,12 @@ def write_shard(shard: Shard) -> None:
             data = read_cell(row["image"], shard.config.data.read_retries, array_dtype)
             prepared = prepare_image(data, shard.config, name)
         except UnreadableImage as error:
-            notes["dropped"].append(f"{name or 'an image without a name'}: {error}")
+            dropped.append(f"{name or 'an image without a name'}: {error}")
             continue
         kept.append(row | {"image": {"bytes": prepared, "path": name}})
-        notes["kept"] += 1
-        notes["bytes_before"] += memoryview(data).nbytes
-        notes["bytes_after"] += len(prepared)
+        bytes_before += memoryview(data).nbytes
+    bytes_after = sum(len(row["image"]["bytes"]) for row in kept)
+    notes = {"kept": len(kept), "dropped": dropped, "bytes_before": bytes_before, "bytes_after": bytes_after}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     shard.file.parent.mkdir(exist_ok=True)
     with complete(shard.file) as partial:
@@ -191,8 +192,7 @@ def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard],
 def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Dataset:
     """The images, as the column `image`, and their labels."""
     image_column = find_image_column(config.data, rows.features)
-    label_column = config.data.label_column or ("label" if "label" in rows.features else None)
-    require(label_column in (None, *rows.features), "data.label_column", label_column, ", ".join(rows.features))
+    label_column = find_label_column(config.data.label_column, rows.features, describe_source(config.data))
     if image_column != "image" and label_column == "image":
         raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
     columns = [image_column]

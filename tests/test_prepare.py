@@ -246,7 +246,7 @@ def test_names_that_lead_out_write_nothing_there(tmp_path):
         (["--quality=101"], "quality is 101; it must be from 1 to 100"),
         (["--data.path=null"], "data.path is null; it must be a dataset"),
         (["--data.path=./nowhere"], "data.path is ./nowhere, which does not exist"),
-        (["--data.label_column=kind"], "data.label_column is kind; it must be image, label"),
+        (["--data.label_column=kind"], "data.label_column is kind; data.path .* has image, label"),
     ],
 )
 def test_bad_settings_are_named(folder, tmp_path, settings, words):
