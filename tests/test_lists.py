@@ -96,7 +96,7 @@ def test_text_is_text_and_only_a_blank_is_no_label(name, labels):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
         WAYS[name](file, [{"file_name": f"{number}.png", "label": text} for number, text in enumerate(labels)])
-        image_list = read_list(str(file), ImagesConfig())
+        image_list = read_list(str(file), "", ImagesConfig())
     assert image_list.files == [f"{number}.png" for number in range(len(labels))]
     assert to_label_column(image_list.columns["label"]) == [text if text.strip() else None for text in labels]
 
@@ -348,7 +348,7 @@ def test_any_table_that_python_writes_is_read(delimiter, names, quoted):
         with open(file, "w", newline="", encoding="utf-8") as out:
             writer = csv.writer(out, delimiter=delimiter, quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL)
             writer.writerows([names, *rows])
-        image_list = read_list(str(file), ImagesConfig())
+        image_list = read_list(str(file), "", ImagesConfig())
     assert image_list.files == [row[0] for row in rows]
     assert {*image_list.columns, *image_list.others} <= {*names}
     assert image_list.columns["label"] == [row[1] for row in rows]

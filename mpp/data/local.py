@@ -130,7 +130,7 @@ def list_folder(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
         return list_folder_of_shards(tree, config, streaming)
     if len(tree) == 0:
         refuse_empty(config, [*tree.left_out.lines(images=True), *tree.left_out.lines(images=False)])
-    listing = list_images(tree, config, getattr(config, "mask_column", None))
+    listing = list_images(tree, config)
     if len(listing) == 0:
         refuse_empty(config, listing.warnings)
     return listing

@@ -11,6 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from mpp.config import ImagesConfig
 from mpp.data.listing.left_out import LeftOutFiles
 from mpp.data.listing.shared_table import share_table
 from mpp.data.listing.split_names import split_order
@@ -51,23 +52,23 @@ class Listing:
     def to_table(self) -> pa.Table:
         """As arrow, sorted by split, with the features of `datasets` and the lines for the user as metadata."""
         self.sort_by_split()
-        features: dict[str, Any] = {}
         arrays: dict[str, pa.Array] = {}
         for name, values in self.columns.items():
-            if name in self.path_columns:
+            if isinstance(values, pa.Array):
+                arrays[name] = values
+            elif name in self.path_columns:
                 arrays[name] = path_column(values)
-                features[name] = datasets.Image(decode=False)
-                continue
-            if name == SPLIT or name in self.label_columns:
+            elif name == SPLIT or name in self.label_columns:
                 arrays[name] = text_column(values)
             else:
-                arrays[name] = any_column(values)
-            schema = pa.schema([(name, arrays[name].type)])
-            features[name] = datasets.Features.from_arrow_schema(schema)[name]
-        schema = datasets.Features(features).arrow_schema
+                arrays[name] = to_array(values, None, lambda value: printable(str(value)))
+        table = pa.table(arrays)
+        features = datasets.Features.from_arrow_schema(table.schema)
+        for name in self.path_columns:
+            features[name] = datasets.Image(decode=False)
         lines = {"notes": self.notes, "warnings": self.warnings, "shards": self.shards}
-        schema = schema.with_metadata({**schema.metadata, METADATA_KEY: json.dumps(lines).encode()})
-        return pa.Table.from_arrays([*arrays.values()], schema=schema)
+        metadata = features.arrow_schema.metadata | {METADATA_KEY: json.dumps(lines).encode()}
+        return table.replace_schema_metadata(metadata)
 
     def sort_by_split(self) -> None:
         """Bring the rows of each split together; within a split they stay in their order."""
@@ -82,10 +83,7 @@ class Listing:
 
 def path_column(paths: list[str | None]) -> pa.Array:
     """Paths of images as `datasets` has images: {"bytes": none, "path"}."""
-    try:
-        texts = pa.array(paths, pa.string())
-    except (UnicodeEncodeError, pa.ArrowInvalid):  # a name that is no UTF-8: then all are encoded
-        texts = pa.array([None if path is None else encode_path(path) for path in paths], pa.string())
+    texts = to_array(paths, pa.string(), encode_path)
     return pa.StructArray.from_arrays([pa.nulls(len(texts), pa.binary()), texts], ["bytes", "path"])
 
 
@@ -101,33 +99,34 @@ def decode_path(text: str) -> str:
     return os.fsdecode(unquote_to_bytes(text.removeprefix(ENCODED_PATH_PREFIX)))
 
 
-def text_column(values: list[Any] | pa.Array) -> pa.Array:
+def text_column(values: list[Any]) -> pa.Array:
     """Texts, or lists of texts, with escapes for characters that UTF-8 lacks."""
-    if isinstance(values, pa.Array):
-        return values
-    holds_lists = any(isinstance(value, list) for value in values)
-    kind = pa.list_(pa.string()) if holds_lists else pa.string()
+    if any(isinstance(value, list) for value in values):
+        return to_array(values, pa.list_(pa.string()), lambda texts: [printable(text) for text in texts])
+    return to_array(values, pa.string(), printable)
+
+
+def to_array(values: list[Any], kind: pa.DataType | None, to_text: Callable[[Any], Any]) -> pa.Array:
+    """Values as arrow; each by `to_text` where arrow cannot hold them all, as with characters that UTF-8 lacks.
+
+    Args:
+        kind: None: the values' type, or text.
+    """
     try:
         return pa.array(values, kind)
-    except (UnicodeEncodeError, pa.ArrowInvalid):
-        return pa.array([printable_label(value) for value in values], kind)
-
-
-def printable_label(label: str | list[str] | None) -> str | list[str] | None:
-    """A label, or several, with escapes for characters that UTF-8 lacks."""
-    if label is None:
-        return None
-    if isinstance(label, list):
-        return [printable(text) for text in label]
-    return printable(label)
-
-
-def any_column(values: list[Any]) -> pa.Array:
-    """Values of one type, or their texts."""
-    try:
-        return pa.array(values)
     except (pa.ArrowException, UnicodeEncodeError, OverflowError):
-        return pa.array([None if value is None else printable(str(value)) for value in values], pa.string())
+        texts = [None if value is None else to_text(value) for value in values]
+        return pa.array(texts, kind or pa.string())
+
+
+def named_label_columns(config: ImagesConfig) -> set[str]:
+    """The columns of labels that settings name."""
+    return {config.label_column, getattr(config, "eval_label_column", None)} - {None}
+
+
+def named_mask_column(config: ImagesConfig) -> str | None:
+    """The column of masks, of configs that have some."""
+    return getattr(config, "mask_column", None)
 
 
 class SharedListing(NamedTuple):

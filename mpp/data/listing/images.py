@@ -3,38 +3,38 @@
 The rules are in mpp/data/README.md: folders are splits and classes, and lists say which files count, with their labels.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from mpp.config import ImagesConfig
-from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing, text_column
+from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing, named_mask_column, text_column
 from mpp.data.listing.layout import find_layout
-from mpp.data.listing.left_out import LeftOutFiles, other_files
+from mpp.data.listing.left_out import other_files
 from mpp.data.listing.listed_files import ListedFiles
 from mpp.data.listing.lists import ImageList, read_list, to_label_column
 from mpp.data.listing.split_names import split_order
-from mpp.data.listing.tree import Folder, Tree, is_below
+from mpp.data.listing.tree import Folder, Parts, Tree, is_below
 from mpp.errors import UserError
 
 IN_NO_SPLIT = "images in no split's folder"
 
 
-def list_images(tree: Tree, config: ImagesConfig, mask_column: str | None = None) -> Listing:
+def list_images(tree: Tree, config: ImagesConfig) -> Listing:
     """The images of a folder, by its lists where there are some.
 
     Raises:
         UserError: a list cannot be read, or names files that are not there.
     """
-    lists = read_lists(tree, config, mask_column)
+    lists = read_lists(tree, config)
     if lists:
-        listing = list_by_lists(tree, lists, config, mask_column)
+        listing = list_by_lists(tree, lists, config)
     elif config.file_column is None:
-        listing = list_by_folders(tree.folders, tree.left_out, config)
+        listing = list_by_folders(tree, config)
     else:
         raise UserError(
             f"data.file_column is {config.file_column}; {tree.root} has no list of images with such a column"
@@ -43,70 +43,63 @@ def list_images(tree: Tree, config: ImagesConfig, mask_column: str | None = None
     return listing
 
 
-def read_lists(tree: Tree, config: ImagesConfig, mask_column: str | None) -> list[tuple[str, ImageList]]:
-    """The lists of a tree, or that of `data.labels`, each with the folder, from the top, where its names start."""
+def read_lists(tree: Tree, config: ImagesConfig) -> list[ImageList]:
+    """The lists of a tree, or that of `data.labels`, whose names start at the top."""
     if config.labels is not None:
-        return read_chosen_list(tree, config.labels, config, mask_column)
+        path = os.path.expanduser(config.labels)
+        leave_out_other_lists(tree, os.path.abspath(path))
+        return [read_list(path, "", config)]
     lists = []
     for parts, path in tree.lists:
-        image_list = read_list(path, config, mask_column)
+        image_list = read_list(path, "/".join(parts), config)
         if image_list is None:
             reason = "tables without a column of file names (data.file_column names one)"
             tree.leave_out(reason, parts, path, images=False)
         else:
-            lists.append(("/".join(parts), image_list))
+            lists.append(image_list)
     return lists
 
 
-def read_chosen_list(
-    tree: Tree, labels: str, config: ImagesConfig, mask_column: str | None
-) -> list[tuple[str, ImageList]]:
-    """The list of `data.labels`; those in the tree are left out."""
-    path = os.path.abspath(os.path.expanduser(labels))
+def leave_out_other_lists(tree: Tree, path: str) -> None:
+    """Leave out the lists in the tree but that of `data.labels`, whose absolute path is `path`."""
     for _, other in tree.lists:
         if not (os.path.exists(path) and os.path.samefile(other, path)):
             tree.left_out.add("lists, since data.labels names another", os.path.basename(other))
     if is_below(path, tree.root):
         tree.left_out.forget(other_files(path), os.path.relpath(path, tree.root))
-    image_list = read_list(os.path.expanduser(labels), config, mask_column)
-    return [("", image_list)] if image_list else []
 
 
-def list_by_folders(folders: Sequence[Folder], left_out: LeftOutFiles, config: ImagesConfig) -> Listing:
+def list_by_folders(tree: Tree, config: ImagesConfig) -> Listing:
     """The images of all folders that are in a split, the training split first."""
-    layout = find_layout(folders, config.label_folder)
+    image_counts = [len(folder.files) for folder in tree.folders]
+    layout = find_layout([folder.parts for folder in tree.folders], image_counts, config.label_folder)
     kept = []
-    for number, folder in enumerate(folders):
+    for number, folder in enumerate(tree.folders):
         if layout.splits[number] is None:
-            left_out.add(IN_NO_SPLIT, folder.first, len(folder.files))
+            tree.left_out.add(IN_NO_SPLIT, folder.first, len(folder.files))
         else:
             kept.append(number)
     kept.sort(key=lambda number: split_order(layout.splits[number]))
     paths: list[str] = []
     for number in kept:
-        paths += folders[number].paths()
-    image_counts = [len(folders[number].files) for number in kept]
-    folder_of_image = pa.array(np.repeat(np.arange(len(kept)), image_counts))
-    splits = text_column([layout.splits[number] for number in kept])
-    classes = text_column([layout.classes[number] for number in kept])
-    columns: dict[str, Any] = {IMAGE: paths, SPLIT: splits.take(folder_of_image)}
-    labels = classes.take(folder_of_image)
-    if labels.null_count == len(labels):
-        return Listing(columns, warnings=layout.warnings)
-    columns[LABEL] = labels
-    return Listing(columns, label_columns={LABEL}, warnings=layout.warnings)
+        paths += tree.folders[number].paths()
+    folder_of_image = pa.array(np.repeat(kept, [image_counts[number] for number in kept]))
+    columns: dict[str, Any] = {IMAGE: paths, SPLIT: text_column(layout.splits).take(folder_of_image)}
+    labels = text_column(layout.classes).take(folder_of_image)
+    if labels.null_count < len(labels):
+        columns[LABEL] = labels
+    return Listing(columns, label_columns={LABEL} & columns.keys(), warnings=layout.warnings)
 
 
-def list_by_lists(
-    tree: Tree, lists: Sequence[tuple[str, ImageList]], config: ImagesConfig, mask_column: str | None
-) -> Listing:
+def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) -> Listing:
     """The images that lists name, and those of folders without a list.
 
     Where lists have no value, folders are splits and classes.
     """
-    listed = ListedFiles(tree, lists, config, mask_column)
+    listed = ListedFiles(tree, lists, config)
     folders, numbers_by_folder = keep_listed(tree, listed)
-    layout = find_layout(folders, config.label_folder)
+    image_counts = [len(numbers) for numbers in numbers_by_folder]
+    layout = find_layout(folders, image_counts, config.label_folder)
     splits: dict[int, str | None] = {}
     labels: dict[int, Any] = {}
     for numbers, split, name in zip(numbers_by_folder, layout.splits, layout.classes, strict=True):
@@ -119,11 +112,12 @@ def list_by_lists(
     listed_labels = listed.values.get(listed.label, {})
     labels |= {number: listed_labels.get(number) for number in listed.with_label_cell}
 
-    in_order = [number for numbers in numbers_by_folder for number in numbers] + outside
-    kept = [number for number in in_order if splits[number] is not None]
-    for number in in_order:
+    kept = []
+    for number in itertools.chain(*numbers_by_folder, outside):
         if splits[number] is None:
             tree.left_out.add(IN_NO_SPLIT, listed.name(number))
+        else:
+            kept.append(number)
 
     columns: dict[str, Any] = {IMAGE: [listed.files.paths[number] for number in kept]}
     for column, values in listed.values.items():
@@ -141,14 +135,14 @@ def list_by_lists(
     return Listing(
         columns,
         label_columns=listed.label_columns & columns.keys(),
-        path_columns={IMAGE, mask_column} & columns.keys(),
+        path_columns={IMAGE, named_mask_column(config)} & columns.keys(),
         notes=notes,
         warnings=[*layout.warnings, *listed.warnings],
     )
 
 
-def keep_listed(tree: Tree, listed: ListedFiles) -> tuple[list[Folder], list[list[int]]]:
-    """The folders with the images that count, and the numbers of these images, folder by folder.
+def keep_listed(tree: Tree, listed: ListedFiles) -> tuple[list[Parts], list[list[int]]]:
+    """The folders of the images that count, and the numbers of these images, folder by folder.
 
     At and below a list's folder these are the images that a list names; elsewhere all that are not listed as masks.
     """
@@ -157,17 +151,15 @@ def keep_listed(tree: Tree, listed: ListedFiles) -> tuple[list[Folder], list[lis
     first = 0
     for folder in tree.folders:
         has_list = not listed.folders.isdisjoint(folders_above(folder))
-        files: list[str] = []
         numbers: list[int] = []
         for number, file in enumerate(folder.files, start=first):
             if number in listed.images or not (has_list or number in listed.others):
-                files.append(file)
                 numbers.append(number)
             elif number not in listed.others:
                 tree.leave_out("files that no list names", folder.parts, file)
         first += len(folder.files)
         if numbers:
-            folders.append(replace(folder, files=files))
+            folders.append(folder.parts)
             numbers_by_folder.append(numbers)
     return folders, numbers_by_folder
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mpp.data.listing.split_names import SPLIT_WORD_INSIDE, SPLIT_WORDS
-from mpp.data.listing.tree import Folder, Parts
+from mpp.data.listing.tree import Parts
 from mpp.runtime.messages import shortened
 
 MASK_WORD = re.compile(r"masks|segmentation|annotation|trimap|ground_?truth")
@@ -30,27 +30,29 @@ class Layout:
     warnings: list[str] = field(default_factory=list)
 
 
-def find_layout(folders: Sequence[Folder], label_folder: Literal["inner", "outer"]) -> Layout:
+def find_layout(
+    folders: Sequence[Parts], image_counts: Sequence[int], label_folder: Literal["inner", "outer"]
+) -> Layout:
     """Splits and classes of folders.
 
     Args:
+        image_counts: number of images in each folder.
         label_folder: the class, where several levels have different names.
     """
     top = count_common_levels(folders)
-    splits = [split_of_folder(folder.parts, top) for folder in folders]
+    splits = [SPLIT_WORDS.get(parts[top].lower()) if len(parts) > top else None for parts in folders]
     if any(splits):
-        below = [folder.parts[top + 1 :] for folder in folders]
+        below = [parts[top + 1 :] for parts in folders]
     else:
         splits = ["train"] * len(folders)
-        below = [folder.parts[top:] for folder in folders]
+        below = [parts[top:] for parts in folders]
     layout = Layout(splits, [None] * len(folders))
 
     training = [number for number, split in enumerate(splits) if split == "train"]
     if not training:
         training = [number for number, split in enumerate(splits) if split]
     training_parts = [below[number] for number in training]
-    image_counts = [len(folders[number].files) for number in training]
-    levels = class_levels(training_parts, image_counts)
+    levels = class_levels(training_parts, [image_counts[number] for number in training])
     layout.warnings += suspicious_names(training_parts)
     if not levels:
         return layout
@@ -71,20 +73,14 @@ def find_layout(folders: Sequence[Folder], label_folder: Literal["inner", "outer
     return layout
 
 
-def count_common_levels(folders: Sequence[Folder]) -> int:
-    """The number of levels from the top where there is one single folder, which has not the name of a split."""
+def count_common_levels(folders: Sequence[Parts]) -> int:
+    """The number of levels from the top where there is one single folder, whose name is not that of a split."""
     level = 0
-    while folders and all(len(folder.parts) > level for folder in folders):
-        names = {folder.parts[level] for folder in folders}
-        if len(names) > 1 or names.pop().lower() in SPLIT_WORDS:
+    for names in zip(*folders, strict=False):
+        if len({*names}) > 1 or names[0].lower() in SPLIT_WORDS:
             break
         level += 1
     return level
-
-
-def split_of_folder(parts: Parts, top: int) -> str | None:
-    """The split that a folder's name at the level `top` is a word for; None: it is none."""
-    return SPLIT_WORDS.get(parts[top].lower()) if len(parts) > top else None
 
 
 def class_levels(below: list[Parts], image_counts: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from mpp.config import ImagesConfig
 from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
-from mpp.data.listing.image_table import LABEL, SPLIT
+from mpp.data.listing.image_table import LABEL, SPLIT, named_label_columns, named_mask_column
 from mpp.data.listing.lists import ImageList, to_label_column
 from mpp.data.listing.split_names import split_of_cell
 from mpp.data.listing.tree import Tree, begins_as_picture
@@ -39,12 +39,9 @@ class ListedFiles:
         UserError: a list names files that are not there, and `data.missing` refuses that.
     """
 
-    def __init__(
-        self, tree: Tree, lists: Sequence[tuple[str, ImageList]], config: ImagesConfig, mask_column: str | None
-    ):
+    def __init__(self, tree: Tree, lists: Sequence[ImageList], config: ImagesConfig):
         self.tree = tree
         self.config = config
-        self.mask_column = mask_column
         self.files = FileIndex(tree)
         self.images: set[int] = set()
         self.others: set[int] = set()
@@ -53,42 +50,39 @@ class ListedFiles:
         """Images of a list with a column of labels, whose cells count even if they are blank."""
         self.values: dict[str, dict[int, Any]] = {}
         """Column -> image -> value; those of lists in inner folders win."""
-        self.folders = {folder for folder, _ in lists}
+        self.folders = {image_list.folder for image_list in lists}
         """Folders, from the top, whose images are those that a list names."""
-        self.missing: dict[str, list[str]] = {}
+        self.missing: dict[str, list[str]] = defaultdict(list)
         """List -> names of files that are not there."""
         self.notes: list[str] = []
         self.warnings: list[str] = []
 
         usual_label = config.label_column or LABEL
-        has_labels = any(usual_label in image_list.columns for _, image_list in lists)
+        has_labels = any(usual_label in image_list.columns for image_list in lists)
         self.label = usual_label if has_labels else LABEL
         """Column of the labels."""
-        eval_label = getattr(config, "eval_label_column", None)
-        self.label_columns = {LABEL, config.label_column, eval_label} - {None}
+        self.label_columns = {LABEL} | named_label_columns(config)
 
         for folder in sorted(self.folders, key=lambda folder: (folder.count("/"), folder)):
             cells = Cells()
-            for list_folder, image_list in lists:
-                if list_folder == folder:
-                    self.read_rows(image_list, folder, cells, usual_label)
-            self.resolve_conflicts(cells, usual_label)
+            for image_list in lists:
+                if image_list.folder == folder:
+                    self.read_rows(image_list, cells)
+            self.resolve_conflicts(cells)
             for column, values in cells.values.items():
                 self.values.setdefault(column, {}).update(values)
         self.refuse_missing()
 
-    def read_rows(self, image_list: ImageList, folder: str, cells: Cells, label: str) -> None:
+    def read_rows(self, image_list: ImageList, cells: Cells) -> None:
         """Find the files of a list, and take the values of its rows."""
-        numbers = [
-            self.find_image(name, row, folder, image_list.path) for row, name in enumerate(image_list.files, start=1)
-        ]
+        numbers = [self.find_image(name, row, image_list) for row, name in enumerate(image_list.files, start=1)]
         found = [number for number in numbers if number is not None]
         repetitions = len(found) - len({*found})
         if repetitions:
             list_name = os.path.basename(image_list.path)
             self.notes.append(f"{list_name} names files more than once, which count once ({repetitions})")
         self.images.update(found)
-        if label in image_list.columns:
+        if self.label in image_list.columns:
             self.with_label_cell.update(found)
         for column, values in image_list.columns.items():
             if column in self.label_columns:
@@ -101,48 +95,44 @@ class ListedFiles:
         for column, names in image_list.others.items():
             for number, name in zip(numbers, names, strict=True):
                 if number is not None and name is not None:
-                    self.add_other(column, number, str(name), folder, image_list.path, cells)
+                    self.add_other(column, number, str(name), image_list, cells)
 
-    def add_other(self, column: str, number: int, name: str, folder: str, list_path: str, cells: Cells) -> None:
+    def add_other(self, column: str, number: int, name: str, image_list: ImageList, cells: Cells) -> None:
         """Take another file of an image, such as its mask.
 
         Only masks have to be there: another column may be called so and name no files.
         """
-        is_mask = column == self.mask_column
-        other = self.find(name, folder, list_path) if is_mask else self.files.find(name, folder)
+        is_mask = column == named_mask_column(self.config)
+        other = self.find(name, image_list) if is_mask else self.files.find(name, image_list.folder)
         if other is None:
             return
         self.others.add(other)
         if is_mask:
             cells.add(column, number, self.files.paths[other])
 
-    def find(self, name: str, folder: str, list_path: str) -> int | None:
+    def find(self, name: str, image_list: ImageList) -> int | None:
         """The number of a file by the name that a list has for it; missing files are noted."""
-        number = self.files.find(name, folder)
+        number = self.files.find(name, image_list.folder)
         if number is None and self.config.labels is not None:  # whose names may start from the list's own folder
-            list_folder = os.path.dirname(os.path.abspath(list_path))
-            number = self.files.find(os.path.join(list_folder, name), "")
+            own_folder = os.path.dirname(os.path.abspath(image_list.path))
+            number = self.files.find(os.path.join(own_folder, name), "")
         if number is None:
-            self.add_missing(list_path, name)
+            self.missing[image_list.path].append(name)
         return number
 
-    def find_image(self, name: Any, row: int, folder: str, list_path: str) -> int | None:
+    def find_image(self, name: Any, row: int, image_list: ImageList) -> int | None:
         """The number of an image by the name that a list has for it, if it can be read."""
         if name is None:
-            self.add_missing(list_path, f"row {row} names none")
+            self.missing[image_list.path].append(f"row {row} names none")
             return None
-        number = self.find(str(name), folder, list_path)
+        number = self.find(str(name), image_list)
         if number is None or number < self.files.tree_size:
             return number
         path = self.files.paths[number]
         if extension_of(path) in IMAGE_EXTENSIONS or begins_as_picture(path):
             return number
-        self.add_missing(list_path, f"{name} (which is no image that mpp reads)")
+        self.missing[image_list.path].append(f"{name} (which is no image that mpp reads)")
         return None
-
-    def add_missing(self, list_path: str, name: str) -> None:
-        """Note a file that a list names and that is not there."""
-        self.missing.setdefault(list_path, []).append(name)
 
     def refuse_missing(self) -> None:
         """Refuse lists that name files which are not there, or leave these out, as `data.missing` says."""
@@ -154,17 +144,18 @@ class ListedFiles:
                 raise UserError(printable(f"{problem}; {advice}"))
             self.tree.left_out.add("files that a list names and that are not there", names[0], len(names))
 
-    def resolve_conflicts(self, cells: Cells, label: str) -> None:
+    def resolve_conflicts(self, cells: Cells) -> None:
         """Take away the labels of images with different ones, and warn of these and of images in several splits."""
         for column in self.label_columns & cells.conflicts.keys():
             for number in cells.conflicts[column]:
                 cells.values[column][number] = None
-        if label in cells.conflicts:
-            names = self.describe_files(cells.conflicts[label])
-            self.warnings.append(f"files that are listed with different labels count as unlabelled ({names})")
-        if SPLIT in cells.conflicts:
-            names = self.describe_files(cells.conflicts[SPLIT])
-            self.warnings.append(f"files that are listed in several splits count in the first of these ({names})")
+        problems = {
+            self.label: "files that are listed with different labels count as unlabelled",
+            SPLIT: "files that are listed in several splits count in the first of these",
+        }
+        for column, problem in problems.items():
+            if column in cells.conflicts:
+                self.warnings.append(f"{problem} ({self.describe_files(cells.conflicts[column])})")
 
     def describe_files(self, numbers: Iterable[int]) -> str:
         """The number of files, and the names of the first of them."""

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig
 from mpp.data.listing.formats import extension_of
+from mpp.data.listing.image_table import named_mask_column
 from mpp.errors import UserError, one_line
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
@@ -37,6 +38,8 @@ class ImageList:
     """The columns of a list of images, all of the same length."""
 
     path: str
+    folder: str
+    """Where its names start, from the top of the tree."""
     columns: dict[str, Column]
     """All but those of file names; text where the file has text alone."""
     files: Column
@@ -44,15 +47,10 @@ class ImageList:
     others: dict[str, Column]
     """Names of other files of each image, such as masks."""
 
-    def __len__(self) -> int:
-        return len(self.files)
 
+def read_list(path: str, folder: str, config: ImagesConfig) -> ImageList | None:
+    """A list of images, whose names start in `folder`.
 
-def read_list(path: str, config: ImagesConfig, mask_column: str | None = None) -> ImageList | None:
-    """A list of images.
-
-    Args:
-        mask_column: the column of masks, which holds names of files, too.
     Returns:
         None: no column of this table names files, and neither its name nor a setting says that it is a list of images.
     Raises:
@@ -70,11 +68,11 @@ def read_list(path: str, config: ImagesConfig, mask_column: str | None = None) -
         name = lowered(written_name, columns)
         if name.lower().endswith(OTHER_FILES_SUFFIX):
             others[name[: -len(OTHER_FILES_SUFFIX)]] = values
-        elif name == mask_column:
+        elif name == named_mask_column(config):
             others[name] = values
         else:
             own_columns[name] = values
-    return ImageList(path, own_columns, files, others)
+    return ImageList(path, folder, own_columns, files, others)
 
 
 def refuse_without_files(path: str, columns: dict[str, Column], config: ImagesConfig) -> None:

@@ -26,20 +26,18 @@ LABEL_ENDINGS = ("cls", "label")
 TRIED_MEMBERS = 200  # of the first shard: they show where names are cut
 
 
-@dataclass(frozen=True)
-class NameRule:
-    """Where a member's name ends to be that of its sample: at the first or the last dot of the file's name."""
+def split_name(name: str, at_last_dot: bool) -> tuple[str, str]:
+    """The name of a member's sample, with its folder, and the member's ending in small letters.
 
-    at_last_dot: bool = False
-
-    def split(self, name: str) -> tuple[str, str]:
-        """The name of the sample, with its folder, and the ending in small letters."""
-        folder, slash, file = name.rpartition("/")
-        if self.at_last_dot and "." in file:
-            sample, _, end = file.rpartition(".")
-        else:
-            sample, _, end = file.partition(".")
-        return folder + slash + sample, end.lower()
+    Args:
+        at_last_dot: cut the name at its last dot, not at its first.
+    """
+    if at_last_dot:
+        sample, extension = os.path.splitext(name)
+        return sample, extension[1:].lower()
+    folder, slash, file = name.rpartition("/")
+    sample, _, end = file.partition(".")
+    return folder + slash + sample, end.lower()
 
 
 @dataclass
@@ -92,10 +90,11 @@ class Sample:
             raise UserError(f"{self.name}.json cannot be read: {one_line(error)}") from error
 
 
-def group_members(members: Iterable[Member], rule: NameRule, neighbours: bool) -> Iterator[Sample]:
+def group_members(members: Iterable[Member], at_last_dot: bool, neighbours: bool) -> Iterator[Sample]:
     """Members as samples.
 
     Args:
+        at_last_dot: see `split_name`.
         neighbours: whether those of a sample have to stand next to each other, so that nothing is held in memory.
     Raises:
         UserError: they have to, and do not.
@@ -103,7 +102,7 @@ def group_members(members: Iterable[Member], rule: NameRule, neighbours: bool) -
     samples: dict[str, Sample] = {}
     passed: set[str] = set()
     for member in members:
-        name, end = rule.split(member.name)
+        name, end = split_name(member.name, at_last_dot)
         if name in passed:
             why = "members of a sample must stand next to each other in a shard that is far away"
             raise UserError(f"{member.name} stands apart from its sample: {why} (tar --sort=name)")
@@ -129,8 +128,8 @@ def is_image(member: Member, end: str) -> bool:
     return is_picture(member.content[:PICTURE_HEAD_BYTES])
 
 
-class RuleProblems(NamedTuple):
-    """How badly a rule fits the names of some members; compared in this order."""
+class NameProblems(NamedTuple):
+    """Problems of one way to cut the names of some members; compared in this order."""
 
     several: int
     """Samples with several pictures."""
@@ -140,8 +139,8 @@ class RuleProblems(NamedTuple):
     """Samples without a picture: labels that are cut off from theirs."""
 
 
-def find_name_rule(shard: str, config: ImagesConfig) -> NameRule:
-    """The rule for the names of a dataset's members, by its first shard.
+def cuts_at_last_dot(shard: str, config: ImagesConfig) -> bool:
+    """Whether the names of a dataset's members are cut at their last dot, by its first shard.
 
     WebDataset cuts at the first dot. The last one is right where the first leaves several pictures a sample, or dots in
     endings, and the last leaves no more samples without a picture.
@@ -151,18 +150,15 @@ def find_name_rule(shard: str, config: ImagesConfig) -> NameRule:
     """
     with naming_damaged(shard), open_shard(shard) as file:
         members = list(islice(read_members(file, is_local_shard(shard), heads_only=True), TRIED_MEMBERS))
-    at_first_dot = NameRule(at_last_dot=False)
-    at_last_dot = NameRule(at_last_dot=True)
-    first = count_problems(at_first_dot, members, config)
-    last = count_problems(at_last_dot, members, config)
-    last_is_better = last.without <= first.without and last < first
-    return at_last_dot if last_is_better else at_first_dot
+    first = count_problems(members, config, at_last_dot=False)
+    last = count_problems(members, config, at_last_dot=True)
+    return last.without <= first.without and last < first
 
 
-def count_problems(rule: NameRule, members: list[Member], config: ImagesConfig) -> RuleProblems:
-    """How badly a rule fits the names of some members."""
+def count_problems(members: list[Member], config: ImagesConfig, at_last_dot: bool) -> NameProblems:
+    """Count the problems of one way to cut the names of some members."""
     several = dotted = without = 0
-    for sample in group_members(members, rule, neighbours=False):
+    for sample in group_members(members, at_last_dot, neighbours=False):
         try:
             picture = sample.picture(config)
         except UserError:
@@ -170,14 +166,16 @@ def count_problems(rule: NameRule, members: list[Member], config: ImagesConfig) 
             continue
         if picture is None:
             without += 1
-        elif "." in rule.split(picture.name)[1]:
+        elif "." in split_name(picture.name, at_last_dot)[1]:
             dotted += 1
-    return RuleProblems(several, dotted, without)
+    return NameProblems(several, dotted, without)
 
 
-def read_samples(shard: str, config: ImagesConfig, rule: NameRule) -> Iterator[tuple[Sample, Member | None]]:
+def read_samples(shard: str, config: ImagesConfig, at_last_dot: bool) -> Iterator[tuple[Sample, Member | None]]:
     """The samples of a shard, in its order, and the image of each, or None.
 
+    Args:
+        at_last_dot: see `split_name`.
     Raises:
         UserError: a sample has several pictures, or its members are not next to each other.
         tarfile.TarError: the shard is damaged.
@@ -185,7 +183,7 @@ def read_samples(shard: str, config: ImagesConfig, rule: NameRule) -> Iterator[t
     seeks = is_local_shard(shard)
     with open_shard(shard) as file:
         shard_size = os.fstat(file.fileno()).st_size if seeks else None
-        for sample in group_members(read_members(file, seeks), rule, neighbours=not seeks):
+        for sample in group_members(read_members(file, seeks), at_last_dot, neighbours=not seeks):
             picture = sample.picture(config)
             if picture is not None and shard_size is not None and picture.start + picture.size > shard_size:
                 raise tarfile.ReadError(f"unexpected end of data in {picture.name}")
