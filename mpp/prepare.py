@@ -88,8 +88,9 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     if is_small and config.format == "jpeg" and may_stay(image, config):
         return image
     if config.format != "npy" and values.dtype != np.uint8:
-        what = f"{name or 'an image'}, which has {values.dtype} values"
-        raise UserError(f"format is {config.format}, which holds 8 bits; it must be npy for {what}")
+        image_name = name or "an image"
+        allowed = f"npy for {image_name}, which has {values.dtype} values"
+        raise UserError(f"format is {config.format}, which holds 8 bits; it must be {allowed}")
     if not is_small:
         values = shrink(values, config.short_side)
     if config.format == "ppm":
@@ -176,7 +177,7 @@ def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard],
     Args:
         commit: of a dataset of the hub.
     Raises:
-        UserError: no such images.
+        UserError: the images cannot be loaded.
     """
     loaded = load_splits(replace(config.data, revision=commit))
     splits = {split: select_columns(config, rows) for split, rows in loaded.items()}

@@ -40,13 +40,13 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(monkeypatch, 
     cause = OSError(errno.ENOTDIR, "Not a directory", file)
     outer = RuntimeError("An error occurred while generating the dataset")
     outer.__cause__ = cause
-    said = f"{variable} is {value}, a cache that cannot be written: [Errno 20] Not a directory: '{file}'; it must be"
+    message = f"{variable} is {value}, a cache that cannot be written: [Errno 20] Not a directory: '{file}'; it must be"
     for error in (cause, outer):
-        assert unwritable_cache(error).startswith(said)
-        assert user_message(error).startswith(said)
+        assert unwritable_cache(error).startswith(message)
+        assert user_message(error).startswith(message)
         wrapped = UserError("data.path is images, which cannot be loaded")
         wrapped.__cause__ = error
-        assert user_message(wrapped).startswith(said)
+        assert user_message(wrapped).startswith(message)
 
 
 def test_a_full_disk_of_a_cache_is_named(monkeypatch, tmp_path):
@@ -94,6 +94,7 @@ def test_a_home_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, words,
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{home}/inductor")
     ended = run_command("mpp", *(word.format(tmp_path) for word in words))
     error = ended.stderr.strip().splitlines()[-1]
-    assert ended.returncode == 2 and error.startswith(f"error: {variable.format(home=home)}"), ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    assert error.startswith(f"error: {variable.format(home=home)}"), ended.stderr
     assert "Traceback" not in ended.stderr
     tally("a home that cannot be written", 1)

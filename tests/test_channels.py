@@ -282,7 +282,7 @@ def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, b
         pretrain(*four)
     monkeypatch.undo()
     given = pretrain(*four, dir=folder.with_name("given"))
-    with pytest.raises(UserError, match=r"model\.mean, model\.std differ"):  # 0.5, which nobody measured
+    with pytest.raises(UserError, match=r"model\.mean, model\.std differ"):  # 0.5, which was not measured
         pretrain(*words, dir=given)
 
 
@@ -319,7 +319,7 @@ def test_filters_on_rgb_become_those_of_other_channels_as_timm_does(
 
 
 def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
-    """By what looks whether an encoder learned the labels of test images; and said as a command line has them."""
+    """By the check whether an encoder learned the labels of test images; and written as on a command line."""
     words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8"]
     words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", f"--data.path={bands}"]
     words += ["--run.report=false"]
@@ -328,9 +328,9 @@ def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     supervised.main([*words, *pairs, f"--run.dir={run}"])
     learned = find_labelled_images(str(run)).source
     assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
-    said = image_arguments(learned)
-    assert "--data.bands '[4, 2]'" in said
-    assert "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in said
+    output = image_arguments(learned)
+    assert "--data.bands '[4, 2]'" in output
+    assert "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in output
     knn.main([f"--encoder={run}", "--neighbours=3", "--precision=fp32", "--threads=1", "--data.workers=0"])
 
 

@@ -1,4 +1,4 @@
-"""Files and arrays of any bands and depth become the same pixels; what is broken, or lies, is named."""
+"""Files and arrays of any bands and depth become the same pixels; broken files and lying headers are named."""
 
 import io
 import shutil
@@ -40,7 +40,7 @@ def decoded_pixels(data: bytes, **settings) -> np.ndarray:
 
 
 def scaled(pixels: np.ndarray, low: float = 0, high: float = 65535) -> torch.Tensor:
-    """(H, W, C) to what is expected."""
+    """Values (H, W, C) from `low` to `high` as the expected pixels (C, H, W)."""
     values = (pixels.astype(np.float64) - low) * 255 / (high - low)
     return torch.from_numpy(np.clip(values, 0, 255)).permute(2, 0, 1)
 
@@ -249,7 +249,7 @@ def test_channels_of_a_microscope_are_no_frames():
         assert torch.equal(decoded, decode_with(npy(planes)))
     for axes in (dict(imagej=True), dict(ome=True, **GREY)):
         two = tiff(DEEP[..., :2].transpose(2, 0, 1), metadata={"axes": "CYX"}, **axes)
-        with pytest.raises(UnreadableImage, match=r"2 bands; data\.channels is 3, and data\.bands can choose so many"):
+        with pytest.raises(UnreadableImage, match=r"2 bands; data\.channels is 3, and data\.bands can choose 3"):
             decode_with(two)
         chosen = decode_with(two, channels=2)
         assert torch.equal(chosen, decode_with(npy(DEEP[..., :2]), channels=2))
@@ -319,7 +319,7 @@ BROKEN = {
     "tiff, truncated": (tiff(DEEP, planarconfig="contig", **GREY)[:9000], "ValueError"),
     "tiff, truncated tiles": (tiff(DEEP, planarconfig="contig", tile=(16, 16), **GREY)[:9000], "TiffFileError"),
     "tiff, fewer bands": (tiff(DEEP[..., :2], planarconfig="contig", **GREY), "2 bands; data.channels is 5"),
-    "png of three": (encoded(RGB), "3 bands; data.channels is 5, and data.bands can choose so many"),
+    "png of three": (encoded(RGB), "3 bands; data.channels is 5, and data.bands can choose 5"),
     "no values": (npy(np.full((4, 4, 5), np.nan, np.float32)), r"not finite in channel 1; data\.nodata nan"),
     "no range": (npy(HALF), r"float32 values have no agreed range; data\.range"),
     "no range of 64 bits": (npy(DEEP.astype(np.int64)), r"int64 values have no agreed range; data\.range"),
@@ -500,7 +500,7 @@ def test_what_prepare_cannot_keep_is_refused(folder, tmp_path, words, says):
 
 @pytest.mark.faults
 def test_formats_train_alike(pretrain, tmp_path):
-    """8 bits to the bit, whatever file holds them; 16 bits and floats to each other."""
+    """Files of 8 bits train to the same bits; files of 16 bits and of floats nearly alike."""
     kinds = {
         "png": (encoded, []),
         "tif": (tiff, []),

@@ -84,13 +84,14 @@ def start(fake_hub, home, tmp_path):
 
 @pytest.fixture
 def run(start):
-    """The same to its end: exit code, all that was said."""
+    """The same to its end, with this exit code (None: any but 0): its output."""
 
-    def run(*words, **options):
+    def run(*words, code=0, **options):
         command = start(*words, **options)
-        code = max(command.wait())
+        exit_code = max(command.wait())
         assert f'File "{ROOT}' not in command.said, command.said
-        return code, command.said
+        assert exit_code == code or (code is None and exit_code), command.said
+        return command.said
 
     return run
 
@@ -100,12 +101,11 @@ AWAY = (STREAMED, "--run.steps=24", "--data.shuffle_block=5")  # of a hub that g
 
 @pytest.fixture
 def undisturbed(fake_hub, run, home, tmp_path):
-    """The encoder of such a run that nothing happens to, and how many files it asks for; each kind is run once."""
+    """The encoder of a run without faults, and the number of its requests for files; each kind is run once."""
 
     def undisturbed(processes=1, workers=0):
         if (processes, workers) not in KNOWN:
-            code, said = run(*AWAY, f"--data.workers={workers}", name="undisturbed", processes=processes)
-            assert code == 0, said
+            run(*AWAY, f"--data.workers={workers}", name="undisturbed", processes=processes)
             asked = sum("resolve" in line for line in fake_hub.requests)
             KNOWN[processes, workers] = weights(tmp_path / "undisturbed"), asked
             shutil.rmtree(home)  # what was downloaded
@@ -135,34 +135,35 @@ def weights(folder):
 @WAYS
 def test_a_run_is_of_one_commit_and_goes_on_with_it(fake_hub, run, tmp_path, way, tally):
     """Though the branch moves, and two processes ask."""
-    code, said = run(*way)
-    assert code == 0 and commits_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}, said
+    run(*way)
+    assert commits_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}
     unfinish(tmp_path / "run")
     (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
-    code, said = run(*way)
-    assert code == 0 and "after step 2" in said and commits_of(tmp_path / "run")["train"] == COMMITS[0], said
-    code, said = run(*way, name="two", processes=2)
-    assert code == 0 and commits_of(tmp_path / "two")["train"] == COMMITS[1], said
+    output = run(*way)
+    assert "after step 2" in output, output
+    assert commits_of(tmp_path / "run")["train"] == COMMITS[0]
+    run(*way, name="two", processes=2)
+    assert commits_of(tmp_path / "two")["train"] == COMMITS[1]
     tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
 
 
 def test_what_is_cached_is_of_the_runs_commit_or_refused(fake_hub, run, tmp_path, tally):
-    assert run()[0] == 0
+    run()
     (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
-    assert run(name="newer")[0] == 0
+    run(name="newer")
     unfinish(tmp_path / "run")
     fake_hub.faults["."] = Fault(0)
-    code, said = run()
-    assert code == 2 and f"the newest in its cache is not of commit {COMMITS[0]}" in said, said
-    assert run("--data.read_retries=0", name="cached")[0] == 0
+    output = run(code=2)
+    assert f"the newest in its cache is not of commit {COMMITS[0]}" in output, output
+    run("--data.read_retries=0", name="cached")
     assert commits_of(tmp_path / "cached") == {"train": COMMITS[1], "held_out": COMMITS[1]}
     tally("hub: away, and two commits are cached: the newer is used, and by no run of the older", 2)
 
 
 @WAYS
 def test_faults_that_pass_are_waited_out(fake_hub, run, home, tmp_path, way, tally):
-    """All that a hub and what is between can do to a download, one for each of the four shards; the same bits."""
-    assert run(*way, name="undisturbed")[0] == 0
+    """A fault of the hub or the network for each of the four shards; the same bits."""
+    run(*way, name="undisturbed")
     shutil.rmtree(home)
     faults = (
         Fault(503, times=2),
@@ -172,8 +173,8 @@ def test_faults_that_pass_are_waited_out(fake_hub, run, home, tmp_path, way, tal
     )
     fake_hub.faults = {rf"GET .*resolve/.*train-0000{shard}": fault for shard, fault in enumerate(faults)}
     fake_hub.faults["api/"] = Fault(503, times=2)
-    code, said = run(*way, f"--data.workers={len(way)}")
-    assert code == 0 and not any(fault.times for fault in fake_hub.faults.values()), (said, fake_hub.faults)
+    output = run(*way, f"--data.workers={len(way)}")
+    assert not any(fault.times for fault in fake_hub.faults.values()), (output, fake_hub.faults)
     assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
     tally("hub: 503, resets, an answer cut in the middle, 429: waited out, indexed and streamed *", 5)
 
@@ -181,11 +182,10 @@ def test_faults_that_pass_are_waited_out(fake_hub, run, home, tmp_path, way, tal
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refusal_in_the_middle_is_not_tried_again(fake_hub, run, status, tally):
     fake_hub.faults[r"GET .*resolve/.*train-0000[12]"] = Fault(status)
-    code, said = run(STREAMED)
-    (line,) = [line for line in said.splitlines() if line.startswith("error")]
-    assert code == 2
+    output = run(STREAMED, code=2)
+    (line,) = [line for line in output.splitlines() if line.startswith("error")]
     assert str(status) in line
-    assert "tried" not in said
+    assert "tried" not in output
     tally("hub: 401, 403, 404 in the middle of a stream: one line at once", 1)
 
 
@@ -198,11 +198,13 @@ def test_access(fake_hub, run, tally):
         ("gated", "gated", {}),
     ):
         (folder / "access").write_text(access)
-        code, said = run(**options)
-        assert code == 2 and says in said.splitlines()[-1] and "tried" not in said, said
-    assert run(token=TOKEN)[0] == 0
-    code, said = run("--data.revision=v9", name="v9", token=TOKEN)
-    assert code == 2 and "v9" in said.splitlines()[-1] and "tried" not in said, said
+        output = run(**options, code=2)
+        assert says in output.splitlines()[-1], output
+        assert "tried" not in output, output
+    run(token=TOKEN)
+    output = run("--data.revision=v9", name="v9", token=TOKEN, code=2)
+    assert "v9" in output.splitlines()[-1], output
+    assert "tried" not in output, output
     tally("hub: no such dataset or revision, gated, disabled: one line; with a token: a run", 5)
 
 
@@ -212,22 +214,24 @@ def test_a_hub_that_stays_away(fake_hub, run, undisturbed, tmp_path, processes, 
     again = (*AWAY, "--data.read_retries=1")
     bits, asked = undisturbed(processes)
     fake_hub.faults["resolve"] = Fault(503, passed=asked - 4)  # few of the last reads are left
-    code, said = run(*again, processes=processes)
-    assert code and "error" in said and "a checkpoint after step" in said, said
+    output = run(*again, processes=processes, code=None)
+    assert "error" in output, output
+    assert "a checkpoint after step" in output, output
     assert 0 < newest_step(tmp_path / "run") < 24
     fake_hub.faults.clear()
-    assert run(*again, processes=processes)[0] == 0
+    run(*again, processes=processes)
     assert weights(tmp_path / "run") == bits
     fake_hub.faults["."] = Fault()
-    code, said = run(*again, name="other", processes=processes)
-    lines = {line for line in said.splitlines() if line.startswith("error") and "another process is gone" not in line}
-    assert code and len(lines) == 1 and "data.path is somebody/birds, which cannot be loaded" in lines.pop(), said
+    output = run(*again, name="other", processes=processes, code=None)
+    lines = {line for line in output.splitlines() if line.startswith("error") and "another process is gone" not in line}
+    assert len(lines) == 1, output
+    assert "data.path is somebody/birds, which cannot be loaded" in lines.pop()
     tally("hub: goes away for good before a run, and in the middle of a stream (one and two processes) *", 2)
 
 
 @pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 1), (2, 0)])
 def test_a_signal_while_the_hub_is_away(fake_hub, start, run, undisturbed, tmp_path, processes, workers, tally):
-    """It ends the wait with a checkpoint and the marker, within what a launcher leaves it."""
+    """It ends the wait with a checkpoint and the marker, within the time that a launcher leaves it."""
     options = (*AWAY, f"--data.workers={workers}")
     bits, asked = undisturbed(processes, workers)
     fake_hub.faults["resolve"] = Fault(503, passed=asked - 4)
@@ -236,10 +240,11 @@ def test_a_signal_while_the_hub_is_away(fake_hub, start, run, undisturbed, tmp_p
     waiting.signal(signal.SIGTERM)
     assert waiting.wait() == [EXIT_CODE] * processes, waiting.said
     marker = (tmp_path / "run" / MARKER).read_text()  # of a read that gave up: "while images could not be read"
-    assert marker.startswith("SIGTERM, after step") and marker.endswith("a checkpoint is written\n"), marker
+    assert marker.startswith("SIGTERM, after step"), marker
+    assert marker.endswith("a checkpoint is written\n"), marker
     assert 0 < newest_step(tmp_path / "run") < 24
     fake_hub.faults.clear()
-    assert run(*options, processes=processes)[0] == 0
+    run(*options, processes=processes)
     assert weights(tmp_path / "run") == bits
     tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *", 1)
 
@@ -252,17 +257,15 @@ def test_a_folder_of_images_is_no_stream(fake_hub, run, tmp_path):
         file.write_bytes(encoded(picture(number)))
     (photos / "main").write_text(COMMITS[0])
     options = dict(path="somebody/photos")
-    code, said = run(STREAMED, "--data.eval_split=test", name="photos", **options)
-    refused = code == 2 and "data.path holds image files, no shards: leave out data.streaming" in said
-    assert refused or code == 0, said  # datasets 4.0 hands files over as they are: then it is one shard
-    code, said = run("--data.eval_split=test", name="photos" if refused else "indexed", **options)
-    assert code == 0, said
-    assert commits_of(tmp_path / ("photos" if refused else "indexed"))["train"] == COMMITS[0]
+    output = run(STREAMED, "--data.eval_split=test", code=2, **options)
+    assert "data.path holds image files, no shards: leave out data.streaming" in output
+    run("--data.eval_split=test", **options)
+    assert commits_of(tmp_path / "run")["train"] == COMMITS[0]
 
 
 ANIMALS = [*enumerate(CATS_AND_DOGS)]
 PICTURES = {f"{split}/{name}/{n}.png": kind for split in ("train", "test") for kind, name in ANIMALS for n in range(2)}
-"""Name of a file -> what it shows."""
+"""Name of a file -> its class."""
 
 
 def publish(fake_hub: FakeHub, name: str, files: dict[str, bytes], commit: str = COMMITS[0]) -> str:
@@ -276,14 +279,14 @@ def publish(fake_hub: FakeHub, name: str, files: dict[str, bytes], commit: str =
 
 
 def in_a_process(look: Callable, *arguments) -> Any:
-    """What a function says in a process of its own, whose hub is ours."""
+    """The result of a function in a process of its own, which uses the fake hub."""
     answers = context.Queue()
     process = context.Process(target=answer, args=(answers, look, *arguments))
     process.start()
-    found = answers.get(timeout=HANGS)
+    result = answers.get(timeout=HANGS)
     process.join(HANGS)
-    assert not isinstance(found, Exception), found
-    return found
+    assert not isinstance(result, Exception), result
+    return result
 
 
 def answer(answers, look: Callable, *arguments) -> None:
@@ -295,7 +298,7 @@ def answer(answers, look: Callable, *arguments) -> None:
 
 
 def seen_offline(path: str) -> dict:
-    """What is seen where only the cache is asked."""
+    """The images of a dataset where only the cache is read."""
     for module in (huggingface_hub.constants, datasets.config):
         module.HF_HUB_OFFLINE = True
     return seen(path)
@@ -345,10 +348,11 @@ def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home):
 def test_a_download_that_fills_the_disk(start, run, tally):
     """Files of 20 kB are full. The same command goes on where there is room."""
     full = start(prepare=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000)))
-    assert full.wait() == [2] and "Traceback" not in full.said, full.said
+    assert full.wait() == [2], full.said
+    assert "Traceback" not in full.said, full.said
     assert "which cannot be loaded" in full.said.splitlines()[-1]
     assert "File too large" in full.said
-    assert run()[0] == 0
+    run()
     tally("hub: a download fills the disk: one line; the same command goes on", 1)
 
 
@@ -356,7 +360,7 @@ def test_prepare(fake_hub, home, run, tmp_path, tally):
     """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
     fake_hub.faults["resolve"] = Fault(503, times=3)
     made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
-    assert made.wait() == [0] and fake_hub.faults["resolve"].times == 0, made.said
-    code, said = run(STREAMED, path=str(tmp_path / "shards"))
-    assert code == 0, said
+    assert made.wait() == [0], made.said
+    assert fake_hub.faults["resolve"].times == 0, made.said
+    run(STREAMED, path=str(tmp_path / "shards"))
     tally("hub: mpp prepare, from a hub that is away at first", 1)

@@ -50,8 +50,8 @@ def exif(orientation: int, order: str = "<") -> bytes:
 
 def xmp(orientation: int | None = None) -> bytes:
     """An XMP segment's payload, perhaps with an orientation of its own."""
-    said = "" if orientation is None else f' tiff:Orientation="{orientation}"'
-    return b"http://ns.adobe.com/xap/1.0/\0" + f"<x:xmpmeta xmlns:x='adobe:ns:meta/'{said}/>".encode()
+    tag = "" if orientation is None else f' tiff:Orientation="{orientation}"'
+    return b"http://ns.adobe.com/xap/1.0/\0" + f"<x:xmpmeta xmlns:x='adobe:ns:meta/'{tag}/>".encode()
 
 
 def exif_segment(orientation: int, order: str = "<") -> bytes:

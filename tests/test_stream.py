@@ -59,7 +59,7 @@ def rows_of(shard: int) -> datasets.Dataset:
 
 
 def write_broken(folder: Path, count: int, broken: int) -> None:
-    """Two shards of so many images, of which one cannot be decoded."""
+    """Two shards of `count` images, of which one cannot be decoded."""
     folder.mkdir()
     images = [b"nothing" if row == broken else encoded(picture(row)) for row in range(count)]
     for shard in range(2):
@@ -291,10 +291,10 @@ def test_pictures_and_files_of_a_streamed_run_load_what_it_kept(pretrain, parque
     words = ["--format=torch_export", f"--out={tmp_path / 'encoder.pt2'}", "--images=6", "--threads=1"]
     export.main([f"--encoder={folder}", *words])
     visualize.main([f"--encoder={folder}", "--pictures=[rank, accuracy_by_depth]", "--precision=fp32"])
-    said = capsys.readouterr().out
-    assert "rank.png" in said
-    assert "no accuracy_by_depth: the images are a stream" in said
-    assert "wrote" in said
+    output = capsys.readouterr().out
+    assert "rank.png" in output
+    assert "no accuracy_by_depth: the images are a stream" in output
+    assert "wrote" in output
     assert (tmp_path / "encoder.pt2").is_file()
 
 
@@ -337,7 +337,7 @@ def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, par
     options += ["--run.steps=20", "--run.checkpoint_every=20", "--run.eval_every=20"]
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, 1)
-        pretrain(*options)  # what is evaluated on is read now
+        pretrain(*options)  # the images to evaluate on are read now
     file = data / "train-00003-of-00006.parquet"
     whole, date = file.read_bytes(), file.stat()
     file.write_bytes(whole[: len(whole) // 2])
@@ -354,7 +354,7 @@ def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, par
 
 
 def begin_on(machines: int, cache: Path) -> None:
-    """Two processes on one machine, or each on its own, with its own disk; they print what they read to evaluate."""
+    """Two processes on one machine, or on two with their own disks; they print their reads of evaluated images."""
     start, blocks = mpp.training.run.start, Shards.blocks
 
     def start_there(run):
@@ -374,7 +374,7 @@ def begin_on(machines: int, cache: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("machines", [1, 2])
 def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
-    """One of each machine reads what is evaluated on; the others have it from the machine's cache."""
+    """One process of each machine reads the images to evaluate on; the others have them from the machine's cache."""
     options = [*TINY, f"--data.path={parquet}", "--data.streaming=true", "--run.steps=8", "--data.workers=2"]
     options += [f"--run.dir={tmp_path / 'two'}", "--probe.every=8", "--run.eval_every=8"]
     prepare = partial(begin_on, machines, tmp_path / "cache")

@@ -90,7 +90,7 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     """The column that holds the images: `data.image_column`, or else the only one that can.
 
     Raises:
-        UserError: there is no such column, or several.
+        UserError: the dataset has no column of images, or several.
     """
     all_columns = ", ".join(features)
     if config.image_column is None:
@@ -109,7 +109,7 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
 
 
 def image_columns(features: datasets.Features) -> list[str]:
-    """Columns that can hold images: those of image files; without any, those of arrays; else those of nested lists."""
+    """Columns of image files; without any, columns of arrays; else columns of nested lists."""
     files, arrays, nested_lists = [], [], []
     for name, feature in features.items():
         if is_cell(feature):
@@ -162,8 +162,8 @@ def without_decoding(rows: Any, column: str) -> Any:
         try:
             return rows.cast_column(column, datasets.Image(decode=False))
         except (ArrowException, TypeError) as error:  # older releases know fewer types
-            what = f"data.image_column is {column}, of {feature}, which datasets {datasets.__version__} cannot read"
-            raise UserError(f"{what}; update it (pip install -U datasets): {one_line(error)}") from error
+            problem = f"data.image_column is {column}, of {feature}, which datasets {datasets.__version__} cannot read"
+            raise UserError(f"{problem}; update it (pip install -U datasets): {one_line(error)}") from error
     if not is_array(feature) or isinstance(rows, datasets.IterableDataset):
         return rows
     if rows.data.column(column).null_count:

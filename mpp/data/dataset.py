@@ -17,7 +17,7 @@ from mpp.runtime.randomness import Stream, permutation
 
 
 def images_only(rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """The column of images alone, as they are stored."""
+    """Only the column of images, as they are stored."""
     return without_decoding(rows.select_columns([column]), column)
 
 
@@ -69,7 +69,7 @@ class ImageDataset:
     split: str
     """Its name, for messages."""
     names: list[str] | None = None
-    """Names of the classes by number: those that occur in training, or are declared, then those of other splits."""
+    """Names of the classes by number: of training (or declared) first, then of other splits."""
     classes: int = 0
     """Number of classes that occur in training, or are declared."""
     origin: Selection | None = None

@@ -13,7 +13,7 @@ from mpp.data.loader import build_loader
 from mpp.data.workers import note_reading
 from mpp.errors import UnreadableImage
 
-IMAGES_PER_BATCH = 64  # what a loader process hands over at a time
+IMAGES_PER_BATCH = 64  # that a loader process hands over at a time
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class HeldOutLoader:
         self.workers = workers
 
     def add(self, views: ViewDataset) -> ViewDataset:
-        """Add a set to those that can be loaded."""
+        """Register a set, so that it can be loaded."""
         self.sets.views.append(views)
         return views
 

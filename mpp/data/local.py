@@ -112,7 +112,7 @@ def share_tar_listing(shards: dict[str, list[str]], config: ImagesConfig) -> dic
 
 
 def share_once(make: Callable[[], Listing], config: ImagesConfig, streaming: bool = False) -> SharedListing:
-    """The listing that one process of this machine makes for all; it depends on the settings and `streaming` alone."""
+    """The listing that one process of this machine makes for all; it depends only on the settings and `streaming`."""
     key = repr((streaming, dataclasses.asdict(config)))
     return share_listing(make, describe_source(config), key)
 
@@ -227,7 +227,7 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
 
 
 def refuse_other_classes(files: list[str]) -> None:
-    """Refuse parquet files of one split that declare different classes: `datasets` would take those of the first.
+    """Refuse parquet files of one split that declare different classes: `datasets` would use the first file's for all.
 
     Raises:
         UserError: a file declares other classes than the first, or another order of these.
@@ -250,7 +250,7 @@ def resolve_relative_paths(rows: datasets.Dataset, folders: list[str]) -> datase
     """Rows whose paths of image files are absolute.
 
     Args:
-        folders: those of the tables, where relative paths start.
+        folders: the tables' own folders, where relative paths start.
     """
     columns = rows.column_names
     for column in columns:

@@ -21,7 +21,7 @@ def channel_moments(config: DataConfig) -> tuple[list[float], list[float]]:
     The sample depends on `data.eval_seed`, so replicates of other seeds have the same numbers.
 
     Raises:
-        UserError: no such images, none that can be decoded, or a channel that is the same everywhere.
+        UserError: no images, none that can be decoded, or a channel that is the same everywhere.
     """
     sum_of_means = np.zeros(config.channels)
     sum_of_mean_squares = np.zeros(config.channels)
@@ -44,7 +44,7 @@ def channel_moments(config: DataConfig) -> tuple[list[float], list[float]]:
 
 
 def sample_images(config: DataConfig) -> Iterator[Tensor]:
-    """Training images (C, H, W), decoded; those that cannot be decoded are left out."""
+    """Training images (C, H, W), decoded; undecodable images are left out."""
     if config.streaming:
         source, _, _ = load_streamed(config, probed=0, evaluated=1)
         rows = (row for _, row in source.sample(SAMPLED_IMAGES, config.eval_seed, config.read_retries))

@@ -71,7 +71,7 @@ def load_remote_tars(shards: dict[str, list[str]], config: ImagesConfig, streami
 
 
 def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
-    """Call `load`, again and again while its server is away. Later reads are tried again by mpp alone.
+    """Call `load`, again and again while its server is away. Later reads are tried again only by mpp.
 
     `datasets` would try a stream's reads again for an hour, in which no signal is heard.
     """
@@ -125,7 +125,7 @@ def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def with_extension(pattern: str, extension: str) -> str:
-    """A pattern of `datasets`, for files with this extension alone: there may be others beside them."""
+    """A pattern of `datasets`, narrowed to files with this extension: others may be next to them."""
     if pattern.endswith("**"):
         return f"{pattern}/*{extension}"
     return pattern.removesuffix(".*").removesuffix(extension) + extension

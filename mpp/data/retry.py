@@ -35,9 +35,9 @@ LOADING_ERRORS = (
     ArrowException,
     DatasetsError,
 )
-"""Errors of the `datasets` library and of those below it where images cannot be loaded."""
+"""Errors of the `datasets` library and of the libraries below it where images cannot be loaded."""
 SERVER_ERRORS = (HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
-"""Errors of servers alone: a local dataset that is not there raises none of them."""
+"""Errors of servers only: a local dataset that is not there raises none of them."""
 LASTING_STATUS_CODES = (400, 401, 403, 404, 410, 416)  # answers of a server that will be the same in a minute
 MAX_PAUSE_S = 60
 
@@ -51,7 +51,7 @@ def read_with_retries(
     """Call `read`, again while it raises `errors`, and return its result.
 
     Args:
-        name: name of what is read, for messages.
+        name: of the file or server that is read, for messages.
         retries: how often it is tried again, after pauses of 1, 2, 4, ... and at most 60 seconds.
     Raises:
         ReadFailed: it failed once more.

@@ -17,7 +17,7 @@ from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.errors import UserError, one_line
 from mpp.runtime.randomness import Stream, permutation
 
-SHARDS_PER_TURN = 16  # a sample is drawn from the beginnings of so many shards in turn
+SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn
 ROWS_PER_READ = 64  # of a sample
 ROW_BITS = 32  # an image's number: its shard's above these bits, its row's in them
 

@@ -31,9 +31,9 @@ def load_image_datasets(
     """The images to train on (all of them: see `data.train_images` and `ImageDataset.choose`) and the held-out images.
 
     Args:
-        splits: those of the dataset, if they are loaded already.
+        splits: all splits of the dataset, if they are loaded already.
     Raises:
-        UserError: no images, no such split, no image column, or too few images.
+        UserError: no images, a split that is not there, no image column, or too few images.
     """
     source = describe_source(config)
     if splits is None:

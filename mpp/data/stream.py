@@ -23,7 +23,7 @@ from mpp.data.workers import WatchedLoader
 from mpp.errors import Undecodable, UserError
 from mpp.runtime.randomness import Stream, permutation
 
-MAX_EMPTY_EPOCHS = 100  # a worker whose shards had no rows in so many epochs, each time others, gives up
+MAX_EMPTY_EPOCHS = 100  # in a row without a row in any of a worker's shards, which differ by epoch: then it gives up
 
 
 class Cursor(NamedTuple):
@@ -47,7 +47,7 @@ class StreamedBatches(IterableDataset):
     """Batches of one process, from step `start` to `stop`. Worker b % workers reads forward pass b.
 
     Args:
-        views: of Shards; their images are replaced by those of a block after the other.
+        views: of Shards; each block of rows becomes their dataset in turn.
         cursors: worker -> its Cursor; a worker without one begins at the beginning.
     Raises:
         UserError: fewer shards than workers on all processes.

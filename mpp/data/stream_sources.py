@@ -39,7 +39,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     Without a held-out split, the share `data.eval_fraction` of the shards, at least one, is held out.
 
     Raises:
-        UserError: nothing there, no such split, no image column, a setting that a stream cannot follow.
+        UserError: no images, a split that is not there, no image column, a setting that a stream cannot follow.
     """
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
@@ -77,7 +77,7 @@ def open_streams(config: SourceConfig) -> OpenedStreams:
 
 
 def split_shards(config: SourceConfig, streams: OpenedStreams) -> tuple[Shards, Shards]:
-    """The shards to train on and the held-out ones: those of another split, or some of the training split's."""
+    """The shards to train on and the held-out shards: of another split, or cut from the training split."""
     held_out = find_held_out_split(config, list(streams.splits))
     stream = streams.splits[config.split]
     if stream.features is None:
@@ -98,7 +98,7 @@ def split_shards(config: SourceConfig, streams: OpenedStreams) -> tuple[Shards, 
 
 
 def cut_shards(config: SourceConfig, count: int) -> tuple[list[int], list[int]]:
-    """Numbers of the shards to train on, and of those that are held out."""
+    """Numbers of the shards to train on, and of the held-out shards."""
     if count <= 1:  # the fraction is not at fault
         raise UserError(f"{describe_source(config)} has one shard and no held-out split; name one by data.eval_split")
     held_out_count = max(1, round(config.eval_fraction * count))

@@ -22,7 +22,7 @@ from mpp.data.workers import note_reading
 from mpp.errors import Undecodable, UnreadableImage
 from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, random_words
 
-MAX_REPLACEMENTS = 64  # so many undecodable images in a row do not occur unless half of the images are undecodable
+MAX_REPLACEMENTS = 64  # undecodable images in a row, which do not occur unless half of all images are undecodable
 
 
 class Batch(NamedTuple):

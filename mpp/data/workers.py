@@ -6,7 +6,7 @@ torch's DataLoader leaves all this to its user, and no library has it (tests/tes
   torch's error has its number and nothing else. The notes have the image that it was reading.
 - A user's errors are one line. torch hands on a loader process's error with its traceback for a message.
 - Signals are ignored. A terminal and a job scheduler send them to all processes, and the training process wants to
-  finish its step with what is loaded.
+  finish its step with the batches that are loaded.
 - They are killed at exit, and when a run fails. A loader process that ignores SIGTERM would otherwise be waited for,
   for ever where it hangs in a decoder.
 - They are started again where one does not begin. Python 3.10 may leave a fork waiting for a lock that another thread
@@ -51,7 +51,7 @@ START_ATTEMPTS = 3
 
 @dataclass
 class Notes:
-    """Notes of a process; those of a loader process are shared with its parent and its siblings."""
+    """Notes of a process; a loader process shares its notes with its parent and its siblings."""
 
     reading: np.ndarray  # [process id, index of the image that it reads]; the process's own
     warned: np.ndarray  # [1 where a warning that concerns all was printed]; shared by all of a loader
@@ -67,7 +67,7 @@ def note_reading(index: int | None) -> None:
 
 
 def warn_once(warning: str) -> None:
-    """Print a warning, unless this process or a loader process beside it has printed one before."""
+    """Print a warning, unless this process or another process of the same loader has printed one before."""
     if not notes.warned[0]:
         notes.warned[0] = 1
         print(warning, file=sys.stderr, flush=True)

@@ -60,7 +60,7 @@ def convert_channels(pixels: NDArray, channels: int) -> NDArray:
         if pixels.dtype.kind != "f":
             grey = grey.round()
         return grey.astype(pixels.dtype)
-    raise UnreadableImage(f"{count_bands(pixels)}; data.channels is {channels}, and data.bands can choose so many")
+    raise UnreadableImage(f"{count_bands(pixels)}; data.channels is {channels}, and data.bands can choose {channels}")
 
 
 def fill_missing(pixels: NDArray, nodata: float | str | None) -> NDArray:
@@ -90,7 +90,7 @@ def scale_to_255(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tens
     """Values (C, H, W) of any type to [0, 255].
 
     Args:
-        limits: the values that become 0 and 255, for all channels or each: see `data.range`. None: those of the type.
+        limits: the values that become 0 and 255, for all channels or each: see `data.range`. Empty: the type's.
     """
     if pixels.dtype == np.uint8 and all(tuple(pair) == (0, 255) for pair in limits):
         runs_backwards = min(pixels.strides) < 0  # which torch does not take

@@ -8,7 +8,7 @@ import numpy as np
 from mpp.config import ImagesConfig
 from mpp.errors import UnreadableImage
 
-BANDS_PER_PIXEL = 4  # so many bands count as one pixel of data.max_pixels
+BANDS_PER_PIXEL = 4  # bands that count as one pixel of data.max_pixels
 
 
 def check_size(shape: Sequence[int], config: ImagesConfig) -> None:

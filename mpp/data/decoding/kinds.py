@@ -54,7 +54,7 @@ PICTURE_KINDS = {kind: re.compile(start, re.DOTALL) for kind, start in PICTURE_S
 def is_picture(head: bytes) -> bool:
     """Whether a file is a picture that `decode` reads, by its first bytes, of which 18 are enough.
 
-    `.npy` and `.npz` are none: such files hold arrays of any kind.
+    `.npy` and `.npz` are none: they hold arrays of any kind.
     """
     return ANY_PICTURE.match(head) is not None
 

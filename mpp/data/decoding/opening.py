@@ -34,7 +34,7 @@ def open_with_pil(data: bytes) -> Image.Image:
 
 def open_with_tifffile(data: bytes) -> "TiffFile":
     """A TIFF whose header tifffile has read."""
-    import tifffile  # reads TIFF alone, and takes a tenth of a second
+    import tifffile  # needed for TIFF only, and takes a tenth of a second
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # unreadable images have a message of ours
     return tifffile.TiffFile(io.BytesIO(data))
