@@ -35,6 +35,9 @@ from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.objectives import build_objective, patches_at
 
+QUICK = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8")
+SMALL = ("--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--run.report=false")
+FAST = ("--data.workers=0", "--precision=fp32", "--threads=1")
 OBJECTIVES = {
     "mean_color": {},
     "factorized": dict(name="mean_color", factorized=True),
@@ -93,6 +96,10 @@ def model_of(objective, channels):
     return build_network(NetworkConfig(), encoder, objective.outputs, (0.5,) * channels, (0.25,) * channels)
 
 
+def filters_of(model):
+    return model.encoder.patch_embed.proj.weight
+
+
 def corruption_of():
     config = CorruptionConfig(mask=1.0, random=0.0, keep=0.0)
     drawn = [draw(config, (2, 3), 0, 0, index) for index in range(2)]
@@ -127,7 +134,7 @@ def test_a_mean_on_the_edge_of_a_bin_is_in_the_one_above_for_floats_too():
 
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_permuted_bands_have_permuted_targets_and_gradients(settings):
-    """What a channel is called does not matter: permuted with its filters and its outputs, the loss is the same."""
+    """The order of channels does not matter: permuted with their filters and outputs, they have the same loss."""
     order = [2, 0, 3, 1]
     channels = 4
     objective = objective_of(channels, settings)
@@ -141,17 +148,17 @@ def test_permuted_bands_have_permuted_targets_and_gradients(settings):
     elif settings.get("normalize") or settings.get("name") == "pixels":
         torch.testing.assert_close(permuted, targets[:, :, order])
     else:
-        softmaxes = objective.palette.softmaxes
-        colors = [objective.palette.colors(each.unflatten(-1, (-1, softmaxes))) for each in (permuted, targets)]
-        assert torch.equal(colors[0], colors[1][..., order])
-    one, other = model_of(objective, channels), model_of(objective, channels)
+        by_softmax = (-1, objective.palette.softmaxes)
+        colors = objective.palette.colors(targets.unflatten(-1, by_softmax))
+        assert torch.equal(objective.palette.colors(permuted.unflatten(-1, by_softmax)), colors[..., order])
+    one = model_of(objective, channels)
+    other = model_of(objective, channels)
     with torch.no_grad():
-        other.encoder.patch_embed.proj.weight.copy_(one.encoder.patch_embed.proj.weight[:, order])
+        filters_of(other).copy_(filters_of(one)[:, order])
     torch.testing.assert_close(one(images, corruption), other(images[:, order], corruption), rtol=1e-4, atol=1e-5)
     objective.loss(one(images, corruption), targets).backward()
     objective.loss(other(images[:, order], corruption), targets).backward()
-    gradients = [each.encoder.patch_embed.proj.weight.grad for each in (one, other)]
-    torch.testing.assert_close(gradients[1], gradients[0][:, order], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(filters_of(other).grad, filters_of(one).grad[:, order], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -167,13 +174,12 @@ def test_a_copied_band_by_hand(settings):
     if settings.get("name") == "pixels" and not settings.get("normalize"):
         model = model_of(objective, 4)
         predicted = model(images, corruption)
-        expected = torch.nn.functional.mse_loss(
-            predicted.view(2, 3, 4, 8, 8), patches_at(images, corruption.positions, 8) / 127.5 - 1
-        )
+        pixels = patches_at(images, corruption.positions, 8) / 127.5 - 1
+        expected = torch.nn.functional.mse_loss(predicted.view(2, 3, 4, 8, 8), pixels)
         torch.testing.assert_close(objective.loss(predicted, targets), expected)
     model = model_of(objective, 4)
     objective.loss(model(images, corruption), targets).backward()
-    gradient = model.encoder.patch_embed.proj.weight.grad
+    gradient = filters_of(model).grad
     torch.testing.assert_close(gradient[:, 3], gradient[:, 0])
 
 
@@ -196,11 +202,7 @@ def test_factorized_accuracy_by_hand():
 @pytest.mark.parametrize(
     ("channels", "settings", "says"),
     [
-        (
-            5,
-            {},
-            r"objective\.bits is 3, which makes 2\*\*\(3 x 5\) .* more than 4,096; at most 2, objective",
-        ),
+        (5, {}, r"objective\.bits is 3, which makes 2\*\*\(3 x 5\) .* more than 4,096; at most 2, objective"),
         (13, {}, r"more than 4,096; objective\.factorized true .* or objective\.name pixels serves"),
         (3, {"bits": 5}, "at most 4, objective"),
     ],
@@ -320,58 +322,51 @@ def test_filters_on_rgb_become_those_of_other_channels_as_timm_does(
 
 def test_a_runs_pairs_of_values_are_read_back(bands, tmp_path):
     """By the check whether an encoder learned the labels of test images; and written as on a command line."""
-    words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8"]
-    words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", f"--data.path={bands}"]
-    words += ["--run.report=false"]
     run = tmp_path / "labels"
     pairs = ["--data.channels=2", "--data.bands=[4,2]", "--data.range=[[0,16000],[0,9000]]", "--data.eval_split=test"]
-    supervised.main([*words, *pairs, f"--run.dir={run}"])
+    supervised.main([*QUICK, *SMALL, f"--data.path={bands}", *pairs, f"--run.dir={run}"])
     learned = find_labelled_images(str(run)).source
     assert [*map(list, learned.limits())] == [[0, 16000], [0, 9000]]
     output = image_arguments(learned)
     assert "--data.bands '[4, 2]'" in output
     assert "--data.range '[[0.0, 16000.0], [0.0, 9000.0]]'" in output
-    knn.main([f"--encoder={run}", "--neighbours=3", "--precision=fp32", "--threads=1", "--data.workers=0"])
+    knn.main([f"--encoder={run}", "--neighbours=3", *FAST])
 
 
 @pytest.mark.faults
-def test_it_is_judged_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, capsys):
+def test_it_is_evaluated_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, capsys):
     """An encoder of four bands, with the run's settings, whichever images are named."""
     folder = pretrain(*four, "--model.img_size=[16,32]")
-    fast = ("--data.workers=0", "--precision=fp32", "--threads=1")
     reports = []
     for named in ([], [f"--data.path={bands}", "--data.eval_split=test"]):
-        knn.main([f"--encoder={folder}", "--neighbours=3", f"--out={tmp_path / 'knn.json'}", *named, *fast])
+        knn.main([f"--encoder={folder}", "--neighbours=3", f"--out={tmp_path / 'knn.json'}", *named, *FAST])
         reports.append(json.loads((tmp_path / "knn.json").read_text()))
     assert reports[0]["results"] == reports[1]["results"]
     assert reports[0]["protocol"]["data"]["range"] == reports[1]["protocol"]["data"]["range"] == [0, 16000]
     for floor in ("pixels", "colors"):
-        fewshot.main([f"--encoder=floor:{floor}", "--shots=3", f"--out={tmp_path / 'floor.json'}", *four, *fast])
+        fewshot.main([f"--encoder=floor:{floor}", "--shots=3", f"--out={tmp_path / 'floor.json'}", *four, *FAST])
     for chosen in ([f"--pictures={json.dumps(EVERY)}", "--attention_images=4"], ["--bands=[3,2,1]"], ["--bands=4"]):
-        words = ["--images=2", "--pictures=predictions", *fast, *chosen]
+        words = ["--images=2", "--pictures=predictions", *FAST, *chosen]
         visualize.main([f"--encoder={folder}", f"--out={tmp_path / f'pictures{len(chosen)}'}", *words])
         assert "no " not in capsys.readouterr().out.partition("wrote")[0].replace("no accuracy_by_depth", "")
     with pytest.raises(UserError, match=r"bands is 5; it must be from 1 to 4: data\.channels"):
-        visualize.main([f"--encoder={folder}", "--bands=5", *fast])
+        visualize.main([f"--encoder={folder}", "--bands=5", *FAST])
     with pytest.raises(UserError, match=r"encoder's input channels is 4; it must be 3"):
-        knn.main([f"--encoder={folder / 'encoder'}", "--data.channels=3", f"--data.path={bands}", *fast])
-    quick = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8")
-    finetune.main([f"--encoder={folder}", f"--run.dir={tmp_path / 'tuned'}", "--lrs=0.1", *quick])
+        knn.main([f"--encoder={folder / 'encoder'}", "--data.channels=3", f"--data.path={bands}", *FAST])
+    finetune.main([f"--encoder={folder}", f"--run.dir={tmp_path / 'tuned'}", "--lrs=0.1", *QUICK])
     exported = next((tmp_path / "tuned").rglob("encoder/config.json"))
     assert mpp.load_encoder(exported.parent)(torch.rand(1, 4, 16, 32)).shape == (1, 16)
 
 
 def test_labels_and_contrast_are_learned_of_four_bands(four, tmp_path):
-    words = ["--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--probe.every=0"]
-    words += ["--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--run.report=false"]
-    words += four
-    supervised.main([*(word for word in words if "probe" not in word), f"--run.dir={tmp_path / 'labels'}"])
-    plain = ["--views.jitter=0", "--views.grey=0"]
-    contrastive.main([*words, *plain, f"--run.dir={tmp_path / 'views'}", "--head.outputs=8", "--head.hidden=16"])
+    words = [*QUICK, *SMALL, *four]
+    supervised.main([*words, f"--run.dir={tmp_path / 'labels'}"])
+    contrast = [*words, "--probe.every=0", "--head.outputs=8", "--head.hidden=16"]
+    contrastive.main([*contrast, "--views.jitter=0", "--views.grey=0", f"--run.dir={tmp_path / 'views'}"])
     with pytest.raises(UserError, match=r"views\.jitter is 1\.0; it must be 0 with 4 channels: .*crops, flips"):
-        contrastive.main([*words, f"--run.dir={tmp_path / 'refused'}"])
+        contrastive.main([*contrast, f"--run.dir={tmp_path / 'refused'}"])
     with pytest.raises(UserError, match=r"augment\.randaugment is 9; it must be 0 with 4 channels: .* crops and flips"):
-        supervised.main([*words[:4], *four, "--augment.randaugment=9", f"--run.dir={tmp_path / 'strong'}"])
+        supervised.main([*words, "--augment.randaugment=9", f"--run.dir={tmp_path / 'strong'}"])
 
 
 def test_color_operations_round_what_is_deeper_than_8_bits():
