@@ -67,8 +67,10 @@ def crop_box(height: int, width: int, config: DataConfig, numbers: Sequence[floa
     log_wide = math.log(wide)
     for attempt in range(0, len(numbers), 4):
         area_number, ratio_number, top_number, left_number = numbers[attempt : attempt + 4]
-        area = height * width * (least_area + (most_area - least_area) * area_number)
-        ratio = proportion * math.exp(log_slim + (log_wide - log_slim) * ratio_number)
+        area_share = least_area + (most_area - least_area) * area_number
+        area = height * width * area_share
+        log_ratio = log_slim + (log_wide - log_slim) * ratio_number
+        ratio = proportion * math.exp(log_ratio)
         crop_height = round(math.sqrt(area / ratio))
         crop_width = round(math.sqrt(area * ratio))
         if 1 <= crop_height <= height and 1 <= crop_width <= width:

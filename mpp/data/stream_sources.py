@@ -43,13 +43,9 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     """
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
-    source = describe_source(config)
     shards, held_out = split_shards(config, open_streams(config))
-    label_columns = []
-    for part in (shards, held_out):
-        column, setting = label_setting(config, held_out=part is held_out)
-        label_columns.append(find_label_column(column, part.stream.features, source, setting))
-    train_label, held_out_label = label_columns
+    train_label = find_label(config, shards, held_out=False)
+    held_out_label = find_label(config, held_out, held_out=True)
     if train_label is None:
         probed = 0
     rows = {
@@ -57,9 +53,15 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         held_out.split: sample_rows(config, held_out, held_out_label, evaluated, config.cut_seed),
     }
     train_images, held_out_images = label_images(config, rows, shards.image_column)
-    announce_stream(source, shards.count, held_out.count, (train_images, held_out_images))
+    announce_stream(describe_source(config), shards.count, held_out.count, (train_images, held_out_images))
     unlabelled = replace(shards, stream=shards.stream.select_columns([shards.image_column]))
     return unlabelled, train_images, held_out_images
+
+
+def find_label(config: SourceConfig, shards: Shards, held_out: bool) -> str | None:
+    """The column of labels in shards; None: there is none."""
+    column, setting = label_setting(config, held_out)
+    return find_label_column(column, shards.stream.features, describe_source(config), setting)
 
 
 def open_streams(config: SourceConfig) -> OpenedStreams:

@@ -70,8 +70,9 @@ def fill_missing(pixels: NDArray, nodata: float | str | None) -> NDArray:
     missing = ~np.isfinite(pixels)
     if nodata is None:
         if missing.any():
-            band = 1 + int(np.flatnonzero(missing.any((1, 2)))[0])
-            raise UnreadableImage(f"values that are not finite in channel {band}; data.nodata nan gives them the mean")
+            incomplete = np.flatnonzero(missing.any((1, 2))) + 1
+            reason = f"values that are not finite in channel {incomplete[0]}"
+            raise UnreadableImage(f"{reason}; data.nodata nan gives them the mean")
         return pixels
     if nodata != "nan":
         missing |= pixels == nodata
@@ -102,7 +103,8 @@ def scale_to_255(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tens
     exact_type = np.float32 if pixels.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
     low, high = lows_and_highs(limits, exact_type)
     values = (pixels.astype(exact_type) - low) * 255 / (high - low)
-    return torch.from_numpy(np.clip(values, 0, 255).astype(np.float32, copy=False))
+    clipped = np.clip(values, 0, 255)
+    return torch.from_numpy(clipped.astype(np.float32, copy=False))
 
 
 def invert(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
