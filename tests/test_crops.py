@@ -1,6 +1,8 @@
 """Crops: torchvision's inception crop and RandAugment, timm's centre crop, of oblong images too."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -43,7 +45,8 @@ def test_crop_areas_and_ratios_are_torchvisions():
     ours = np.array([crop_box(60, 90, config, generator.random(40).tolist()) for _ in range(count)])
     torch.manual_seed(0)
     image = torch.zeros(3, 60, 90)
-    theirs = np.array([RandomResizedCrop.get_params(image, [0.2, 0.9], [0.75, 4 / 3]) for _ in range(count)])
+    parameters = dict(scale=[0.2, 0.9], ratio=[0.75, 4 / 3])
+    theirs = np.array([RandomResizedCrop.get_params(image, **parameters) for _ in range(count)])
     for column in range(4):  # top, left, height, width
         our_values = ours[:, column]
         their_values = theirs[:, column]
@@ -71,13 +74,14 @@ def test_crop_is_the_resized_box_and_perhaps_flipped():
 
 
 def test_training_crops_have_the_proportions_of_the_view():
-    """From an image of the same proportions the whole is taken, if the ratio is 1 and the area all of it."""
+    """With the whole area and a ratio of 1, the crop of an image of the same proportions is the whole image."""
     pixels = random_image(24, 72)
     for index in range(5):
         assert torch.equal(random_crop(pixels, (24, 72), WHOLE_IMAGE, 0, 0, index), pixels)
     square = random_crop(pixels, (8, 8), WHOLE_IMAGE, 0, 0, 0)
     middle = pixels[None, :, :, 24:48]
-    assert torch.equal(square, F.interpolate(middle, (8, 8), mode="bilinear", antialias=True)[0])
+    expected = F.interpolate(middle, (8, 8), mode="bilinear", antialias=True)[0]
+    assert torch.equal(square, expected)
 
 
 def test_randaugment_is_torchvisions_and_a_function_of_the_sample():
@@ -119,13 +123,13 @@ def test_the_held_out_view_is_cut_at_the_centre_and_turned_with_the_image(height
 
 
 def test_the_held_out_view_keeps_its_share_of_the_side_that_is_the_shorter_for_it():
-    rows = torch.arange(20, dtype=torch.uint8)[None, :, None].expand(3, 20, 100).contiguous()
-    columns = torch.arange(100, dtype=torch.uint8)[None, None].expand(3, 20, 100).contiguous()
-    for height, width in ((20, 20), (20, 60)):
-        all_rows = centre_crop(rows, (height, width), 1.0)[0, :, 0]
-        assert torch.equal(all_rows, rows[0, :, 0])
-        middle = centre_crop(columns, (height, width), 1.0)[0, 0]
-        assert middle.tolist() == list(range(50 - width // 2, 50 + width // 2))
+    row_numbers = torch.arange(20, dtype=torch.uint8)[:, None].expand(3, 20, 100).contiguous()
+    column_numbers = torch.arange(100, dtype=torch.uint8).expand(3, 20, 100).contiguous()
+    for width in (20, 60):
+        all_rows = centre_crop(row_numbers, (20, width), 1.0)
+        assert all_rows[0, :, 0].tolist() == list(range(20))
+        middle = centre_crop(column_numbers, (20, width), 1.0)
+        assert middle[0, 0].tolist() == list(range(50 - width // 2, 50 + width // 2))
 
 
 def test_a_tiny_image_has_a_long_view():
@@ -133,22 +137,29 @@ def test_a_tiny_image_has_a_long_view():
         assert centre_crop(random_image(1, 1), size, 0.875).shape == (3, *size)
 
 
-@pytest.mark.parametrize("upright", [False, True])
-def test_a_line_of_pixels_is_not_resized_to_gigabytes(monkeypatch, upright):
+@contextmanager
+def watched_resizes() -> Iterator[list[Tensor]]:
+    """The images that are resized while it is open."""
     resize = functional.resize
-    resized_numbers = []
+    resized = []
 
     def watched_resize(*args, **options):
-        resized = resize(*args, **options)
-        resized_numbers.append(resized.numel())
-        return resized
+        resized.append(resize(*args, **options))
+        return resized[-1]
 
-    monkeypatch.setattr(functional, "resize", watched_resize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "resize", watched_resize)
+        yield resized
+
+
+@pytest.mark.parametrize("upright", [False, True])
+def test_a_line_of_pixels_is_not_resized_to_gigabytes(upright):
     line = torch.arange(64_000).remainder(251).to(torch.uint8).expand(3, 1, -1)
-    view = centre_crop(line.transpose(1, 2) if upright else line, 32, 1.0)
+    with watched_resizes() as resized:
+        view = centre_crop(line.transpose(1, 2) if upright else line, 32, 1.0)
     if upright:
         view = view.transpose(1, 2)
-    assert resized_numbers == [3 * 32 * 32 * 16]
+    assert [image.numel() for image in resized] == [3 * 32 * 32 * 16]
     middle = line[:, :, 31_999:32_001]  # 32 of 2,048,000 columns show these
     assert middle.min() <= view.min()
     assert view.max() <= middle.max()
@@ -162,17 +173,9 @@ IMAGE_SIZES = st.tuples(st.integers(30, 120), st.integers(30, 120))
 
 def our_view(pixels: np.ndarray, size: tuple[int, int], share: float) -> tuple[Tensor, list[int]]:
     """The held-out view, and the size to which the image was resized for it."""
-    resize = functional.resize
-    sizes = []
-
-    def watched_resize(image, size, **options):
-        sizes.append(list(size))
-        return resize(image, size, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "resize", watched_resize)
+    with watched_resizes() as resized:
         view = centre_crop(as_tensor(pixels), size, share)
-    return view, sizes[0]
+    return view, list(resized[0].shape[-2:])
 
 
 def timms_view(pixels: np.ndarray, size: tuple[int, int], crop_pct: float) -> tuple[Tensor, list[int]]:
@@ -192,8 +195,9 @@ def largest_error(view: Tensor, pixels: np.ndarray, resized: list[int], size: tu
     PIL and torch round after each of the two sides, so each may be off by one, and the two by two from each other.
     """
     image = as_tensor(pixels)[None].double()
-    exact = functional.center_crop(F.interpolate(image, resized, mode="bilinear", antialias=True)[0], list(size))
-    return float((view - exact).abs().max())
+    exact = F.interpolate(image, resized, mode="bilinear", antialias=True)[0]
+    difference = view - functional.center_crop(exact, list(size))
+    return float(difference.abs().max())
 
 
 def assert_views_agree(pixels: np.ndarray, size: tuple[int, int], share: float, crop_pct: float) -> Tensor:

@@ -12,8 +12,10 @@ from mpp.runtime.randomness import HELD_OUT_EPOCH
 
 def test_held_out_images_have_one_view_and_training_images_one_an_epoch():
     _, test = load_image_datasets(DataConfig())
-    assert torch.equal(views_of(test)[HELD_OUT_EPOCH, 3].images, views_of(test)[HELD_OUT_EPOCH, 3].images)
-    assert not torch.equal(views_of(test)[0, 3].images, views_of(test)[1, 3].images)
+    views = views_of(test)
+    other_views = views_of(test)
+    assert torch.equal(views[HELD_OUT_EPOCH, 3].images, other_views[HELD_OUT_EPOCH, 3].images)
+    assert not torch.equal(views[0, 3].images, other_views[1, 3].images)
 
 
 def test_unreadable_images_are_named_and_replaced(image_folder):
@@ -22,14 +24,14 @@ def test_unreadable_images_are_named_and_replaced(image_folder):
     train, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_fraction=0.01))
     views = views_of(train)
     names = [train.name(index) for index in range(len(train))]
-    broken = [index for index, name in enumerate(names) if name.endswith(("broken.png", "text.jpg"))]
+    broken = {index for index, name in enumerate(names) if name.endswith(("broken.png", "text.jpg"))}
     for index in broken:
         sample = views[0, index]
         assert int(sample.indices) not in broken
         assert names[index] in sample.unreadable[0]
         assert torch.equal(sample.images, views[0, index].images)  # always replaced by the same
-    fine = next(index for index in range(len(train)) if index not in broken)
-    assert views[0, fine].unreadable == []
+    readable = set(range(len(train))) - broken
+    assert views[0, readable.pop()].unreadable == []
 
 
 def test_views_fit_torchs_own_loader():
