@@ -59,17 +59,12 @@ class FileIndex:
         if place in self.numbers:
             return self.numbers[place]
         composed = compose(place)
-        if composed in self.composed:
-            return self.composed[composed]
-        if composed in self.without_extensions:
-            return self.without_extensions[composed]
-        path = place if os.path.isabs(place) else os.path.join(self.root, place)
-        if os.path.isfile(path):
-            return self.add_outside(os.path.normpath(path))
-        return None
-
-    def add_outside(self, path: str) -> int:
-        """The number of a file that is no image of the tree."""
+        for numbers in (self.composed, self.without_extensions):
+            if composed in numbers:
+                return numbers[composed]
+        path = os.path.normpath(os.path.join(self.root, place))
+        if not os.path.isfile(path):
+            return None
         if path not in self.numbers:
             self.numbers[path] = len(self.paths)
             self.paths.append(path)

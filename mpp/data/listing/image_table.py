@@ -11,7 +11,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mpp.config import ImagesConfig
 from mpp.data.listing.left_out import LeftOutFiles
 from mpp.data.listing.shared_table import share_table
 from mpp.data.listing.split_names import split_order
@@ -117,16 +116,6 @@ def to_array(values: list[Any], kind: pa.DataType | None, to_text: Callable[[Any
     except (pa.ArrowException, UnicodeEncodeError, OverflowError):
         texts = [None if value is None else to_text(value) for value in values]
         return pa.array(texts, kind or pa.string())
-
-
-def named_label_columns(config: ImagesConfig) -> set[str]:
-    """The columns of labels that settings name."""
-    return {config.label_column, getattr(config, "eval_label_column", None)} - {None}
-
-
-def named_mask_column(config: ImagesConfig) -> str | None:
-    """The column of masks, of configs that have some."""
-    return getattr(config, "mask_column", None)
 
 
 class SharedListing(NamedTuple):

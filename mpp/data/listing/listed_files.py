@@ -9,8 +9,8 @@ from typing import Any
 from mpp.config import ImagesConfig
 from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
-from mpp.data.listing.image_table import LABEL, SPLIT, named_label_columns, named_mask_column
-from mpp.data.listing.lists import ImageList, to_label_column
+from mpp.data.listing.image_table import LABEL, SPLIT
+from mpp.data.listing.lists import ImageList, named_label_columns, named_mask_column, to_label_column
 from mpp.data.listing.split_names import split_of_cell
 from mpp.data.listing.tree import Tree, begins_as_picture
 from mpp.errors import UserError

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig
 from mpp.data.listing.formats import extension_of
-from mpp.data.listing.image_table import named_mask_column
 from mpp.errors import UserError, one_line
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
@@ -201,6 +200,16 @@ def read_json_lines(path: str, encoding: str) -> dict[str, Column]:
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def named_label_columns(config: ImagesConfig) -> set[str]:
+    """The columns of labels that settings name."""
+    return {config.label_column, getattr(config, "eval_label_column", None)} - {None}
+
+
+def named_mask_column(config: ImagesConfig) -> str | None:
+    """The column of masks, of configs that have some."""
+    return getattr(config, "mask_column", None)
 
 
 def to_label(value: Any) -> Any:

@@ -4,7 +4,6 @@ It lies in a temporary file, which goes with the process that wrote it. Nothing 
 """
 
 import atexit
-import glob
 import hashlib
 import os
 import socket
@@ -78,17 +77,15 @@ def naming_folder(place: Path) -> Iterator[None]:
 
 def find_written(place: Path) -> Path | None:
     """The table of this start, if a process has written it."""
-    tables = glob.glob(f"{glob.escape(str(place))}.*.arrow")
-    return Path(tables[0]) if tables else None
+    return next(place.parent.glob(f"{place.name}.*.arrow"), None)
 
 
 def remove_orphans(place: Path) -> None:
     """Remove tables of this user and machine whose writers are dead."""
-    all_places = glob.escape(str(place).rpartition("-")[0])
-    files = [Path(file) for extension in ("arrow", "partial") for file in glob.glob(f"{all_places}-*.{extension}")]
-    dead_writers = {writer for writer in map(writer_of, files) if not is_alive(writer)}
-    for file in files:
-        if writer_of(file) in dead_writers:
+    start = place.name.rpartition("-")[0]
+    for file in list(place.parent.glob(f"{start}-*.*")):
+        *_, writer, extension = file.name.split(".")
+        if extension in ("arrow", "partial") and not is_alive(writer):
             remove_with_lock(file)
 
 
@@ -99,28 +96,22 @@ def remove_with_lock(file: Path) -> None:
     Path(f"{place}.lock").unlink(missing_ok=True)
 
 
-def this_writer() -> str:
-    """This process, as the name of a file has it: its number and when it began."""
-    began = f"{psutil.Process().create_time():.2f}"
-    return f"{os.getpid()}_{began.replace('.', '_')}"
-
-
-def writer_of(file: Path) -> str:
-    """The process that wrote a table."""
-    return file.name.split(".")[-2]
+def writer_name(process: psutil.Process) -> str:
+    """A process by its number and by when it began, since numbers are given again."""
+    began = f"{process.create_time():.2f}"
+    return f"{process.pid}_{began.replace('.', '_')}"
 
 
 def is_alive(writer: str) -> bool:
     """Whether the process that wrote a table is alive."""
-    pid, *began = writer.split("_")
     with suppress(psutil.Error, ValueError):
-        return f"{psutil.Process(int(pid)).create_time():.2f}".split(".") == began
+        return writer_name(psutil.Process(int(writer.partition("_")[0]))) == writer
     return False
 
 
 def write_table(table: pa.Table, place: Path) -> Path:
     """Write a table, complete or not at all; it goes when this process ends."""
-    file = Path(f"{place}.{this_writer()}.arrow")
+    file = Path(f"{place}.{writer_name(psutil.Process())}.arrow")
     partial = file.with_suffix(".partial")
     try:
         with partial.open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:

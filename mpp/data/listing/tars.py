@@ -8,9 +8,10 @@ from typing import Any
 import datasets
 
 from mpp.config import ImagesConfig
-from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing, named_label_columns
+from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing
 from mpp.data.listing.layout import find_layout
 from mpp.data.listing.left_out import LeftOutFiles
+from mpp.data.listing.lists import named_label_columns
 from mpp.data.listing.split_names import split_of_shard
 from mpp.data.listing.tar_members import is_local_shard, member_path, naming_damaged, read_member
 from mpp.data.listing.tar_samples import cuts_at_last_dot, read_samples

@@ -90,11 +90,10 @@ def walk_folder(root: str) -> Tree:
     Raises:
         OSError: a folder cannot be listed.
     """
-    walk = Walk(Tree(root))
-    walk.list_folders(root, ())
-    walk.choose_images()
+    tree = Tree(root)
+    walk = Walk(tree)
+    walk.list_images(root, ())
     walk.unpack_archives()
-    tree = walk.tree
     tree.folders.sort(key=lambda folder: folder.parts)
     tree.lists.sort()
     tree.shards.sort()
@@ -114,38 +113,36 @@ class Walk:
         """Folders that are walked, with links resolved."""
         self.pictures: list[Folder] = []
         self.arrays: list[Folder] = []
-        self.archives: list[tuple[Parts, str, str]] = []
-        """Folder, name and path of each."""
+        self.archives: list[tuple[Parts, str]] = []
+        """Folder and path of each."""
+        self.unlisted: list[tuple[str, Parts]] = []
+        """Folders that are still to be listed."""
+        self.links: list[tuple[Parts, str]] = []
+        """A heap of the links to folders."""
 
-    def list_folders(self, root: str, parts: Parts) -> None:
-        """List all folders from `root` on.
+    def list_images(self, root: str, parts: Parts) -> None:
+        """List all folders from `root` on. Pictures are the images; arrays where there are none.
 
         Links to folders come last, in the order of their names: which of two links to the same images is followed does
         not depend on the file system.
         """
         self.followed.append(os.path.realpath(root))
-        folders = [(root, parts)]
-        links: list[tuple[Parts, str]] = []
+        self.unlisted.append((root, parts))
         with progress_bar(desc="looking for images", unit=" files", delay=1, leave=False) as bar:
-            while folders or links:
-                if folders:
-                    path, parts = folders.pop()
-                    bar.update(self.list_folder(path, parts, folders, links))
-                else:
-                    parts, path = heapq.heappop(links)
-                    if self.leads_elsewhere(path, parts):
-                        folders.append((path, parts))
+            while self.unlisted or self.links:
+                if self.unlisted:
+                    bar.update(self.list_folder(*self.unlisted.pop()))
+                    continue
+                parts, path = heapq.heappop(self.links)
+                if self.leads_elsewhere(path, parts):
+                    self.unlisted.append((path, parts))
+        self.tree.folders += self.pictures or self.arrays
+        if self.pictures:
+            for folder in self.arrays:
+                self.tree.left_out.add("arrays next to pictures", folder.first, len(folder.files))
 
-    def list_folder(
-        self, path: str, parts: Parts, folders: list[tuple[str, Parts]], links: list[tuple[Parts, str]]
-    ) -> int:
-        """List one folder.
-
-        Args:
-            folders, links: get the folders in it, and a heap of the links to folders.
-        Returns:
-            The number of its images.
-        """
+    def list_folder(self, path: str, parts: Parts) -> int:
+        """List one folder; returns the number of its images."""
         pictures: list[str] = []
         arrays: list[str] = []
         for entry in visible_entries(path):
@@ -155,9 +152,9 @@ class Walk:
                 pictures.append(name)
             elif entry.is_dir():
                 if entry.is_symlink():
-                    heapq.heappush(links, ((*parts, name), entry.path))
+                    heapq.heappush(self.links, ((*parts, name), entry.path))
                 else:
-                    folders.append((entry.path, (*parts, name)))
+                    self.unlisted.append((entry.path, (*parts, name)))
             elif not entry.is_file():
                 reason = "dangling links" if entry.is_symlink() else "entries that are no files"
                 self.tree.leave_out(reason, parts, name)
@@ -183,7 +180,7 @@ class Walk:
         elif extension_of(entry.name) in SHARD_BUILDERS:
             self.tree.shards.append((parts, entry.path))
         elif is_archive(entry.name):
-            self.archives.append((parts, entry.name, entry.path))
+            self.archives.append((parts, entry.path))
         else:
             return False
         return True
@@ -208,15 +205,6 @@ class Walk:
         self.followed.append(target)
         return True
 
-    def choose_images(self) -> None:
-        """Pictures are the images; arrays where there are none."""
-        if not self.pictures:
-            self.tree.folders += self.arrays
-            return
-        self.tree.folders += self.pictures
-        for folder in self.arrays:
-            self.tree.left_out.add("arrays next to pictures", folder.first, len(folder.files))
-
     def unpack_archives(self) -> None:
         """Take the files of archives as if they had been unpacked where the archives are, if there is nothing else.
 
@@ -226,22 +214,21 @@ class Walk:
             self.leave_out_archives()
             return
         is_alone = len(self.archives) == 1
-        for parts, name, path in sorted(self.archives):
-            stem = archive_stem(name)
+        for parts, path in sorted(self.archives):
+            stem = archive_stem(os.path.basename(path))
             files = unpack_archive(Path(path))
             if files is None:
-                self.tree.leave_out("files that are named as archives and are none", parts, name)
+                self.tree.leave_out("files that are named as archives and are none", parts, path)
                 continue
             has_own_folder = (files / stem).is_dir() or (is_alone and stem.lower() not in SPLIT_WORDS)
             inside = Walk(self.tree)
-            inside.list_folders(str(files), parts if has_own_folder else (*parts, stem))
-            inside.choose_images()
+            inside.list_images(str(files), parts if has_own_folder else (*parts, stem))
             inside.leave_out_archives()
 
     def leave_out_archives(self) -> None:
         """Leave out archives next to images, or in an archive."""
-        for parts, name, _ in self.archives:
-            self.tree.leave_out("archives next to images, or in one; unpack them or move them away", parts, name)
+        for parts, path in self.archives:
+            self.tree.leave_out("archives next to images, or in one; unpack them or move them away", parts, path)
 
 
 def visible_entries(path: str) -> Iterator[os.DirEntry]:
