@@ -16,7 +16,6 @@ import pytest
 from conftest import Killed, encoded
 
 from mpp.config import DataConfig, ImagesConfig
-from mpp.data import kept_samples
 from mpp.data.dataset import ImageDataset
 from mpp.data.kept_samples import CACHE_FOLDER, NOTES_FILE, ROWS_FILE
 from mpp.data.shards import Shards
@@ -254,7 +253,7 @@ class FullDisk(io.BytesIO):
 def test_a_cache_that_cannot_be_written_is_named(shards, cache, monkeypatch, how):
     if how == "a full disk":
         aside = FullDisk()
-        monkeypatch.setattr(kept_samples.pa, "OSFile", lambda *_: aside)
+        monkeypatch.setattr(pa, "OSFile", lambda *_: aside)
     else:
         cache.mkdir()
         (cache / CACHE_FOLDER).write_text("")

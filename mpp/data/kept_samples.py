@@ -109,16 +109,14 @@ def list_stream_files(config: ImagesConfig) -> FileStamps | None:
 def list_files(path: str, revision: str | None = None) -> FileStamps:
     """The files at a path, a URL, or a name of the hub. Their contents are not read."""
     system, root = fsspec.url_to_fs(as_url(path, revision))
-    is_pattern = "*" in root
+    folder = root.split("*")[0].rpartition("/")[0]
     if system.isfile(root):
         infos = {root: system.info(root)}
-    elif is_pattern:
+    elif "*" in root:
         infos = system.glob(root, detail=True)
     else:
         infos = system.find(root, detail=True)
-    folder = root
-    if is_pattern or root in infos:
-        folder = root.split("*")[0].rpartition("/")[0]
+        folder = root
     files = []
     for name in sorted(infos):
         info = infos[name]

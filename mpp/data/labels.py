@@ -1,6 +1,6 @@
 """Labels of images: a column of classes, by number or by name, as numbers from 0.
 
-They stay arrow's and numpy's all the way: 14 million Python lists would take gigabytes in every process.
+They stay in arrow and numpy all the way: 14 million Python lists would take gigabytes in every process.
 `class_encode_column` of `datasets` makes text of integers, numbers each split by itself, and knows no lists.
 """
 
@@ -33,11 +33,11 @@ def find_label_column(
     Raises:
         UserError: the named column is not there.
     """
-    if column is not None and column not in features:
+    if column is None:
+        return "label" if "label" in features else None
+    if column not in features:
         raise UserError(f"{setting} is {column}; {source} has {', '.join(features)}")
-    if column is not None:
-        return column
-    return "label" if "label" in features else None
+    return column
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LabelColumn:
     @property
     def is_empty(self) -> bool:
         """Whether no image has a label."""
-        return self.flat.null_count == len(self.flat)
+        return all_null(self.flat)
 
     @property
     def is_text(self) -> bool:
@@ -76,19 +76,18 @@ class LabelColumn:
         if pa.types.is_boolean(labels.type):
             labels = labels.cast(pa.int8())
         if not pa.types.is_unsigned_integer(labels.type):
-            self.note_negative(labels)
-            labels = without(pc.less(labels, 0), labels)
+            is_negative = pc.less(labels, 0)
+            if self.class_names is None:
+                self.note_negative(pc.sum(is_negative).as_py())
+            labels = without(is_negative, labels)
         try:
             numbers = labels.cast(pa.int64())
         except pa.ArrowInvalid:  # above 2**63
             return labels.cast(pa.string())
         return numbers if self.class_names is None else to_names(numbers, self.class_names)
 
-    def note_negative(self, numbers: pa.ChunkedArray) -> None:
-        """Print how many negative numbers there are, where no declared names explain them."""
-        if self.class_names is not None:
-            return
-        count = pc.sum(pc.less(numbers, 0)).as_py()
+    def note_negative(self, count: int | None) -> None:
+        """Print how many labels are negative numbers, if any."""
         if count:
             what = f"{count} labels in the column {self.name} are negative numbers"
             note(f"{what}: no labels, as datasets of the hub have it; as text, or in a list, they are classes")
@@ -155,6 +154,11 @@ def holds_lists(labels: pa.ChunkedArray) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
+def all_null(labels: pa.ChunkedArray) -> bool:
+    """Whether no label is there."""
+    return labels.null_count == len(labels)
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether values of this type are texts."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
@@ -175,7 +179,7 @@ def holds_classes(labels: pa.ChunkedArray) -> bool:
     flat = flatten_lists(labels)
     if holds_lists(labels) and flat.null_count:
         return False
-    if flat.null_count == len(flat):
+    if all_null(flat):
         return True
     return pa.types.is_integer(flat.type) or pa.types.is_boolean(flat.type) or is_text(flat.type)
 
@@ -184,7 +188,7 @@ def holds_fractions(labels: pa.ChunkedArray) -> bool:
     """Whether labels are numbers, or texts of numbers, that are not all whole: measurements, not classes."""
     flat = flatten_lists(labels)
     if pa.types.is_floating(flat.type):
-        return flat.null_count < len(flat)
+        return not all_null(flat)
     if not is_text(flat.type):
         return False
     texts = pc.unique(flat).cast(pa.string()).drop_null()
@@ -273,7 +277,7 @@ def sorted_classes(labels: pa.ChunkedArray) -> list[str] | list[int]:
 
 def to_numbers(labels: pa.ChunkedArray, classes: Sequence[str] | Sequence[int]) -> NDArray[np.int64]:
     """The number (n,) of each label in the list of classes; -1: no label."""
-    if labels.null_count == len(labels):
+    if all_null(labels):
         return np.full(len(labels), NO_LABEL)
     numbers = pc.index_in(labels, pa.array(classes, labels.type))
     return numbers.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()

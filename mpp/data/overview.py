@@ -29,8 +29,7 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     train = splits[0]
     classes = train.names[: train.classes] if train.names else []
     if classes:
-        noun = "class" if len(classes) == 1 else "classes"
-        line += f"; {len(classes)} {noun}: {shortened(classes, SHOWN_CLASSES)}"
+        line += f"; {count_classes(len(classes))}: {shortened(classes, SHOWN_CLASSES)}"
     tell(line)
 
 
@@ -44,6 +43,11 @@ def announce_stream(source: str, shards: int, held_out: int, samples: Sequence[I
     """
     kept = ", ".join(map(describe_split, samples))
     tell(f"{source}: a stream of {shards} shards, {held_out} held out; kept for evaluation: {kept}")
+
+
+def count_classes(count: int) -> str:
+    """A number of classes in words."""
+    return "1 class" if count == 1 else f"{count} classes"
 
 
 def describe_split(split: ImageDataset) -> str:
@@ -65,17 +69,18 @@ def has_label(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     """Warn of labels that cannot be right, as where folders of sites or ids are taken for classes."""
-    if train.labels is None or train.labels.ndim > 1 or not has_label(train.labels).any():
+    if train.labels is None or train.labels.ndim > 1:
         return
-    classes, counts = np.unique(train.labels[train.labels >= 0], return_counts=True)
-    labelled = counts.sum()
-    if len(classes) > max(labelled / 2, MIN_SUSPICIOUS_CLASSES):
-        what = f"{len(classes)} classes among {labelled} labelled training images"
+    labels = train.labels[train.labels >= 0]
+    if not len(labels):
+        return
+    classes, counts = np.unique(labels, return_counts=True)
+    if len(classes) > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
+        what = f"{len(classes)} classes among {len(labels)} labelled training images"
         warn(f"{what}: are these names of images, and not of classes?")
     elif (counts == 1).any():
         single = [train.names[number] for number in classes[counts == 1]]
-        noun = "class" if len(single) == 1 else "classes"
-        warn(f"{len(single)} {noun} with one training image: {shortened(single)}")
+        warn(f"{count_classes(len(single))} with one training image: {shortened(single)}")
     warn_of_unknown_classes(train, held_out, classes)
 
 
@@ -108,8 +113,7 @@ def note_tested(
     classes = np.unique(unanswerable[unanswerable >= 0]).tolist()
     if classes:
         shown = shortened([names[number] if names and number < len(names) else str(number) for number in classes])
-        noun = "class" if len(classes) == 1 else "classes"
-        reason = f"of {len(classes)} {noun} without a training image ({shown})"
+        reason = f"of {count_classes(len(classes))} without a training image ({shown})"
         note(f"{len(unanswerable)} of {len(labels)} test images are {reason}: they count as wrong")
     if len(labels) < FEW_TEST_IMAGES:
         points = 100 * half_width(len(labels))

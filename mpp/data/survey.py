@@ -147,11 +147,9 @@ def find_copies(some: Thumbnails, others: Thumbnails) -> list[tuple[int, int]]:
     if not len(some.indices) or not len(others.indices):
         return []
     correlation, best = correlations(some, others).max(1)
-    is_copy = (correlation > COPY_CORRELATION) & ~some.of_one_colour
-    pairs = []
-    for row in is_copy.nonzero().flatten().tolist():
-        pairs.append((int(some.indices[row]), int(others.indices[best[row]])))
-    return pairs
+    is_copy = ((correlation > COPY_CORRELATION) & ~some.of_one_colour).numpy()
+    originals = others.indices[best.numpy()]
+    return list(zip(some.indices[is_copy].tolist(), originals[is_copy].tolist(), strict=True))
 
 
 def correlations(some: Thumbnails, others: Thumbnails) -> Tensor:
