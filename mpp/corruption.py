@@ -40,15 +40,15 @@ class Corruption(NamedTuple):
     kinds: Tensor  # (B, K) int64: a Kind each
     sources: Tensor  # (B, K) int64: the position whose embedding a patch gets (its own, where it is kept)
     shifts: Tensor  # (B, K) int64: 0: the source is in the same image; else a random number that chooses another image
-    dropped: Tensor  # (B, U) int64, ascending: others that are hidden as by [mask], and not predicted; mostly U is 0
+    dropped: Tensor  # (B, U) int64, ascending: others that are masked, too, but not predicted; mostly U is 0
 
     def to(self, device: torch.device) -> "Corruption":
         """The same on a device."""
         return Corruption(*(part.to(device, non_blocking=True) for part in self))
 
 
-def corrupted_count(rate: float, count: int, what: str = "patches") -> int:
-    """K = floor(rate * N + 1/2), in decimal arithmetic: halves go up, whatever a float makes of them.
+def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
+    """K = floor(rate * N + 1/2), in decimal arithmetic, where halves go up without rounding errors of floats.
 
     Raises:
         UserError: none, or all, would be corrupted.
@@ -56,7 +56,7 @@ def corrupted_count(rate: float, count: int, what: str = "patches") -> int:
     corrupted = int((Decimal(str(rate)) * count).quantize(Decimal(1), rounding=ROUND_HALF_UP))
     if not 0 < corrupted < count:
         raise UserError(
-            f"corruption.rate is {rate}, which corrupts {corrupted} of {count} {what}; "
+            f"corruption.rate is {rate}, which corrupts {corrupted} of {count} {unit}; "
             f"it must leave between 1 and {count - 1} corrupted"
         )
     return corrupted
@@ -94,9 +94,9 @@ def square_blocks(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) 
 def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
     """Rectangles anywhere, one after the other, until K patches are in one (BEiT, algorithm 1; MaskFeat).
 
-    A rectangle has from 16 patches to as many as are left to corrupt, and is from 0.3 to 1 / 0.3 times as high as wide:
-    both in so far as its sides are whole numbers and the grid has room. Where K, or what is left of it, is below 16,
-    so is what is taken: of the rectangle that would be too much, the first patches in reading order.
+    A rectangle has 16 patches or more, up to the number left to corrupt, and is from 0.3 to 1 / 0.3 times as high as
+    wide, as far as whole numbers and the grid allow. Of a rectangle with more patches than are left, the first ones in
+    reading order are corrupted.
     """
     corrupted = np.zeros(grid, bool)
     count = corrupted_count(config.rate, corrupted.size)
@@ -114,7 +114,7 @@ def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> 
     """Rectangles of 0.15 to 0.2 of the patches anywhere, until K patches are in one (I-JEPA's targets).
 
     A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. The last one is
-    cut to what K leaves, beginning at a corner that is drawn: all sides of the image are corrupted equally often.
+    cut to the number left, beginning at a corner that is drawn: all sides of the image are corrupted equally often.
     """
     corrupted = np.zeros(grid, bool)
     count = corrupted_count(config.rate, corrupted.size)
@@ -214,13 +214,8 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     dropped = np.empty(0, np.int64)
     if config.pattern == "multiblock":
         dropped = positions_to_drop(config, grid, positions, numbers)
-    return Corruption(
-        torch.from_numpy(positions),
-        torch.from_numpy(kinds.astype(np.int64)),
-        torch.from_numpy(sources),
-        torch.from_numpy(shifts),
-        torch.from_numpy(dropped),
-    )
+    parts = (positions, kinds.astype(np.int64), sources, shifts, dropped)
+    return Corruption(*map(torch.from_numpy, parts))
 
 
 def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> Tensor:

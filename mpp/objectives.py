@@ -94,7 +94,7 @@ class Objective:
         raise NotImplementedError
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        """Targets as pixels, (B, K, C, P, P) from 0 to 255, or s times as large to be legible, for a whole s.
+        """Targets as pixels, (B, K, C, P, P) from 0 to 255; P may be a whole number of times as large, to be legible.
 
         Args:
             clean: the true patches (B, K, C, P, P), for information that targets lack; then `shown` mentions it.
@@ -110,10 +110,12 @@ class GridColor(Objective):
     """Classify the mean colour of each cell of a grid over the patch. Accuracy: the share of correct cells."""
 
     shown = "colours of a grid over each patch"
+    grid: int | None = None
+    """Cells of a patch's side; None: `objective.grid`."""
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, grid: int | None = None):
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
-        self.grid = grid or config.grid
+        self.grid = self.grid or config.grid
         if patch_size % self.grid:
             raise UserError(f"objective.grid is {self.grid}; it must divide the patch size ({patch_size})")
         self.palette = Palette(channels, config.bits, config.factorized)
@@ -170,9 +172,7 @@ class MeanColor(GridColor):
     """
 
     shown = "mean colours"
-
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
-        super().__init__(config, patch_size, channels, grid=1)
+    grid = 1
 
 
 class Pixels(Objective):

@@ -2,7 +2,7 @@
 
     accelerate launch mpp/pretrain.py --config configs/birds.yaml
 
-Hide half of an image's patches, and predict the mean colour of each from what is left.
+Mask half of an image's patches, and predict the mean colour of each from the others.
 """
 
 import dataclasses
@@ -57,7 +57,8 @@ class Pretraining(ImageTask):
 
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
-        self.config, self.corruption = config, config.corruption
+        self.config = config
+        self.corruption = config.corruption
         if config.corruption.source == "batch":
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
         self.model, self.objective = build_model(config)
@@ -68,7 +69,7 @@ class Pretraining(ImageTask):
         self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.predicts_features = config.objective.name == "features"
         self.moves_teacher = self.predicts_features and config.objective.frozen_teacher is None
-        if self.predicts_features and not self.moves_teacher:
+        if config.objective.frozen_teacher:
             note_other_reading(config)
         for encoder_name in (config.model.init_from, config.objective.frozen_teacher):
             if encoder_name and learned_labels(encoder_name):
@@ -110,9 +111,7 @@ class Pretraining(ImageTask):
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
-        images = batch.images.to(self.accelerator.device, non_blocking=True)
-        corruption = batch.corruption.to(self.accelerator.device)
-        outputs = self.outputs(model, images, corruption)
+        outputs, images, corruption = self.outputs(model, batch)
         loss = self.objective.loss(outputs.predictions, outputs.targets)
         if not measure:
             return loss, {}
@@ -123,12 +122,14 @@ class Pretraining(ImageTask):
             )
         return loss, measure_predictions(self.objective, predictions, images, corruption)
 
-    def outputs(self, model: nn.Module, images: Tensor, corruption: Corruption) -> Outputs:
-        """Predictions and targets of images (B, C, H, W); the targets are the teacher's where there is one."""
-        if self.predicts_features:
-            return model(images, corruption)
-        predictions = model(images, corruption)
-        return Outputs(predictions, self.objective.targets(images, corruption.positions))
+    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Tensor, Corruption]:
+        """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
+        images = batch.images.to(self.accelerator.device, non_blocking=True)
+        corruption = batch.corruption.to(self.accelerator.device)
+        outputs = model(images, corruption)
+        if not self.predicts_features:  # no teacher has given the targets
+            outputs = Outputs(outputs, self.objective.targets(images, corruption.positions))
+        return outputs, images, corruption
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, if it is a moving average."""
@@ -186,9 +187,7 @@ class Pretraining(ImageTask):
         """
         views = self.views(self.held_out)
         batch = collate([views[HELD_OUT_EPOCH, index] for index in indices])
-        images = batch.images.to(self.accelerator.device)
-        corruption = batch.corruption.to(self.accelerator.device)
-        outputs = self.outputs(model, images, corruption)
+        outputs, images, corruption = self.outputs(model, batch)
         return outputs.predictions.float(), outputs.targets, images, corruption
 
     def record(self) -> dict[str, Any]:
@@ -208,7 +207,8 @@ class Pretraining(ImageTask):
         return executed_flops(self.model, sample.images, sample.corruption)
 
     def describe_model(self) -> str:
-        encoder, config = self.model.encoder, self.config.model
+        encoder = self.model.encoder
+        config = self.config.model
         name = config.name or "ViT"
         for setting in ("position", "position_at", "mixing"):
             value = getattr(config, setting)
@@ -240,7 +240,7 @@ def reopen(
         folder: of a pre-training run.
         source: the images.
         eval_crop: of the held-out view; None: the run's.
-        held_out_images: at most so many of them, a seeded choice.
+        held_out_images: the largest number of held-out images, a seeded choice.
     Raises:
         UserError: no pre-training run, or no checkpoint there.
     """

@@ -29,7 +29,7 @@ def run_blocks(blocks: Iterable[nn.Module], tokens: Tensor, checkpointed: bool) 
 
 
 def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:
-    """`block(tokens)` at `index`; only of blocks that are neither timm's plain one nor ours the rest is computed too.
+    """`block(tokens)` at `index`, without computing the rest where the block is timm's plain one or ours.
 
     Args:
         tokens: (B, N, D), all of them: every token is a key and a value.

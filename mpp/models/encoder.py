@@ -97,14 +97,13 @@ def load_encoder(
     changes = {argument: value for argument, value in changes.items() if value is not None}
     named = is_named(source)
     checkpoint_setting = "checkpoint" if setting == "encoder" else f"{setting}_checkpoint"
+    if named and not timm.is_model(source):
+        raise UserError(f"{setting} is {source}: no folder of that name, and no timm model")
     weights = None
     if checkpoint:
         if not named:
             raise UserError(f"{checkpoint_setting} goes with the name of a timm model; a folder has its own weights")
         weights = WeightsFile(Path(checkpoint), checkpoint_setting, model=f"of {source}")
-    if named and not timm.is_model(source):
-        raise UserError(f"{setting} is {source}: no folder of that name, and no timm model")
-    if weights:
         refuse_pickle(weights.path, checkpoint_setting)
         weights.names()  # a file that cannot be read is refused also where random weights are asked for
 

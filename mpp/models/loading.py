@@ -110,11 +110,11 @@ def adapt_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict
     filters = state.get(f"{name}.weight")
     if filters is None or filters.shape[1] == first.in_channels:
         return state
-    setting, channels = "model.init_from", filters.shape[1]
+    channels = filters.shape[1]
     allowed = f"3 (RGB) or data.channels ({first.in_channels})"
-    require(channels == 3, f"{setting}'s input channels", channels, allowed)
+    require(channels == 3, "model.init_from's input channels", channels, allowed)
     how = "are summed" if first.in_channels == 1 else "are repeated, and scaled by 3 / data.channels"
-    note(f"{setting} is of RGB: its filters {how} for {first.in_channels} channels, as timm does")
+    note(f"model.init_from is of RGB: its filters {how} for {first.in_channels} channels, as timm does")
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, filters)}
 
 

@@ -101,7 +101,7 @@ def other_grid(grid: Grid, length: int, side: int, known: Grid | None) -> Grid:
 def interpolate_offsets(table: Tensor, grid: Grid, prefix: int, old: Grid | None = None) -> Tensor:
     """Embeddings of offsets along the sequence of another grid, as those of this one.
 
-    An offset along the sequence is so many rows and columns: of all ways to write it, the one with the fewest columns.
+    An offset along the sequence is taken for rows and columns: of all ways to write it, that with the fewest columns.
     It is interpolated between the four nearest offsets of the other grid.
 
     Args:

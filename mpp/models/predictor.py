@@ -43,7 +43,7 @@ class MaskedPatchPredictor(nn.Module):
         initialize(self.head)
 
     def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
-        """Predict what each corrupted patch looked like.
+        """Predictions of the corrupted patches.
 
         Args:
             images: (B, C, H, W) from 0 to 255.

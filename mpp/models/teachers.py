@@ -59,7 +59,7 @@ class FeatureTeacher(nn.Module):
         self.img_size = img_size
         self.target_norm = config.teacher_norm
         self.depths = teacher_depths(encoder, config)
-        self.token_step = 1  # of overlapping patches, one of so many is a whole patch of the grid
+        self.token_step = 1  # from one whole patch of the grid to the next, in tokens; more where patches overlap
         embed = getattr(encoder, "patch_embed", None)
         if isinstance(embed, OverlappingPatchEmbed):
             self.token_step = embed.patch_size[0] // embed.stride

@@ -46,7 +46,8 @@ def fix_positions(encoder: VisionTransformer) -> None:
     Raises:
         UserError: the encoder has no table of positions, or its width is no multiple of 4.
     """
-    setting, width = ("model.position", FIXED_POSITIONS), encoder.embed_dim
+    setting = ("model.position", FIXED_POSITIONS)
+    width = encoder.embed_dim
     require(encoder.pos_embed is not None, *setting, "learned with a model that has no table of position embeddings")
     require(width % 4 == 0, *setting, f"learned with a width ({width}) that is no multiple of 4")
     patch_positions = sincos_2d(encoder.patch_embed.grid_size, width)

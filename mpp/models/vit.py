@@ -126,7 +126,8 @@ class VariantViT(VisionTransformer):
     ):
         axial = mixing == "axial"
         if axial:
-            class_token, reg_tokens = False, 0
+            class_token = False
+            reg_tokens = 0
             options["global_pool"] = "avg"
         prefix = int(class_token) + reg_tokens
         embed = PatchEmbed
