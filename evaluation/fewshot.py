@@ -20,7 +20,7 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.features.metrics import is_right
+from mpp.features.metrics import accuracy
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
@@ -48,9 +48,10 @@ def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
             support = select(features.train, chosen)
             predictions = predict(support, features.train_labels[chosen], features.test, classes, config.l2)
             for l2, predicted in zip(config.l2, predictions, strict=True):
-                accuracy = is_right(torch.from_numpy(predicted), test_labels).double().mean()
-                case = f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)
-                results.append({"shots": shots, "seed": seed, "l2": l2, "accuracy": float(accuracy), "case": case})
+                result = {"shots": shots, "seed": seed, "l2": l2}
+                result["accuracy"] = accuracy(torch.from_numpy(predicted), test_labels)
+                result["case"] = f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)
+                results.append(result)
     return results
 
 
@@ -110,14 +111,18 @@ def least_squares(
         targets: Y (N, C).
     """
     count, width = features.shape
-    if count >= width:  # w = (X^T X + l2 I)^-1 X^T Y
-        values, vectors = np.linalg.eigh(features.T @ features)
-        projected = vectors.T @ (features.T @ targets)
-        return [vectors @ (projected / (values + penalty)[:, None]) for penalty in l2]
-    # the same by the Gram matrix of the images: w = X^T (X X^T + l2 I)^-1 Y
-    values, vectors = np.linalg.eigh(features @ features.T)
-    projected = vectors.T @ targets
-    return [features.T @ (vectors @ (projected / (values + penalty)[:, None])) for penalty in l2]
+    has_fewer_images = count < width
+    if has_fewer_images:  # w = X^T (X X^T + l2 I)^-1 Y
+        gram, right_side = features @ features.T, targets
+    else:  # w = (X^T X + l2 I)^-1 X^T Y
+        gram, right_side = features.T @ features, features.T @ targets
+    values, vectors = np.linalg.eigh(gram)
+    projected = vectors.T @ right_side
+    weights = []
+    for penalty in l2:
+        solution = vectors @ (projected / (values + penalty)[:, None])
+        weights.append(features.T @ solution if has_fewer_images else solution)
+    return weights
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.features.metrics import is_right
+from mpp.features.metrics import accuracy
 from mpp.features.neighbours import knn_predict
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
@@ -32,8 +32,7 @@ def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
     predictions = knn_predict(features.train, train_labels, test, config.neighbours, config.temperature)
     results = []
     for neighbours, predicted in predictions.items():
-        accuracy = is_right(predicted, test_labels).double().mean()
-        results.append({"neighbours": neighbours, "accuracy": float(accuracy)})
+        results.append({"neighbours": neighbours, "accuracy": accuracy(predicted, test_labels)})
     return results
 
 

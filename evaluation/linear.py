@@ -22,7 +22,7 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.heads import zero_head
-from mpp.features.metrics import is_right
+from mpp.features.metrics import accuracy
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
@@ -30,6 +30,7 @@ from mpp.runtime.progress import progress_bar
 
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
 IMAGES_PER_BLOCK = 2**14  # whose features are copied at a time
+DEVIATION_OFFSET = 1e-6  # added to the deviation of a feature: a constant one is not divided by 0
 QUICK_FIT_NUMBERS = 2**27  # numbers in the features: fitting to fewer takes seconds, and shows no progress bar
 
 
@@ -53,9 +54,9 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
 
     accuracies = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
     results = []
-    for seed, accuracy in zip(seeds, accuracies, strict=True):
+    for seed, test_accuracy in zip(seeds, accuracies, strict=True):
         chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": by_choice[best]}
-        results.append(chosen | {"accuracy": accuracy})
+        results.append(chosen | {"accuracy": test_accuracy})
     return results
 
 
@@ -72,7 +73,7 @@ def fit_and_test(
     """
     train = copy_to_device(features.train)
     mean = train.mean(0)
-    std = train.std(0, correction=0) + 1e-6
+    std = train.std(0, correction=0) + DEVIATION_OFFSET
     train.sub_(mean).div_(std)
     train_labels = torch.from_numpy(features.train_labels).to(device())
     test_labels = torch.from_numpy(features.test_labels).to(device())
@@ -84,7 +85,7 @@ def fit_and_test(
             for block in blocks_on_device(features.test, max(1, LOGITS_PER_BLOCK // classes)):
                 logits = classifier((block - mean) / std)
                 predicted.append(logits.argmax(1))
-        accuracies.append(float(is_right(torch.cat(predicted), test_labels).double().mean()))
+        accuracies.append(accuracy(torch.cat(predicted), test_labels))
     return accuracies
 
 

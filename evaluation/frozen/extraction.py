@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
@@ -134,10 +134,6 @@ class ExtractedFeatures(NamedTuple):
 
     by_depth: dict[int, LabelledFeatures]  # empty except on the main process
     left_out: dict[str, int]  # number of training and of test images that cannot be decoded
-
-    def report_entries(self) -> dict[str, Any]:
-        """Entries of a report about the images; empty if no image was left out."""
-        return {"left_out": self.left_out} if any(self.left_out.values()) else {}
 
 
 def extract_labelled_features(

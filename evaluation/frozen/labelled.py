@@ -33,9 +33,8 @@ def load_labelled(
     with accelerator.main_process_first():
         all_train, held_out = (split.labelled() for split in load_image_datasets(data, loaded))
     if all_train is None or held_out is None:
-        lacking = " and ".join(
-            name for name, split in (("training", all_train), ("held-out", held_out)) if split is None
-        )
+        splits = {"training": all_train, "held-out": held_out}
+        lacking = " and ".join(name for name, split in splits.items() if split is None)
         ways = "name their column by data.label_column, have a folder for each of several classes, or a metadata.csv"
         raise UserError(f"the {lacking} images have no labels; {ways} with the columns file_name and label")
     if all_train.labels.ndim > 1:

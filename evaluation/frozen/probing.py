@@ -53,7 +53,9 @@ def run_probe(
         extracted = extract_once(config, accelerator, loaded)
     if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
         return {}
-    report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by) | extracted.report_entries()
+    report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
+    if any(extracted.left_out.values()):
+        report["left_out"] = extracted.left_out
     report["protocol"]["rank_by_depth"] = rank_by_depth(extracted.by_depth)
     write_probe_report(path, report, group_by)
     return report
@@ -107,7 +109,8 @@ def evaluate_by_depth(
     if config.depth == "dev" and not is_saved:
         dev_accuracies = {}
         for depth, features in by_depth.items():
-            dev_accuracies[depth] = mean_accuracy(summarize_accuracies(evaluate(features.dev_split()), group_by))
+            summary = summarize_accuracies(evaluate(features.dev_split()), group_by)
+            dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = max(dev_accuracies, key=dev_accuracies.get)
         protocol["dev_accuracy_by_depth"] = dev_accuracies
         by_depth = {chosen: by_depth[chosen]}
@@ -125,8 +128,3 @@ def evaluate_by_depth(
     if len(summaries) > 1:
         report["summary_by_depth"] = summaries
     return report
-
-
-def mean_accuracy(summary: dict[str, dict[str, float]]) -> float:
-    """The mean of a summary's means."""
-    return float(np.mean([case["mean"] for case in summary.values()]))

@@ -123,18 +123,21 @@ def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: Labelled
     """
     recorded = (read_record(labelled.run) or {}).get("train", {})
     nothing = Overlap(0, len(dataset), labelled.source, by_index=True)
-    if not is_same_location(source, labelled.source):
-        if is_copy(dataset, recorded):
-            moved = replace(labelled.source, path=source.path, name=source.name, revision=source.revision)
-            labelled = replace(labelled, source=moved)
-        elif not is_searchable(labelled.source.path, recorded) or labelled.train is None:
-            return nothing
-        else:
-            known, searched = count_equal_bytes(dataset, labelled.train)
-            return Overlap(known, searched, labelled.source, by_index=False)
+    is_elsewhere = not is_same_location(source, labelled.source)
+    if is_elsewhere and is_copy(dataset, recorded):
+        moved = replace(labelled.source, path=source.path, name=source.name, revision=source.revision)
+        labelled = replace(labelled, source=moved)
+        is_elsewhere = False
+    if is_elsewhere and not is_searchable(labelled.source.path, recorded):
+        return nothing
 
     train = labelled.train
-    if train is None or train.origin.split != dataset.origin.split:
+    if train is None:
+        return nothing
+    if is_elsewhere:
+        known, searched = count_equal_bytes(dataset, train)
+        return Overlap(known, searched, labelled.source, by_index=False)
+    if train.origin.split != dataset.origin.split:
         return nothing
     known = np.intersect1d(indices_in_split(train), indices_in_split(dataset))
     return Overlap(len(known), len(dataset), labelled.source, by_index=True)
@@ -200,31 +203,29 @@ def check_labels_unseen(encoder: str, source: SourceConfig, train: ImageDataset,
     Raises:
         UserError: there are such test images.
     """
-    knows_training_images = False
-    for ancestor in lineage(encoder):
-        labelled = find_labelled_images(ancestor)
-        if labelled is None:
-            continue
-        refuse_overlap(find_overlap(test, source, labelled), "encoder", encoder, ancestor, len(test))
-        if find_overlap(train, source, labelled).known:
-            knows_training_images = True
-    if knows_training_images:
+    all_labelled = refuse_learned_images("encoder", encoder, source, test)
+    if any(find_overlap(train, source, labelled).known for labelled in all_labelled):
         note(
             f"{encoder} was trained with labels of these training images: what is chosen on a part of them, "
             "such as a depth, a rate or a penalty, is chosen for images that it knows"
         )
 
 
-def refuse_learned_images(setting: str, encoder: str, source: SourceConfig, test: ImageDataset) -> None:
+def refuse_learned_images(setting: str, encoder: str, source: SourceConfig, test: ImageDataset) -> list[LabelledImages]:
     """Raise UserError if an encoder, or one that it builds on, was trained with labels of these test images.
 
     Args:
         setting: the setting that names the encoder.
+    Returns:
+        The labelled images that the encoder, and those that it builds on, were trained on.
     """
+    all_labelled = []
     for ancestor in lineage(encoder):
         labelled = find_labelled_images(ancestor)
         if labelled is not None:
+            all_labelled.append(labelled)
             refuse_overlap(find_overlap(test, source, labelled), setting, encoder, ancestor, len(test))
+    return all_labelled
 
 
 def refuse_overlap(overlap: Overlap, setting: str, encoder: str, ancestor: str, test_images: int) -> None:

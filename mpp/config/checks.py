@@ -21,7 +21,8 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         prefix: of the settings' names, such as "optim.".
     """
     for each in fields(config):
-        bounds, value = each.metadata.get("bounds"), getattr(config, each.name)
+        bounds = each.metadata.get("bounds")
+        value = getattr(config, each.name)
         if bounds is None or value is None:
             continue
         values = tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -44,11 +45,13 @@ def refuse_idle(config: Any, usual: Any = None, prefix: str = "") -> None:
         prefix: of the settings' names.
     """
     for each in fields(config):
-        key, value = f"{prefix}{each.name}", getattr(config, each.name)
+        key = f"{prefix}{each.name}"
+        value = getattr(config, each.name)
         default = default_of(each) if usual is None else getattr(usual, each.name)
         if is_dataclass(value):
             for name, why in each.metadata.get("unused", {}).items():
-                given, other = getattr(value, name), getattr(default, name)
+                given = getattr(value, name)
+                other = getattr(default, name)
                 allowed = f"{describe_value(other)} or left out: {why}"
                 require(given == other, f"{key}.{name}", describe_value(given), allowed)
             refuse_idle(value, default, f"{key}.")

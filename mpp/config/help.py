@@ -90,7 +90,8 @@ def documented_settings(
     """The settings of a config as (dotted key, lines of help): default, allowed values, docstring."""
     docstrings = field_docstrings(config_class)
     for each in dataclasses.fields(config_class):
-        default, key = defaults[each.name], f"{prefix}{each.name}"
+        default = defaults[each.name]
+        key = f"{prefix}{each.name}"
         if dataclasses.is_dataclass(default):
             yield from documented_settings(type(default), vars(default), f"{key}.")
             continue

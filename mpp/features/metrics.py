@@ -206,3 +206,8 @@ def summarize(sums: Sums) -> dict[str, float]:
 def is_right(predicted: Tensor, labels: Tensor) -> Tensor:
     """Whether predicted classes (B,) are right: labels (B,), or (B, L) of which any counts (ImageNet ReaL)."""
     return (predicted[:, None] == labels.reshape(len(labels), -1)).any(1)
+
+
+def accuracy(predicted: Tensor, labels: Tensor) -> float:
+    """Share of predicted classes that are right: see `is_right`."""
+    return float(is_right(predicted, labels).double().mean())

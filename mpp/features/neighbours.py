@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpp.features.metrics import is_right
+from mpp.features.metrics import accuracy
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.progress import progress_bar
 
@@ -147,5 +147,4 @@ def knn_accuracy(
 ) -> float:
     """Accuracy of a kNN on test images (M, D): see `knn_predict`."""
     predicted = knn_predict(train, train_labels, test, [neighbours], temperature)[neighbours]
-    right = is_right(predicted, test_labels)
-    return float(right.double().mean())
+    return accuracy(predicted, test_labels)
