@@ -14,9 +14,9 @@ from typing import Any
 
 from accelerate import PartialState
 
-from evaluation.comparison.cases import Case, cases_of, with_seed
+from evaluation.comparison.cases import cases_of, with_seed
 from evaluation.comparison.digests import identity
-from evaluation.comparison.entries import read_entries
+from evaluation.comparison.entries import EncoderEntry, read_entries
 from evaluation.comparison.files import write_comparison
 from evaluation.comparison.reports import ResultRow, rows_of
 from evaluation.comparison.run import evaluate_cases
@@ -36,17 +36,19 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise UserError("a comparison is one process; start the command several times, and they share the work")
-    folder, published = Path(config.dir), read_published(config.extends)
+    folder = Path(config.dir)
+    published = read_published(config.extends)
     entries = read_entries(config)
     cases = cases_of(entries)
     missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
     failures = [] if config.tabulate else evaluate_cases(missing, folder)
     rows: list[ResultRow] = []
     for case in cases:
-        rows += renamed(published.get(identity(case), []), case) or rows_of(case, folder)
+        known = published.get(identity(case))
+        rows += [row | case.labels for row in known] if known else rows_of(case, folder)
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        results = write_comparison(folder, entries.questions, rows, settings, run_folders(cases))
+        results = write_comparison(folder, entries.questions, rows, settings, run_folders(entries.encoders))
     if failures:
         raise UserError(f"{len(failures)} of {len(cases)} evaluations failed, such as {failures[0]}")
     return results
@@ -69,27 +71,12 @@ def read_published(file: str | None) -> dict[str, list[ResultRow]]:
     return by_digest
 
 
-def renamed(rows: list[ResultRow], case: Case) -> list[ResultRow]:
-    """Results of another comparison by the names that this one has for them."""
-    names = {
-        "encoder": case.encoder.entry.name,
-        "encoder_seed": case.encoder.seed,
-        "evaluation": case.evaluation.name,
-        "dataset": case.dataset.name,
-        "group": case.dataset.group,
-    }
-    return [row | names for row in rows]
-
-
-def run_folders(cases: Sequence[Case]) -> dict[str, list[Path]]:
-    """Encoder -> its run folders, one for each seed."""
-    folders: dict[str, list[Path]] = {}
-    for case in cases:
-        entry = case.encoder.entry
-        of_encoder = folders.setdefault(entry.name, [])
-        folder = Path(with_seed(entry.encoder, case.encoder.seed))
-        if folder not in of_encoder:
-            of_encoder.append(folder)
+def run_folders(encoders: Sequence[EncoderEntry]) -> dict[str, list[Path]]:
+    """Encoder -> its run folders: one for each seed, or one for all."""
+    folders = {}
+    for entry in encoders:
+        names = [with_seed(entry.encoder, seed) for seed in entry.seeds]
+        folders[entry.name] = list(map(Path, dict.fromkeys(names)))
     return folders
 
 

@@ -91,13 +91,12 @@ def write_verified(config: ExportConfig, module: ExportedModule, verification: V
     with folder_beside(out) as folder:
         file = folder / out.name
         write_file(config, module, images, file, metadata)
-        report = verify(config, module, verification, file)
-        if config.quantize:
+        kept, report = verify(config, module, verification, file)
+        if kept != file:
             for other in folder.iterdir():  # a large encoder has two files
-                if other != report["file"]:
+                if other != kept:
                     other.unlink()
-            report["file"].rename(file)
-        del report["file"]
+            kept.rename(file)
         size = sum(each.stat().st_size for each in folder.iterdir())
         out.with_name(f"{out.name}.data").unlink(missing_ok=True)  # of an earlier export
         for each in folder.iterdir():
@@ -138,11 +137,14 @@ def write_file(
         raise UserError(f"{config.encoder} cannot be exported as {config.format}: {reason}") from error
 
 
-def verify(config: ExportConfig, module: ExportedModule, verification: Verification, file: Path) -> dict[str, Any]:
+def verify(
+    config: ExportConfig, module: ExportedModule, verification: Verification, file: Path
+) -> tuple[Path, dict[str, Any]]:
     """Compare the file with PyTorch, and quantise it where that is asked for.
 
     Returns:
-        `file` that is kept, its largest `difference`, and with int8 a row of the printed table for each way to compute.
+        The file that is kept; its largest `difference`, and with int8 a row of the printed table for each way to
+        compute.
     Raises:
         UserError: the file, before it is quantised, computes other numbers.
     """
@@ -154,7 +156,7 @@ def verify(config: ExportConfig, module: ExportedModule, verification: Verificat
         f"{config.format}, which makes a file whose numbers differ from PyTorch's by {difference:.1e}",
         f"another one: at most {MAX_ROUNDING_DIFFERENCE:g} is ok",
     )
-    report: dict[str, Any] = {"file": file, "difference": difference}
+    report: dict[str, Any] = {"difference": difference}
     if config.quantize:
         fp32_bytes = sum(each.stat().st_size for each in file.parent.iterdir())
         with without_exporter_messages():
@@ -170,10 +172,11 @@ def verify(config: ExportConfig, module: ExportedModule, verification: Verificat
             accuracy = verification.few_shot_accuracy(function)
             rows.append({"name": name, "bytes": size, "difference": difference, "accuracy": accuracy})
         print_rows(rows)
-        report = {"file": quantized, "difference": rows[-1]["difference"], "rows": rows}
+        file = quantized
+        report = {"difference": difference, "rows": rows}
     count = min(config.images, len(verification.held_out))
-    print(f"largest difference from PyTorch: {report['difference']:.1e}, over {count} held-out images")
-    return report
+    print(f"largest difference from PyTorch: {difference:.1e}, over {count} held-out images")
+    return file, report
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:

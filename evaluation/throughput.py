@@ -127,10 +127,10 @@ def time_loading(bench: Bench, config: ThroughputConfig) -> Seconds:
 
 def time_crops(jpegs: Path, ppms: Path, size: int, rounds: int) -> Seconds:
     """Seconds of making training crops on one core, by loader."""
-    sources = (mpp_crops(jpegs, size), mpp_crops(ppms, size), torchvision_crops(jpegs, size))
-    steps = {
-        name: partial(take_next, crops, CROPS_PER_ROUND) for name, crops in zip(TIMED_LOADERS, sources, strict=True)
-    }
+    loaders = (mpp_crops(jpegs, size), mpp_crops(ppms, size), torchvision_crops(jpegs, size))
+    steps = {}
+    for name, crops in zip(TIMED_LOADERS, loaders, strict=True):
+        steps[name] = partial(take_next, crops, CROPS_PER_ROUND)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds = time_in_turn(steps, rounds, WARMUP_ROUNDS)
@@ -156,7 +156,7 @@ def ratio_by_round(slower: list[float], faster: list[float]) -> dict[str, float]
 
 
 def describe_conditions(config: ThroughputConfig, bench: Bench) -> dict[str, Any]:
-    """What the figures depend on: settings, machine, versions."""
+    """Conditions of the figures: settings, machine, versions."""
     device = bench.accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     machine = {

@@ -13,42 +13,71 @@ RUN = RunConfig(dir="unused", steps=10, precision="fp32")
 CONFIG = Config(run=RUN, model=MODEL, optim=OptimConfig(name="adam"))
 
 
+HEAD_WEIGHTS = 512 * 64 + 512 + 64
+"""A linear layer to 512 colours, and [mask]."""
+
+
+def parameter_count():
+    """Parameters of the encoder."""
+    return sum(parameter.numel() for parameter in build_encoder(MODEL).parameters())
+
+
+def activations_of(images, **model):
+    """Bytes of activations with other settings of the model."""
+    config = replace(CONFIG, model=replace(MODEL, **model))
+    return memory.peak_memory(config, images)["activations"]
+
+
 @pytest.mark.faults
 def test_weights_and_moments_are_four_bytes_each():
-    head = 512 * 64 + 512 + 64  # and [mask]
-    count = sum(parameter.numel() for parameter in build_encoder(MODEL).parameters()) + head
+    count = parameter_count() + HEAD_WEIGHTS
     peak = memory.peak_memory(CONFIG, 8)
     assert peak["weights"] == pytest.approx(4 * count, rel=0.01)
     assert peak["optimiser"] == pytest.approx(8 * count, rel=0.01)
-    assert peak["total"] == sum(peak[kind] for kind in ("weights", "gradients", "optimiser", "activations"))
-    for optim, moments in ((OptimConfig(name="sgd"), 1), (OptimConfig(name="adam", average=0.9), 3)):
-        of_optimizer = memory.peak_memory(replace(CONFIG, optim=optim), 8)["optimiser"]
-        assert of_optimizer == pytest.approx(4 * moments * count, rel=0.01)
+    parts = ("weights", "gradients", "optimiser", "activations")
+    assert peak["total"] == sum(peak[part] for part in parts)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("optim", "moments"),
+    [
+        pytest.param(OptimConfig(name="sgd"), 1, id="SGD has momentum"),
+        pytest.param(OptimConfig(name="adam", average=0.9), 3, id="averaged weights are one more"),
+    ],
+)
+def test_each_moment_of_the_optimiser_counts(optim, moments):
+    of_optimizer = memory.peak_memory(replace(CONFIG, optim=optim), 8)["optimiser"]
+    count = parameter_count() + HEAD_WEIGHTS
+    assert of_optimizer == pytest.approx(4 * moments * count, rel=0.01)
 
 
 @pytest.mark.faults
 def test_a_teacher_adds_its_weights_but_no_gradients_and_no_moments():
     objective = ObjectiveConfig(name="features")
     head = 64 * 64 + 64 + 64
-    count = sum(parameter.numel() for parameter in build_encoder(MODEL).parameters())
+    count = parameter_count()
     peak = memory.peak_memory(replace(CONFIG, objective=objective), 8)
     assert peak["weights"] == pytest.approx(4 * (2 * count + head), rel=0.01)
     assert peak["gradients"] <= 4.1 * (count + head)
     assert peak["optimiser"] == pytest.approx(8 * (count + head), rel=0.01)
-    assert peak["activations"] < 1.5 * memory.peak_memory(CONFIG, 8)["activations"]
+    assert peak["activations"] < 1.5 * activations_of(8)
 
 
 @pytest.mark.faults
-def test_activations_grow_with_the_images_and_fall_with_checkpointing():
-    activations = {images: memory.peak_memory(CONFIG, images)["activations"] for images in (64, 128, 192)}
-    assert activations[192] - activations[128] == pytest.approx(activations[128] - activations[64], rel=0.01)
-    checkpointed = replace(CONFIG, model=replace(MODEL, activation_checkpointing=True))
-    assert memory.peak_memory(checkpointed, 64)["activations"] < activations[64] / 2
-    unfused = replace(CONFIG, model=replace(MODEL, attention="unfused"))
-    scores = 4 * 64 * 2 * 65**2  # bytes: float32, images, heads, tokens; kept by each of three blocks at least
-    assert memory.peak_memory(unfused, 64)["activations"] - activations[64] > 3 * scores
-    half = replace(CONFIG, run=replace(RUN, precision="bf16"))
-    assert memory.peak_memory(half, 64)["activations"] < activations[64]
+def test_activations_grow_with_the_images():
+    of_64, of_128, of_192 = (activations_of(images) for images in (64, 128, 192))
+    assert of_192 - of_128 == pytest.approx(of_128 - of_64, rel=0.01)
+
+
+@pytest.mark.faults
+def test_activations_fall_with_checkpointing_and_in_bf16_and_grow_with_scores():
+    fused = activations_of(64)
+    assert activations_of(64, activation_checkpointing=True) < fused / 2
+    score_bytes = 4 * 64 * 2 * 65**2  # float32, images, heads, tokens; kept by each of three blocks at least
+    assert activations_of(64, attention="unfused") - fused > 3 * score_bytes
+    in_bf16 = replace(CONFIG, run=replace(RUN, precision="bf16"))
+    assert memory.peak_memory(in_bf16, 64)["activations"] < fused
 
 
 @pytest.mark.faults
@@ -71,9 +100,7 @@ def test_a_report_has_three_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_report, "output_of", lambda *words: " ".join(words))
     gpu_report.main([f"--out={tmp_path / 'report.txt'}", "--device=cpu"])
     text = (tmp_path / "report.txt").read_text()
-    assert [line for line in text.splitlines() if line.startswith("== ")] == [
-        "== versions and card",
-        "== tests",
-        "== speed",
-    ]
-    assert "PyTorch version" in text and "tests/test_gpu.py" in text and "evaluation.throughput" in text
+    titles = [line for line in text.splitlines() if line.startswith("== ")]
+    assert titles == ["== versions and card", "== tests", "== speed"]
+    for words in ("PyTorch version", "tests/test_gpu.py", "evaluation.throughput"):
+        assert words in text

@@ -28,7 +28,7 @@ GPU_MATRIX_SIDE = 4 * CPU_MATRIX_SIDE
 
 
 class Bench(NamedTuple):
-    """What all steps are built to."""
+    """Model, batch size and device of all steps."""
 
     model: str
     """timm's name."""
@@ -59,14 +59,6 @@ class TimedStep(NamedTuple):
     """FLOPs that it executes."""
 
 
-class PretrainingStep(NamedTuple):
-    """Our pre-training as a run sets it up, and a batch in memory."""
-
-    task: Pretraining
-    update: Update
-    batch: Batch
-
-
 class ViTSizes(NamedTuple):
     """Sizes of a Vision Transformer, for packages that build one by them."""
 
@@ -86,12 +78,12 @@ def count_and_compile(step: Callable[[], object], bench: Bench, model: nn.Module
     return TimedStep(step, counter.get_total_flops())
 
 
-def set_up_pretraining(bench: Bench) -> PretrainingStep:
-    """Our pre-training on the package's photographs."""
+def set_up_pretraining(bench: Bench) -> tuple[Pretraining, Update, Batch]:
+    """Our pre-training as a run sets it up, and a batch of the package's photographs in memory."""
     task = Pretraining(bench.config, bench.accelerator, bench.layout)
     views = task.views(task.train)
     batch = collate([views[0, index % len(task.train)] for index in range(bench.batch_size)])
-    return PretrainingStep(task, Update(task, bench.config.optim), batch)
+    return task, Update(task, bench.config.optim), batch
 
 
 def mpp_step(bench: Bench) -> TimedStep:

@@ -65,6 +65,17 @@ class Case:
         names = (self.encoder.entry.name, str(self.encoder.seed), self.evaluation.name, self.dataset.name)
         return "-".join(names).replace(" ", "_").replace("/", "_")
 
+    @property
+    def labels(self) -> dict[str, Any]:
+        """Its names in rows of results."""
+        return {
+            "encoder": self.encoder.entry.name,
+            "encoder_seed": self.encoder.seed,
+            "evaluation": self.evaluation.name,
+            "dataset": self.dataset.name,
+            "group": self.dataset.group,
+        }
+
 
 def cases_of(entries: Entries) -> list[Case]:
     """All cases that the questions ask for, each once: those of all first seeds come before those of second seeds.

@@ -18,7 +18,7 @@ from evaluation.comparison.tables import (
     Groups,
     accuracy_text,
     cells_of,
-    markdown_of,
+    grouped,
     numbers_of,
     of_encoder,
     of_kind,
@@ -27,7 +27,7 @@ from evaluation.comparison.tables import (
     unique,
 )
 from evaluation.figures.style import DPI
-from evaluation.frozen.results import write_json
+from evaluation.frozen.results import table, write_json
 from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_page
 from mpp.runtime.files import write_complete
 from mpp.training.run_folder import REPORT_PAGE
@@ -111,7 +111,7 @@ def text_of(answers: Sequence[Answer]) -> str:
     for answer in answers:
         if answer.has_table:
             heading = f"### {answer.question.title}\n\n" if answer.question.title else ""
-            texts.append(heading + markdown_of(answer.numbers))
+            texts.append(heading + table(*cells_of(answer.numbers)))
     return "\n\n".join(texts) or "no results yet"
 
 
@@ -160,11 +160,8 @@ def links_to_reports(folder: Path, runs: Sequence[Path]) -> list[Link]:
 
 def best_encoders(tested: list[ResultRow]) -> list[str]:
     """A sentence for each dataset, evaluation and case: the best encoder, and the others' accuracies."""
-    by_case: dict[tuple[str, str, str], list[ResultRow]] = {}
-    for row in tested:
-        by_case.setdefault((row["dataset"], row["evaluation"], row["case"]), []).append(row)
     sentences = []
-    for (dataset, evaluation, case), rows in by_case.items():
+    for (dataset, evaluation, case), rows in grouped(tested, "dataset", "evaluation", "case").items():
         if case in MASKED_BASELINES:
             continue
         cells = {encoder: spread(of_encoder(rows, encoder)) for encoder in unique(rows, "encoder")}

@@ -54,14 +54,7 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
     report = {"diverged": True} if diverged else read_report(case, folder)
     if report is None:
         return []
-    about = {
-        "encoder": case.encoder.entry.name,
-        "encoder_seed": case.encoder.seed,
-        "evaluation": case.evaluation.name,
-        "dataset": case.dataset.name,
-        "group": case.dataset.group,
-        "digest": identity(case),
-    }
+    about = case.labels | {"digest": identity(case)}
     pflop = training_pflop(case.encoder)
     if pflop is not None:
         about["training_pflop"] = pflop

@@ -113,7 +113,8 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
         train_encoder(encoder.teacher, folder)
     if encoder.training is None:
         return
-    refuse_held(encoder)
+    with hold(encoder.weights, "encoder"):  # before the images are loaded, which takes a while
+        pass
     config = settings_to_train(encoder)
     check_beginning(encoder)
     run_folder = Path(config.run.dir)
@@ -125,12 +126,6 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
         if encoder.entry.random:  # it takes the architecture from there, but no weights
             raise UserError(f"{run_folder} has no encoder to take the architecture of: {error}") from error
         raise
-
-
-def refuse_held(encoder: Encoder) -> None:
-    """Raise Held where another process trains the encoder: to know that, no image need be loaded."""
-    with hold(encoder.weights, "encoder"):
-        pass
 
 
 def train_unless_diverged(encoder: Encoder, config: Any, divergence: Path) -> None:

@@ -1,5 +1,6 @@
 """Tables of a comparison's results: means and spreads by encoder and column, and these as Markdown."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import ResultRow
-from evaluation.frozen.results import format_percent, table
+from evaluation.frozen.results import format_percent, summarize_values
 
 Cell = dict[str, float]
 """Mean, standard deviation (std) and count; PFLOP, where asked; `diverged`, the number of seeds that did, where any."""
@@ -24,18 +25,12 @@ RANK_COLUMN = "rank"
 
 
 class TableColumn(NamedTuple):
-    """A column of accuracies: those of a dataset, or their mean over a group of datasets."""
+    """A column of accuracies: those on a dataset, or their mean over a group of datasets."""
 
     heading: str
-    key: str
-    """`dataset` or `group`: the entry of a row that `value` is of."""
-    value: str
-    evaluation: str
-    case: str
-
-    def has(self, row: ResultRow) -> bool:
-        """Whether a result belongs to the column."""
-        return (row[self.key], row["evaluation"], row["case"]) == (self.value, self.evaluation, self.case)
+    group: str | None
+    """The group; None: the column is about one dataset."""
+    rows: list[ResultRow]
 
 
 def rows_asked(rows: list[ResultRow], question: Question) -> list[ResultRow]:
@@ -61,6 +56,15 @@ def unique(rows: Iterable[ResultRow], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
+def grouped(rows: Iterable[ResultRow], *keys: str) -> dict[tuple, list[ResultRow]]:
+    """The rows by their values of these keys, in order."""
+    groups = defaultdict(list)
+    for row in rows:
+        values = tuple(row[key] for key in keys)
+        groups[values].append(row)
+    return dict(groups)
+
+
 def x_of(row: ResultRow, question: Question) -> float | None:
     """Position of an accuracy on the question's x-axis; None: unknown."""
     if question.x not in MEASURED_AXES:
@@ -73,28 +77,24 @@ def x_of(row: ResultRow, question: Question) -> float | None:
 
 def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
     """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken."""
-    by_seed: dict[tuple, list[float]] = {}
-    for row in rows:
-        by_seed.setdefault((row["encoder_seed"], row["seed"]), []).append(row[key])
-    means = [np.mean(values) for values in by_seed.values()]
-    return {"mean": float(np.mean(means)), "std": float(np.std(means)), "count": len(means)}
+    means = []
+    for of_seed in grouped(rows, "encoder_seed", "seed").values():
+        means.append(np.mean([row[key] for row in of_seed]))
+    return summarize_values(means)
 
 
 def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
     """Columns of accuracies: each dataset's cases, then the means over groups of datasets."""
-    several = len(unique(rows, "dataset")) > 1
-    columns: dict[str, TableColumn] = {}
-    for key in ("dataset", "group"):
-        for row in rows:
-            value = row[key]
-            if not value:
-                continue
-            shown = f"mean {value}" if key == "group" else value
-            if key == "dataset" and not several:
-                shown = ""
-            heading = " ".join(part for part in (shown, row["evaluation"], row["case"]) if part)
-            columns[heading] = TableColumn(heading, key, value, row["evaluation"], row["case"])
-    return list(columns.values())
+    several_datasets = len(unique(rows, "dataset")) > 1
+    columns = []
+    for (dataset, evaluation, case), in_column in grouped(rows, "dataset", "evaluation", "case").items():
+        words = [dataset if several_datasets else "", evaluation, case]
+        columns.append(TableColumn(" ".join(filter(None, words)), None, in_column))
+    for (group, evaluation, case), in_column in grouped(rows, "group", "evaluation", "case").items():
+        if group:
+            words = [f"mean {group}", evaluation, case]
+            columns.append(TableColumn(" ".join(filter(None, words)), group, in_column))
+    return columns
 
 
 def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None) -> CellsByEncoder:
@@ -104,17 +104,17 @@ def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: 
         question: where it plots against compute, each cell has the mean PFLOP that its accuracies took.
         groups: the datasets of each group; a mean over a group is one over all of them.
     """
-    tested, diverged = of_kind(rows, "test"), diverged_cases(rows)
-    numbers: CellsByEncoder = {encoder: {} for encoder in unique([*tested, *diverged], "encoder")}
-    for column in columns_of([*tested, *diverged]):
-        in_column = [row for row in tested if column.has(row)]
-        datasets = set(unique(in_column, "dataset"))
-        if column.key == "group" and in_column:
-            datasets |= (groups or {}).get(column.value, set())
+    scored = [*of_kind(rows, "test"), *diverged_cases(rows)]
+    numbers: CellsByEncoder = {encoder: {} for encoder in unique(scored, "encoder")}
+    for column in columns_of(scored):
+        tested = of_kind(column.rows, "test")
+        diverged = of_kind(column.rows, "diverged")
+        datasets = set(unique(tested, "dataset"))
+        if column.group is not None:
+            datasets |= (groups or {}).get(column.group, set())
         for encoder, cells in numbers.items():
-            lost = [row for row in of_encoder(diverged, encoder) if column.has(row)]
-            complete = of_complete_seeds(of_encoder(in_column, encoder), datasets)
-            cell = cell_of(complete, lost, question)
+            complete = of_complete_seeds(of_encoder(tested, encoder), datasets)
+            cell = cell_of(complete, of_encoder(diverged, encoder), question)
             if cell:
                 cells[column.heading] = cell
     if len(unique(rows, "dataset")) == 1:
@@ -126,9 +126,8 @@ def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: 
 def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question | None) -> Cell:
     """The numbers of an encoder's results in a column; empty: there are none."""
     cell = spread(rows) if rows else {}
-    lost_seeds = {row["encoder_seed"] for row in diverged}
-    if lost_seeds:
-        cell["diverged"] = len(lost_seeds)
+    if diverged:
+        cell["diverged"] = len(unique(diverged, "encoder_seed"))
     if question is not None and question.x in MEASURED_AXES:
         compute = [x for x in (x_of(row, question) for row in rows) if x is not None]
         if compute:
@@ -139,84 +138,68 @@ def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question
 def add_dev_accuracies(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
     """Add columns of fine-tuning's accuracy on training images that it left out, where all tested seeds have it."""
     on_dev = [row for row in of_kind(rows, "dev") if "depth" not in row]
-    tested = of_kind(rows, "test")
-    for encoder in unique(on_dev, "encoder"):
-        for evaluation in unique(of_encoder(on_dev, encoder), "evaluation"):
-            dev = [row for row in of_encoder(on_dev, encoder) if row["evaluation"] == evaluation]
-            test = [row for row in of_encoder(tested, encoder) if row["evaluation"] == evaluation]
-            if set(unique(dev, "encoder_seed")) == set(unique(test, "encoder_seed")):
-                numbers[encoder][f"{evaluation}, dev"] = spread(dev)
+    tested = grouped(of_kind(rows, "test"), "encoder", "evaluation")
+    for (encoder, evaluation), dev in grouped(on_dev, "encoder", "evaluation").items():
+        test = tested.get((encoder, evaluation), [])
+        if set(unique(dev, "encoder_seed")) == set(unique(test, "encoder_seed")):
+            numbers[encoder][f"{evaluation}, dev"] = spread(dev)
 
 
 def add_ranks(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
     """Add a column of the effective rank of the deepest features."""
-    ranked = of_kind(rows, "rank")
-    for encoder in unique(ranked, "encoder"):
-        own = of_encoder(ranked, encoder)
-        deepest = max(row["depth"] for row in own)
-        numbers[encoder][RANK_COLUMN] = spread([row for row in own if row["depth"] == deepest], "rank")
+    for (encoder,), ranks in grouped(of_kind(rows, "rank"), "encoder").items():
+        deepest = max(row["depth"] for row in ranks)
+        numbers[encoder][RANK_COLUMN] = spread([row for row in ranks if row["depth"] == deepest], "rank")
 
 
 def diverged_cases(rows: list[ResultRow]) -> list[ResultRow]:
     """Rows that diverged, once for each case that their evaluation has for other encoders; if it has none, for `""`."""
-    cases: dict[str, list[str]] = {}
-    for row in of_kind(rows, "test"):
-        known = cases.setdefault(row["evaluation"], [])
-        if row["case"] not in known:
-            known.append(row["case"])
+    tested = grouped(of_kind(rows, "test"), "evaluation")
     diverged = []
     for row in of_kind(rows, "diverged"):
-        diverged += [row | {"case": case} for case in cases.get(row["evaluation"], [""])]
+        cases = unique(tested.get((row["evaluation"],), []), "case") or [""]
+        diverged += [row | {"case": case} for case in cases]
     return diverged
 
 
 def of_complete_seeds(rows: list[ResultRow], datasets: set[str]) -> list[ResultRow]:
     """Results of the seeds that have all of these datasets: a mean over some would pass for one over all."""
-    known: dict[tuple, set[str]] = {}
-    for row in rows:
-        known.setdefault((row["encoder_seed"], row["seed"]), set()).add(row["dataset"])
-    return [row for row in rows if known[row["encoder_seed"], row["seed"]] == datasets]
-
-
-def markdown_of(numbers: CellsByEncoder) -> str:
-    """The numbers as a Markdown table."""
-    return table(*cells_of(numbers))
+    complete = []
+    for seed, of_seed in grouped(rows, "encoder_seed", "seed").items():
+        if set(unique(of_seed, "dataset")) == datasets:
+            complete.append(seed)
+    return [row for row in rows if (row["encoder_seed"], row["seed"]) in complete]
 
 
 def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of a table; beside accuracies, the compute that they took, where that is known."""
     names: dict[str, None] = {}
     for cells in numbers.values():
-        names |= dict.fromkeys(sorted(cells, key=lambda name: name == RANK_COLUMN))  # the rank last
+        rank_last = sorted(cells, key=lambda name: name == RANK_COLUMN)
+        names |= dict.fromkeys(rank_last)
     headings = ["accuracy (%)"]
     body = [[encoder] for encoder in numbers]
     for name in names:
-        column = [cells.get(name) for cells in numbers.values()]
-        has_compute = any("pflop" in cell for cell in column if cell is not None)
+        text_of_cell = rank_text if name == RANK_COLUMN else accuracy_text
+        column = [cells.get(name, {}) for cells in numbers.values()]
+        has_compute = any("pflop" in cell for cell in column)
         headings += [name, f"{name}, PFLOP"] if has_compute else [name]
         for line, cell in zip(body, column, strict=True):
-            line.append(rank_text(cell) if name == RANK_COLUMN else accuracy_text(cell))
+            line.append(text_of_cell(cell) if cell else "-")
             if has_compute:
-                line.append(compute_text(cell))
+                line.append(f"{cell['pflop']:.3g}" if "pflop" in cell else "-")
     return headings, body
 
 
-def accuracy_text(cell: Cell | None) -> str:
+def accuracy_text(cell: Cell) -> str:
     """An accuracy as the table has it; a single measurement has no spread."""
-    if cell is None:
-        return "-"
     if "mean" not in cell:
         return "diverged"
-    return f"{format_percent(cell)} ({cell['diverged']} diverged)" if "diverged" in cell else format_percent(cell)
+    diverged = f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
+    return format_percent(cell) + diverged
 
 
-def rank_text(cell: Cell | None) -> str:
+def rank_text(cell: Cell) -> str:
     """An effective rank as the table has it."""
-    if cell is None:
-        return "-"
-    return f"{cell['mean']:.0f} ± {cell['std']:.0f}" if cell["count"] > 1 else f"{cell['mean']:.0f}"
-
-
-def compute_text(cell: Cell | None) -> str:
-    """The compute of an accuracy as the table has it."""
-    return "-" if cell is None or "pflop" not in cell else f"{cell['pflop']:.3g}"
+    mean = f"{cell['mean']:.0f}"
+    return f"{mean} ± {cell['std']:.0f}" if cell["count"] > 1 else mean
