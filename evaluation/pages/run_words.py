@@ -86,10 +86,9 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     facts = read_verdict(folder).get("facts", {})
     trend = describe_trend(history, facts.get("moving", False))
     finished = not isinstance(steps, int) or last_step(history) >= steps
-    sentences = []  # (sentence, name of the section)
-    if not finished:
-        sentences.append((f"The run is not finished: it logged {last_step(history):,} of {steps:,} steps", "curves"))
-    sentences += [
+    unfinished = "" if finished else f"The run is not finished: it logged {last_step(history):,} of {steps:,} steps"
+    sentences = [  # and the name of the section
+        (unfinished, "curves"),
         (describe_prediction(history), "curves"),
         (describe_features(history), "features"),
         (trend, "curves"),

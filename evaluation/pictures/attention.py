@@ -17,7 +17,6 @@ from mpp.models.attention import is_known
 from mpp.models.timm_models import has_class, set_attention
 
 
-@torch.no_grad()
 def visit_attention(encoder: FrozenEncoder, images: Tensor, visit: Callable[[int, Tensor], None]) -> None:
     """Run the encoder and call `visit` with the attention weights of each block as they are computed.
 
@@ -56,8 +55,8 @@ def patch_distances(grid: tuple[int, int], spacing: float) -> Tensor:
     Args:
         spacing: pixels from one patch to the next.
     """
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    centres = torch.stack([rows, columns], dim=-1).flatten(0, 1).double() * spacing
+    rows, columns = grid
+    centres = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).double() * spacing
     return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist").float()
 
 

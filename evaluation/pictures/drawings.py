@@ -8,9 +8,9 @@ B images, h x w patches, K corrupted patches.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from evaluation.pictures.attention import attention_distance, attention_rollout,
 from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
-from evaluation.pictures.subject import Subject
+from evaluation.pictures.subject import Subject, concatenate
 from mpp.config import Grid, require
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
@@ -50,7 +50,6 @@ from mpp.runtime.weights import BEST
 FILTERS_SHOWN = 28  # as in the paper's figure
 NEIGHBOURS_SHOWN = 5
 MAX_DEPTHS_OF_PCA = 6  # more would be too small to see
-ResultT = TypeVar("ResultT")
 
 
 class Drawing(NamedTuple):
@@ -69,16 +68,16 @@ class Drawing(NamedTuple):
 
 
 def pixels_and_results(
-    subject: Subject, compute: Callable[[Tensor], ResultT]
-) -> tuple[NDArray[np.uint8], list[ResultT]]:
-    """Pixels (B, H, W, 3) of all images to draw, and the results of a function of their batches."""
-    pixel_batches = []
-    results = []
+    subject: Subject, compute: Callable[[Tensor], Sequence[Tensor]]
+) -> tuple[NDArray[np.uint8], list[Tensor]]:
+    """Pixels (B, H, W, 3) of all images to draw, and the results of a function of their batches, for all images."""
+    batches = []
     for images in subject.image_batches(subject.config.images):
         with subject.accelerator.autocast():
-            results.append(compute(images))
-        pixel_batches.append(subject.to_pixels(images))
-    return torch.cat(pixel_batches).numpy(), results
+            results = compute(images)
+        batches.append((subject.to_pixels(images), *results))
+    pixels, *all_results = concatenate(batches)
+    return pixels.numpy(), all_results
 
 
 def draw_predictions(subject: Subject) -> Drawing:
@@ -175,12 +174,11 @@ def draw_rollout(subject: Subject) -> Drawing:
     """Attention rollout: the share of each patch in the output, through all layers."""
     residual = subject.config.residual
     start = rollout_start(subject)
-    pixels, rollout_batches = pixels_and_results(
-        subject, lambda images: attention_rollout(subject.encoder, images, residual, start)
+    pixels, (rollout,) = pixels_and_results(
+        subject, lambda images: [attention_rollout(subject.encoder, images, residual, start)]
     )
-    rollout = torch.cat(rollout_batches).numpy()
-    figure = image_figures.plot_rollout(pixels, rollout, start, residual)
-    return Drawing(figure, {"images": pixels, "rollout": rollout})
+    numbers = {"images": pixels, "rollout": rollout.numpy()}
+    return Drawing(image_figures.plot_rollout(pixels, numbers["rollout"], start, residual), numbers)
 
 
 def rollout_start(subject: Subject) -> Literal["class", "patches"]:
@@ -195,10 +193,9 @@ def draw_pca(subject: Subject) -> Drawing:
     """Principal components of patch features as colours, and the foreground by the first one, by depth."""
     last_depth = len(subject.encoder.stages)
     depths = np.linspace(1, last_depth, min(MAX_DEPTHS_OF_PCA, last_depth)).round().astype(int)
-    pixels, feature_batches = pixels_and_results(
+    pixels, features_by_depth = pixels_and_results(
         subject, lambda images: patch_features(subject.encoder, images, depths.tolist())
     )
-    features_by_depth = [torch.cat(batches) for batches in zip(*feature_batches, strict=True)]
     by_depth = components_by_depth(features_by_depth)
 
     def over_depths(name: str) -> NDArray:
@@ -230,8 +227,8 @@ def query_patches(subject: Subject) -> list[int]:
 def draw_similarity(subject: Subject) -> Drawing:
     """Similarity of some patches to all patches of their image."""
     patches = query_patches(subject)
-    pixels, feature_batches = pixels_and_results(subject, subject.patch_features)
-    similarity = patch_similarity(torch.cat(feature_batches), patches).numpy()
+    pixels, (features,) = pixels_and_results(subject, lambda images: [subject.patch_features(images)])
+    similarity = patch_similarity(features, patches).numpy()
     figure = image_figures.plot_similarity(pixels, similarity, patches)
     return Drawing(figure, {"images": pixels, "patches": np.array(patches), "similarity": similarity})
 
@@ -279,9 +276,9 @@ def draw_rank(subject: Subject) -> Drawing:
     count = min(MOST_RANKED, len(subject.held_out))
     feature_batches = []
     for images in progress_bar(subject.image_batches(count), desc="features", unit="batch"):
-        with torch.no_grad(), subject.accelerator.autocast():
+        with subject.accelerator.autocast():
             feature_batches.append(subject.encoder(images, subject.config.representation, depths))
-    by_depth = [torch.cat(batches).float() for batches in zip(*feature_batches, strict=True)]
+    by_depth = concatenate(feature_batches)
     ranks = dict(zip(depths, effective_ranks(by_depth, subject.accelerator.device), strict=True))
     figure = charts.plot_series({"rank": ranks}, f"effective rank of {count} images", x_label="depth (blocks)")
     return Drawing(figure, {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks})

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from evaluation.pictures.pca import principal_components
-from evaluation.pictures.subject import Subject
+from evaluation.pictures.subject import Subject, concatenate
 from mpp.data.dataset import ImageDataset
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining
@@ -34,27 +34,22 @@ class Gallery(NamedTuple):
     names: list[str]
 
 
-@torch.no_grad()
 def extract_gallery(
     subject: Subject, dataset: ImageDataset, depth: int, representation: Literal["mean", "class"]
 ) -> Gallery:
     """All images of a dataset as the encoder takes them, with their features after `depth` blocks."""
-    feature_batches = []
-    pixel_batches = []
-    label_batches = []
+    batches = []
     names = []
     for batch in subject.batches(dataset, GALLERY_IMAGES_PER_BATCH):
         images = batch.images.to(subject.accelerator.device)
         with subject.accelerator.autocast():
             (features,) = subject.encoder(images, representation, [depth])
-        feature_batches.append(features.float().cpu())
-        pixel_batches.append(subject.to_pixels(images))
-        label_batches.append(batch.labels)
+        batches.append((features.cpu(), subject.to_pixels(images), batch.labels))
         names += [dataset.name(index) for index in batch.indices.tolist()]
-    labels = torch.cat(label_batches).numpy()
+    features, pixels, labels = concatenate(batches)
     if labels.ndim > 1:
-        labels = np.full(len(labels), -1)
-    return Gallery(torch.cat(feature_batches), torch.cat(pixel_batches).numpy(), labels, names)
+        labels = torch.full((len(labels),), -1)
+    return Gallery(features, pixels.numpy(), labels.numpy(), names)
 
 
 def project_to_plane(features: Tensor) -> NDArray[np.float64]:

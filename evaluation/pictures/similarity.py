@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evaluation.pictures.subject import concatenate
 from mpp.features.neighbours import largest_of_rows
 
 SPREAD_POSITIONS = ((0.25, 0.25), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (0.75, 0.75))  # in height and width
@@ -39,7 +40,6 @@ class NearestInGallery(NamedTuple):
     patch_similarity: Tensor  # (B, k)
 
 
-@torch.no_grad()
 def search_gallery(
     patch_features: Callable[[Tensor], Tensor],
     queries: Tensor,
@@ -67,19 +67,13 @@ def search_gallery(
         return F.normalize(features.mean(1), dim=-1), F.normalize(features, dim=-1)
 
     query_images, query_patches = unit_features(queries)
-    image_batches = []
-    patch_batches = []
-    index_batches = []
+    batches = []
     for images in gallery:
         gallery_images, gallery_patches = unit_features(images)
-        image_batches.append(query_images @ gallery_images.T)
         similarity_by_patch = torch.einsum("bd,npd->bnp", query_patches[:, patch], gallery_patches)
-        similarity, patch_index = similarity_by_patch.max(-1)
-        patch_batches.append(similarity)
-        index_batches.append(patch_index)
-    image_similarity = torch.cat(image_batches, dim=1)  # (B, n)
-    patch_similarity = torch.cat(patch_batches, dim=1)  # (B, n), of the nearest patch of each image
-    nearest_patch = torch.cat(index_batches, dim=1)  # (B, n)
+        batches.append((query_images @ gallery_images.T, *similarity_by_patch.max(-1)))
+    # (B, n): of whole images; of the nearest patch of each image; and its number
+    image_similarity, patch_similarity, nearest_patch = concatenate(batches, dim=1)
     itself = (torch.arange(len(queries)), torch.as_tensor(queries_in_gallery))
     image_similarity[itself] = -torch.inf
     patch_similarity[itself] = -torch.inf

@@ -3,10 +3,11 @@
 B images, h x w patches, D width.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
@@ -90,6 +91,11 @@ class Subject(NamedTuple):
         if not bands and images.shape[1] not in (1, 3):
             images = images.float().mean(1, keepdim=True)
         return as_rgb(images, bands).movedim(1, -1).cpu()
+
+
+def concatenate(batches: Iterable[Sequence[Tensor]], dim: int = 0) -> list[Tensor]:
+    """The first tensors of all batches concatenated, then the second ones, and so on."""
+    return [torch.cat(tensors, dim) for tensors in zip(*batches, strict=True)]
 
 
 def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> Subject:
