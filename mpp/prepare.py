@@ -70,6 +70,10 @@ class Shard(NamedTuple):
         """File of the notes on its images."""
         return Path(self.config.out) / NOTES_FOLDER / f"{self.file.stem}.json"
 
+    def is_written(self) -> bool:
+        """Whether the shard and its notes are there."""
+        return self.file.is_file() and self.notes.is_file()
+
 
 # --- an image ---
 
@@ -294,7 +298,7 @@ def write_all(shards: Sequence[Shard], workers: int) -> Iterable[Shard]:
 
 def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
     """Write the shards that are not there; returns the notes of all."""
-    missing = [shard for shard in shards if not (shard.file.is_file() and shard.notes.is_file())]
+    missing = [shard for shard in shards if not shard.is_written()]
     total = sum(len(shard.rows) for shard in shards)
     left = sum(len(shard.rows) for shard in missing)
     done = len(shards) - len(missing)

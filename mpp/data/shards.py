@@ -88,7 +88,8 @@ class Shards:
         shard_stream = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         batches = shard_stream.iter(batch_size=size)
         for columns in islice(batches, skip, None):  # datasets 4.0's skip guesses types anew
-            yield [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            rows = zip(*columns.values(), strict=True)
+            yield [dict(zip(columns, cells, strict=True)) for cells in rows]
 
     def sample(self, limit: int, seed: int, retries: int) -> Iterator[tuple[int, StreamRow]]:
         """At least `limit` rows, each with its position in the sample; fewer where the last shards are shorter.

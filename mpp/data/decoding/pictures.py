@@ -35,7 +35,8 @@ def read_with_pil(data: bytes, wanted: Wanted, config: ImagesConfig) -> NDArray:
         check_size(image.size, config)
         if wanted is Wanted.MASK:
             return mask_numbers(image)
-        if decode_jpeg and image.format == "JPEG" and image.mode in ("L", "RGB") and wanted is Wanted.PICTURE:
+        is_plain_jpeg = image.format == "JPEG" and image.mode in ("L", "RGB")
+        if decode_jpeg and is_plain_jpeg and wanted is Wanted.PICTURE:
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             mode = ImageReadMode.RGB if config.channels == 3 else ImageReadMode.GRAY
             pixels = decode_jpeg(encoded, mode=mode).numpy()  # it finds an orientation in the first segment only
@@ -62,7 +63,7 @@ def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
 
 
 def stored_pixels(image: Image.Image, config: ImagesConfig) -> NDArray:
-    """The same in the orientation in which the image is stored."""
+    """The bands of a PIL image as in `from_pil`, in the orientation in which it is stored."""
     if image.mode.startswith("I"):
         return to_16_bits(np.asarray(image))[None]
     transparent = "transparency" in image.info or image.mode in TRANSPARENT_MODES
