@@ -11,6 +11,7 @@ import numpy as np
 from conftest import encoded
 
 from mpp.config import DataConfig, ImagesConfig
+from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_image_datasets
 
 COLOURS = np.array([(200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30), (30, 200, 200), (200, 30, 200)])
@@ -47,10 +48,15 @@ class Seen(NamedTuple):
     """The name of its class."""
 
 
+def load(path: Path | str, **settings) -> tuple[ImageDataset, ImageDataset]:
+    """The images of a place to train on, and the held-out ones."""
+    return load_image_datasets(DataConfig(path=str(path), **settings))
+
+
 def seen(path: Path | str, **settings) -> dict[str, dict[str, Seen]]:
     """Split -> name of an image from `path` on -> what it shows, and its class. What is not held out is in "train"."""
     known: dict[str, dict[str, Seen]] = {}
-    for part in load_image_datasets(DataConfig(path=str(path), **settings)):
+    for part in load(path, **settings):
         images = known.setdefault("train" if part.split == "held out" else part.split, {})
         for index in range(len(part)):
             name = COPIES.sub("", part.name(index)).removeprefix(f"{path}/")

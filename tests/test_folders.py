@@ -8,19 +8,18 @@ import zipfile
 from collections import Counter
 
 import pytest
-from colours import CATS_AND_DOGS, Seen, colour, in_train, save, save_classes, seen
+from colours import CATS_AND_DOGS, Seen, colour, in_train, load, save, save_classes, seen
 from file_names import ACUTE, AWKWARD_NAMES, CLASS_NAMES, FILE_NAMES, NO_UTF8_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.datasets import ImageFolder
 
 from mpp import prepare
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import ImagesConfig
 from mpp.data.identity import identify_images
 from mpp.data.listing.images import list_images
 from mpp.data.listing.split_names import SPLIT_WORDS
 from mpp.data.listing.tree import walk_folder
-from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.output import printable
 
@@ -58,7 +57,7 @@ def test_plain_folders_are_those_of_torchvision(tree):
 def test_names_of_classes_are_text(tmp_path, names):
     """Not one of them is a missing value; numbers are in the order of numbers."""
     save_classes(tmp_path, names)
-    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    train, _ = load(tmp_path)
     assert train.names == names
     assert labels_of(in_train(tmp_path)) == {(kind, name): 2 for kind, name in enumerate(names)}
 
@@ -202,7 +201,7 @@ def test_images_that_are_moved_are_the_same(tmp_path, name):
     save(tmp_path / "here" / "cat" / f"{name}.png")
     known = []
     for place in (tmp_path / "here", shutil.copytree(tmp_path / "here", tmp_path / "else" / "where")):
-        train, held_out = load_image_datasets(DataConfig(path=str(place)))
+        train, held_out = load(place)
         known.append([identify_images(part, labels=True) for part in (train, held_out)])
     assert known[0] == known[1]
 
@@ -265,7 +264,7 @@ def test_a_folder_without_images_says_what_it_has(tmp_path):
     (tmp_path / "a.heic").write_bytes(b"x")
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(UserError, match=r"holds no images; left out: \.heic .*a\.heic\); left out: \.txt files \(1: n"):
-        load_image_datasets(DataConfig(path=str(tmp_path)))
+        load(tmp_path)
 
 
 # order and effort -----------------------------------------------------------------------------------------------------
@@ -335,7 +334,7 @@ def test_the_file_system_is_asked_little(tmp_path, calls, kind):
     if kind != "folders":
         (tmp_path / "metadata.csv").write_text("\n".join(["file_name", *changed.get(kind, names)]))
     calls.clear()
-    train, _ = load_image_datasets(DataConfig(path=str(tmp_path), eval_split=None, missing="skip"))
+    train, _ = load(tmp_path, eval_split=None, missing="skip")
     assert len(train.origin.rows) == (2 if kind == "missing" else count)
     assert calls["scandir"] >= 4 and sum(calls.values()) <= 2 * count, calls
 

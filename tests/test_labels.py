@@ -1,6 +1,8 @@
 """Labels of every sort of column, against plain Python, and what they take of memory."""
 
+import itertools
 import tracemalloc
+from collections.abc import Callable
 
 import datasets
 import numpy as np
@@ -38,16 +40,17 @@ class Reference:
 
     def __init__(self, splits: list[list], kinds: list):
         splits = [[as_list(value) for value in split] for split in splits]
-        names = share_names([getattr(kind, "names", None) for kind in kinds], splits)
+        declared = [getattr(kind, "names", None) for kind in kinds]
+        names = share_names(declared, splits)
         classes = []
         for split, names_of_split in zip(splits, names, strict=True):
-            classes.append([[class_of(value, names_of_split) for value in labels] for labels in split])
-        if any(isinstance(value, str) for split in classes for labels in split for value in labels):
-            classes = [[[as_text(value) for value in labels] for labels in split] for split in classes]
+            classes.append(map_labels(split, lambda value, known=names_of_split: class_of(value, known)))
+        if any(isinstance(value, str) for split in classes for value in flatten(split)):
+            classes = [map_labels(split, as_text) for split in classes]
 
         self.classes = list(names[0] or [])
         for split in classes:
-            others = {value for labels in split for value in labels} - {None, *self.classes}
+            others = {*flatten(split)} - {None, *self.classes}
             are_numbers = all(str(value).isdecimal() for value in others)
             self.classes += sorted(others, key=numeric_order if are_numbers else str)
         self.names = [str(value) for value in self.classes]
@@ -62,6 +65,16 @@ class Reference:
                 if value is not None:
                     padded[image, position] = self.classes.index(value)
         return padded if longest > 1 else padded[:, 0]
+
+
+def map_labels(split: list[list], change: Callable) -> list[list]:
+    """The labels of each image, each changed."""
+    return [[change(value) for value in labels] for labels in split]
+
+
+def flatten(split: list[list]) -> list:
+    """The labels of one image after the other."""
+    return list(itertools.chain.from_iterable(split))
 
 
 def as_list(value) -> list:
@@ -80,11 +93,13 @@ def numeric_order(value) -> tuple[int, str]:
 
 def share_names(names: list[list[str] | None], splits: list[list[list]]) -> list[list[str] | None]:
     """The names of the classes of each split; None: its labels are their own."""
-    flat = [[value for labels in split for value in labels] for split in splits]
-    has_texts = [any(isinstance(value, str) for value in values) for values in flat]
-    has_numbers = [any(not isinstance(value, str) for value in values) for values in flat]
-    nameless = [has and of_split is None for has, of_split in zip(has_numbers, names, strict=True)]
-    if any(has_texts) and any(nameless):
+    has_texts = []
+    has_nameless_numbers = []
+    for split, of_split in zip(splits, names, strict=True):
+        are_texts = [isinstance(value, str) for value in flatten(split)]
+        has_texts.append(any(are_texts))
+        has_nameless_numbers.append(of_split is None and not all(are_texts))
+    if any(has_texts) and any(has_nameless_numbers):
         raise LookupError
     declared = {tuple(of_split) for of_split in names if of_split}
     if len(declared) != 1:
@@ -104,21 +119,37 @@ def class_of(value, names: list[str] | None):
     return names[value] if value < len(names) else str(int(value))
 
 
+def below(first: int, end: int) -> Callable:
+    """A draw of one integer."""
+    return lambda rng: int(rng.integers(first, end))
+
+
+def one_of(*texts: str) -> Callable:
+    """A draw of one text."""
+    return lambda rng: str(rng.choice(texts))
+
+
+def integers(first: int, end: int, longest: int) -> Callable:
+    """A draw of a list of integers."""
+    return lambda rng: rng.integers(first, end, rng.integers(0, longest + 1)).tolist()
+
+
 SORTS = {
-    "int8": (Value("int8"), lambda rng: int(rng.integers(-3, 100))),
-    "uint64": (Value("uint64"), lambda rng: int(rng.integers(0, 100))),
+    "int8": (Value("int8"), below(-3, 100)),
+    "uint64": (Value("uint64"), below(0, 100)),
     "bool": (Value("bool"), lambda rng: bool(rng.integers(2))),
-    "text": (Value("string"), lambda rng: str(rng.choice(["é", "zebra", "B", "a", "", "猫"]))),
-    "named": (datasets.ClassLabel(names=["zebra", "a", "owl"]), lambda rng: int(rng.integers(-1, 3))),
-    "named in another order": (datasets.ClassLabel(names=["owl", "zebra", "a"]), lambda rng: int(rng.integers(-1, 3))),
-    "large text": (Value("large_string"), lambda rng: str(rng.choice(["owl", "猫"]))),
-    "lists": (List(Value("int64")), lambda rng: rng.integers(-2, 9, rng.integers(0, 4)).tolist()),
+    "text": (Value("string"), one_of("é", "zebra", "B", "a", "", "猫")),
+    "named": (datasets.ClassLabel(names=["zebra", "a", "owl"]), below(-1, 3)),
+    "named in another order": (datasets.ClassLabel(names=["owl", "zebra", "a"]), below(-1, 3)),
+    "large text": (Value("large_string"), one_of("owl", "猫")),
+    "lists": (List(Value("int64")), integers(-2, 9, longest=3)),
     "lists of text": (List(Value("string")), lambda rng: rng.choice(["b", "a", "c"], rng.integers(0, 3)).tolist()),
-    "large lists": (LargeList(Value("int16")), lambda rng: rng.integers(0, 9, rng.integers(0, 2)).tolist()),
+    "large lists": (LargeList(Value("int16")), integers(0, 9, longest=1)),
     "fixed lists": (List(Value("int32"), length=2), lambda rng: rng.integers(0, 9, 2).tolist()),
     "nothing": (Value("null"), lambda rng: None),
     "no number": (Value("float32"), lambda rng: None),
 }
+"""Name -> type of a column, and a draw of one label."""
 
 
 @pytest.mark.parametrize("sort", SORTS)

@@ -2,25 +2,25 @@
 
 import csv
 import json
-import tarfile
 import tempfile
 import unicodedata
 import zipfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from colours import CATS_AND_DOGS, Seen, colour, in_train, save, save_classes, seen
+from colours import CATS_AND_DOGS, Seen, colour, in_train, load, save, save_classes, seen
 from conftest import dataset_of
 from file_names import ACUTE, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_files import write_tar
 
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import ImagesConfig
 from mpp.data.listing.lists import read_list, to_label_column
-from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
 QUICK = settings(max_examples=30, deadline=None, derandomize=True)
@@ -35,14 +35,16 @@ LABELS = (
 
 def write_csv(file: Path, rows: list[dict], delimiter: str = ",", encoding: str = "utf-8") -> None:
     """A table as Python's csv writes it."""
+    names = list(rows[0])
     with open(file, "w", newline="", encoding=encoding) as out:
-        writer = csv.DictWriter(out, [*dict.fromkeys(name for row in rows for name in row)], delimiter=delimiter)
+        writer = csv.DictWriter(out, names, delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
 
 
 def write_json_lines(file: Path, rows: list[dict], encoding: str = "utf-8") -> None:
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding=encoding)
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    file.write_text("".join(f"{line}\n" for line in lines), encoding=encoding)
 
 
 def write_parquet(file: Path, rows: list[dict]) -> None:
@@ -51,10 +53,10 @@ def write_parquet(file: Path, rows: list[dict]) -> None:
 
 WAYS = {
     "metadata.csv": write_csv,
-    "labels.csv": lambda file, rows: write_csv(file, rows, ";"),
-    "metadata.tsv": lambda file, rows: write_csv(file, rows, "\t", "utf-8-sig"),
+    "labels.csv": partial(write_csv, delimiter=";"),
+    "metadata.tsv": partial(write_csv, delimiter="\t", encoding="utf-8-sig"),
     "labels.jsonl": write_json_lines,
-    "metadata.jsonl": lambda file, rows: write_json_lines(file, rows, "utf-8-sig"),
+    "metadata.jsonl": partial(write_json_lines, encoding="utf-8-sig"),
     "Metadata.parquet": write_parquet,
 }
 """Name of a list -> how it is written."""
@@ -73,9 +75,21 @@ def listed(folder: Path, labels: list, name: str = "metadata.csv", **columns) ->
     WAYS[name](folder / name, rows)
 
 
-def all_right(images: dict[str, Seen]) -> bool:
-    """Whether the label of each image is the number of its colour."""
-    return all(image.label == str(image.kind) for image in images.values())
+def all_right(images: dict[str, Seen], names: str = "012345") -> bool:
+    """Whether the label of each image is the name of its colour."""
+    return all(image.label == names[image.kind] for image in images.values())
+
+
+def counts(splits: dict[str, dict[str, Seen]]) -> dict[str, int]:
+    """Split -> number of images."""
+    return {name: len(images) for name, images in splits.items()}
+
+
+def write_image_table(file: Path, images: list[dict], binary: pa.DataType) -> None:
+    """A parquet file of {"bytes", "path"} and CODES as labels, as other tools write it."""
+    cell = pa.struct([("bytes", binary), ("path", pa.string())])
+    schema = pa.schema([("image", cell), ("label", pa.string())])
+    pq.write_table(pa.table({"image": images, "label": CODES}, schema), file)
 
 
 def labels_by_name(images: dict[str, Seen]) -> dict[str, str | None]:
@@ -93,9 +107,10 @@ def colours_by_label(images: dict[str, Seen]) -> dict[str | None, int]:
 @QUICK
 @given(st.lists(LABELS, min_size=1, max_size=5))
 def test_text_is_text_and_only_a_blank_is_no_label(name, labels):
+    rows = [{"file_name": f"{number}.png", "label": text} for number, text in enumerate(labels)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name
-        WAYS[name](file, [{"file_name": f"{number}.png", "label": text} for number, text in enumerate(labels)])
+        WAYS[name](file, rows)
         image_list = read_list(str(file), "", ImagesConfig())
     assert image_list.files == [f"{number}.png" for number in range(len(labels))]
     assert to_label_column(image_list.columns["label"]) == [text if text.strip() else None for text in labels]
@@ -119,7 +134,7 @@ def test_labels_are_those_of_their_images(name, labels):
 def test_codes_of_countries_are_classes(tmp_path, capsys, name):
     """One of them is NA."""
     listed(tmp_path, [*CODES, *CODES, " "], name)
-    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    train, _ = load(tmp_path)
     assert train.names == sorted(CODES) and train.classes == 4
     labels = Counter(image.label for image in in_train(tmp_path).values())
     assert labels == {**dict.fromkeys(CODES, 2), None: 1}
@@ -133,7 +148,7 @@ def test_numbers_are_classes_from_zero_in_their_order(tmp_path, name, labels):
     listed(tmp_path, labels, name)
     images = in_train(tmp_path)
     assert colours_by_label(images) == {str(number): kind for kind, number in enumerate(labels)}
-    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    train, _ = load(tmp_path)
     assert train.names == [str(number) for number in sorted(labels)] and train.classes == 3
 
 
@@ -153,7 +168,7 @@ def test_lists_of_labels_stay_several_right_answers(tmp_path, name):
     for split in ("train", "val"):
         (tmp_path / split).mkdir()
         listed(tmp_path / split, ["NA", "é", "x"], name, real=[["NA", "é"], [], ["x", "new"]])
-    _, held_out = load_image_datasets(DataConfig(path=str(tmp_path), eval_label_column="real"))
+    _, held_out = load(tmp_path, eval_label_column="real")
     answers = []
     for numbers in held_out.labels:
         answers.append({held_out.names[number] for number in numbers if number >= 0})
@@ -168,7 +183,7 @@ def test_labels_that_utf8_lacks_are_escaped(tmp_path, several):
     rows = [{"file_name": f"{n}.png", "label": [label] if several else label} for n, label in enumerate(labels)]
     (tmp_path / "metadata.csv").unlink()
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    train, _ = load_image_datasets(DataConfig(path=str(tmp_path)))
+    train, _ = load(tmp_path)
     assert train.names == ["a\\ud800", "b"]
 
 
@@ -230,7 +245,7 @@ def test_files_that_are_not_there_are_refused_at_once_or_skipped(tmp_path, capsy
         (tmp_path / f"{number}.png").unlink()
     words = rf"names 4 files that are not in {tmp_path}: 3.png, 4.png, 5.png and 1 more; .* data.missing skip leaves"
     with pytest.raises(UserError, match=words):
-        load_image_datasets(DataConfig(path=str(tmp_path)))
+        load(tmp_path)
     images = in_train(tmp_path, missing="skip")
     assert len(images) == 26 and images["7.png"] == (1, "b")
     assert "files that a list names and that are not there (4: 3.png, ...)" in capsys.readouterr().err
@@ -241,7 +256,7 @@ def test_a_row_without_a_name_is_named(tmp_path):
     with open(tmp_path / "metadata.csv", "a") as file:
         file.write(",d\n")
     with pytest.raises(UserError, match=r"names a file that is not in .*: row 4 names none"):
-        load_image_datasets(DataConfig(path=str(tmp_path)))
+        load(tmp_path)
 
 
 def test_a_file_that_is_listed_twice_counts_once(tmp_path, capsys):
@@ -313,9 +328,9 @@ def test_a_list_anywhere(tmp_path, inside):
     ways = dict(labels=str(file), file_column="photo", label_column="species")
     assert in_train(tmp_path / "data", **ways) == {"cat/0.png": (0, "a cat"), "dog/0.png": (1, "a dog")}
     with pytest.raises(UserError, match=r"has the columns id, photo, species; data\.file_column must say which names"):
-        load_image_datasets(DataConfig(path=str(tmp_path / "data"), labels=str(file)))
+        load(tmp_path / "data", labels=str(file))
     with pytest.raises(UserError, match=r"data\.label_column is kind; .* has image, id, species"):
-        load_image_datasets(DataConfig(path=str(tmp_path / "data"), **ways | {"label_column": "kind"}))
+        load(tmp_path / "data", **ways | {"label_column": "kind"})
 
 
 @pytest.mark.parametrize("column", ["file_name", "File Name", "FILENAME", "file", "path", "image"])
@@ -369,9 +384,9 @@ def test_another_encoding_is_named_and_told(tmp_path, name):
     listed(tmp_path, ["é", "b"], name)
     (tmp_path / name).write_bytes((tmp_path / name).read_text("utf-8").encode("latin-1"))
     with pytest.raises(UserError, match=rf"{name} cannot be read: it is not utf-8; data\.labels_encoding names its"):
-        load_image_datasets(DataConfig(path=str(tmp_path)))
+        load(tmp_path)
     with pytest.raises(UserError, match=r"data\.labels_encoding is latin9000, which is no encoding"):
-        load_image_datasets(DataConfig(path=str(tmp_path), labels_encoding="latin9000"))
+        load(tmp_path, labels_encoding="latin9000")
     assert in_train(tmp_path, labels_encoding="latin-1")["0.png"] == (0, "é")
 
 
@@ -385,22 +400,45 @@ def test_ends_of_lines_and_empty_lines(tmp_path, end):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("metadata.csv", "file_name,label\n0.png,a,b\n", "line 2 has 3 cells, and the first line 2"),
-        ("metadata.csv", "file_name,label,label\n0.png,a,b\n", "it has the column label twice"),
-        ("metadata.csv", "name,label\n0.png,a\n", "has the columns name, label; data.file_column must say"),
-        ("metadata.csv", "", "has the columns nothing; data.file_column must say"),
-        ("metadata.csv", 'file_name,label\n"0.png,a\n', "cannot be read"),
-        ("metadata.jsonl", '{"file_name": "0.png"}\n{"file_name"\n', "line 2 is no JSON"),
-        ("metadata.jsonl", '["0.png"]\n', "line 1 is no object"),
-        ("metadata.parquet", "PAR", "cannot be read"),
+        pytest.param(
+            "metadata.csv",
+            "file_name,label\n0.png,a,b\n",
+            "line 2 has 3 cells, and the first line 2",
+            id="a cell too many",
+        ),
+        pytest.param(
+            "metadata.csv",
+            "file_name,label,label\n0.png,a,b\n",
+            "it has the column label twice",
+            id="a column twice",
+        ),
+        pytest.param(
+            "metadata.csv",
+            "name,label\n0.png,a\n",
+            "has the columns name, label; data.file_column must say",
+            id="no column of files",
+        ),
+        pytest.param("metadata.csv", "", "has the columns nothing; data.file_column must say", id="empty"),
+        pytest.param("metadata.csv", 'file_name,label\n"0.png,a\n', "cannot be read", id="an open quote"),
+        pytest.param(
+            "metadata.jsonl",
+            '{"file_name": "0.png"}\n{"file_name"\n',
+            "line 2 is no JSON",
+            id="half an object",
+        ),
+        pytest.param("metadata.jsonl", '["0.png"]\n', "line 1 is no object", id="no object"),
+        pytest.param("metadata.parquet", "PAR", "cannot be read", id="half a parquet file"),
     ],
 )
 def test_a_list_that_cannot_be_read_is_named(tmp_path, name, text, words):
     save(tmp_path / "0.png")
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as error:
-        load_image_datasets(DataConfig(path=str(tmp_path)))
-    assert f"{tmp_path}/{name}" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
+        load(tmp_path)
+    message = str(error.value)
+    assert f"{tmp_path}/{name}" in message
+    assert words in message
+    assert "\n" not in message
 
 
 # parquet with images --------------------------------------------------------------------------------------------------
@@ -409,20 +447,16 @@ def test_a_list_that_cannot_be_read_is_named(tmp_path, name, text, words):
 @pytest.mark.parametrize("large", [False, True])
 def test_a_struct_of_bytes_and_path_is_an_image(tmp_path, large):
     """As other tools rewrite a table, without the library's metadata."""
-    cell = pa.struct([("bytes", pa.large_binary() if large else pa.binary()), ("path", pa.string())])
     images = [{"bytes": colour(kind), "path": f"{kind}.png"} for kind in range(4)]
-    schema = pa.schema([("image", cell), ("label", pa.string())])
-    pq.write_table(pa.table({"image": images, "label": CODES}, schema), tmp_path / "train.parquet")
+    write_image_table(tmp_path / "train.parquet", images, pa.large_binary() if large else pa.binary())
     assert colours_by_label(in_train(tmp_path)) == {code: kind for kind, code in enumerate(CODES)}
 
 
 def test_paths_in_parquet_are_from_the_file_on(tmp_path):
-    cell = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     for kind in range(4):
         save(tmp_path / "data" / "images" / f"{kind}.png", kind)
     images = [{"bytes": None, "path": f"images/{kind}.png"} for kind in range(4)]
-    schema = pa.schema([("image", cell), ("label", pa.string())])
-    pq.write_table(pa.table({"image": images, "label": CODES}, schema), tmp_path / "data" / "train.parquet")
+    write_image_table(tmp_path / "data" / "train.parquet", images, pa.binary())
     known = in_train(tmp_path / "data", image_column="image")
     assert colours_by_label(known) == {code: kind for kind, code in enumerate(CODES)}
 
@@ -438,7 +472,7 @@ def test_lists_of_one_folder_are_joined_and_inner_ones_count_more(tmp_path):
     write_csv(tmp_path / "train" / "metadata.csv", ages)
     write_csv(tmp_path / "metadata.csv", outer)
     images = in_train(tmp_path, eval_split=None)
-    assert all(image.label == "abc"[image.kind] for image in images.values()) and len(images) == 6
+    assert all_right(images, "abc") and len(images) == 6
 
 
 def test_absolute_names_are_found_through_a_link_to_the_images(tmp_path):
@@ -448,7 +482,7 @@ def test_absolute_names_are_found_through_a_link_to_the_images(tmp_path):
     files = sorted((tmp_path / "real").rglob("*.png"))
     write_csv(tmp_path / "all.csv", [{"file": str(file), "label": file.parent.name} for file in files])
     splits = seen(tmp_path / "link", labels=str(tmp_path / "all.csv"))
-    assert {name: len(images) for name, images in splits.items()} == {"train": 4, "validation": 4}
+    assert counts(splits) == {"train": 4, "validation": 4}
 
 
 def test_a_bare_name_is_found_in_a_folder_below_where_it_is_the_only_one(tmp_path):
@@ -457,35 +491,38 @@ def test_a_bare_name_is_found_in_a_folder_below_where_it_is_the_only_one(tmp_pat
         save(tmp_path / ("part_1" if number < 3 else "part_2") / f"id{number}.png", number % 3)
     write_csv(tmp_path / "labels.csv", [{"id": f"id{number}", "breed": "abc"[number % 3]} for number in range(6)])
     images = in_train(tmp_path, file_column="id", label_column="breed")
-    assert all(image.label == "abc"[image.kind] for image in images.values()) and len(images) == 6
+    assert all_right(images, "abc") and len(images) == 6
     save(tmp_path / "part_2" / "id0.png", 0)
     with pytest.raises(UserError, match=r"names a file that is not in .*: id0;"):
-        load_image_datasets(DataConfig(path=str(tmp_path), file_column="id", label_column="breed"))
+        load(tmp_path, file_column="id", label_column="breed")
 
 
 def test_a_file_that_is_listed_in_two_splits_is_named(tmp_path, capsys):
     for number in range(4):
         save(tmp_path / f"{number}.png", number)
-    rows = [{"file": f"{number}.png", "split": split} for split in ("train", "test") for number in range(3)]
-    write_csv(tmp_path / "metadata.csv", [*rows, {"file": "3.png", "split": "test"}])
-    assert {name: len(images) for name, images in seen(tmp_path).items()} == {"train": 3, "test": 1}
+    rows = [{"file": "3.png", "split": "test"}]
+    for number in range(3):
+        rows.append({"file": f"{number}.png", "split": "train"})
+        rows.append({"file": f"{number}.png", "split": "test"})
+    write_csv(tmp_path / "metadata.csv", rows)
+    assert counts(seen(tmp_path)) == {"train": 3, "test": 1}
     assert "files that are listed in several splits count in the first of these (3: 0.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["a parquet file", "a tar", "a saved dataset"])
 def test_a_list_of_what_has_labels_of_its_own_is_refused(tmp_path, what):
     rows = dataset_of([colour(0)] * 4)
-    path = tmp_path / {"a parquet file": "a.parquet", "a tar": "a.tar"}.get(what, "saved")
     if what == "a parquet file":
+        path = tmp_path / "a.parquet"
         rows.to_parquet(path)
     elif what == "a tar":
-        with tarfile.open(path, "w") as tar:
-            save(tmp_path / "0.png")
-            tar.add(tmp_path / "0.png", "0.png")
+        path = tmp_path / "a.tar"
+        write_tar(path, [("0.png", colour(0))])
     else:
+        path = tmp_path / "saved"
         rows.save_to_disk(path)
     with pytest.raises(UserError, match=r"data\.labels is gone\.csv; it must be left out: .* shards have labels of"):
-        load_image_datasets(DataConfig(path=str(path), labels="gone.csv"))
+        load(path, labels="gone.csv")
 
 
 def test_a_list_that_is_named_is_not_left_out_but_others_are(tmp_path, capsys):

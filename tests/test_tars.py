@@ -12,7 +12,7 @@ import datasets
 import fsspec
 import pytest
 import webdataset
-from colours import CATS_AND_DOGS, COLOURS, Seen, colour, in_train, seen
+from colours import CATS_AND_DOGS, COLOURS, Seen, colour, in_train, load, seen
 from file_names import AWKWARD_NAMES, FILE_NAMES, NO_UTF8_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from image_files import write_tar
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.decoding.decode import decode
-from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.sources import load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.runtime.output import printable
@@ -169,7 +169,7 @@ def test_folders_in_a_shard_are_splits_and_classes(tmp_path):
             members += [(f"{split}/{name}/{number}.png", colour(kind)) for number in range(3)]
     write_tar(tmp_path / "x.tar", members)
     for path in (tmp_path / "x.tar", tmp_path):
-        train, held_out = load_image_datasets(DataConfig(path=str(path)))
+        train, held_out = load(path)
         assert (len(train), len(held_out), held_out.split, train.names) == (6, 6, "validation", ["a", "b"])
         assert train.labels.tolist() == held_out.labels.tolist() == [0] * 3 + [1] * 3
 
@@ -239,7 +239,7 @@ def test_a_key_of_json_is_the_label(tmp_path, look, values, labels):
 
 def test_a_key_of_json_may_hold_several_labels(tmp_path):
     write_with_json(tmp_path / "train.tar", [[0, 1], [], [2]])
-    train, _ = load_image_datasets(DataConfig(path=str(tmp_path), label_column="kind", eval_split=None))
+    train, _ = load(tmp_path, label_column="kind", eval_split=None)
     assert {*train.names} == {"0", "1", "2"}
 
 
@@ -255,7 +255,7 @@ def write_with_json(file: Path, values: list) -> None:
 def test_json_that_is_none_is_named(tmp_path):
     write_tar(tmp_path / "train.tar", [("0.png", colour(0)), ("0.json", b"{")])
     with pytest.raises(UserError, match=r"0\.json cannot be read"):
-        load_image_datasets(DataConfig(path=str(tmp_path), label_column="kind"))
+        load(tmp_path, label_column="kind")
 
 
 def test_shards_of_folders_have_their_classes(tmp_path):
@@ -313,7 +313,7 @@ def test_any_damaged_shard_is_named(tmp_path):
         write_tar(tmp_path / f"train-{shard}.tar", samples(range(3 * shard, 3 * shard + 3)))
     (tmp_path / "train-2.tar").write_bytes((tmp_path / "train-2.tar").read_bytes()[:1100])
     with pytest.raises(UserError, match=r"train-2\.tar is damaged: unexpected end of data .*; replace it"):
-        load_image_datasets(DataConfig(path=str(tmp_path)))
+        load(tmp_path)
 
 
 def test_many_samples_cost_one_read_of_a_shard(tmp_path, monkeypatch):
@@ -378,5 +378,5 @@ def test_several_pictures_of_one_label_are_refused_or_chosen(tmp_path):
         members.append((f"{number}.cls", str(number % 2).encode()))
     write_tar(tmp_path / "x.tar", members)
     with pytest.raises(UserError, match=r"sample 0 has several pictures \(left\.png, right\.png\): a name is cut at"):
-        load_image_datasets(DataConfig(path=str(tmp_path)))
+        load(tmp_path)
     assert is_right(in_train(tmp_path, image_column="left.png"), 6)

@@ -3,14 +3,12 @@
 import os
 import posixpath
 import unicodedata
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
-from typing import TypeVar
+from typing import Any
 
 from mpp.data.listing.formats import without_extension
 from mpp.data.listing.tree import Tree
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 class FileIndex:
@@ -106,10 +104,10 @@ def compose(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def only_unique(pairs: Iterable[tuple[Key, int]]) -> dict[Key, int]:
+def only_unique(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     """Keys -> numbers, without the keys that stand for several numbers."""
-    numbers: dict[Key, int] = {}
-    ambiguous: set[Key] = set()
+    numbers: dict[Any, int] = {}
+    ambiguous = set()
     for key, number in pairs:
         if numbers.setdefault(key, number) != number:
             ambiguous.add(key)

@@ -236,12 +236,6 @@ def to_label(value: Any) -> Any:
 def to_label_column(values: Iterable[Any]) -> list[Any]:
     """Labels of images: all texts, or, where one is a list, all lists of texts."""
     labels = [to_label(value) for value in values]
-    if not any(isinstance(label, list) for label in labels):
-        return labels
-    lists = []
-    for label in labels:
-        if label is None:
-            lists.append([])
-        else:
-            lists.append(label if isinstance(label, list) else [label])
-    return lists
+    if any(isinstance(label, list) for label in labels):
+        return [to_label(label if isinstance(label, list) else [label]) for label in labels]
+    return labels
