@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +43,22 @@ from mpp.models.exporting import export_encoder
 from mpp.pretrain import Pretraining
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+
+
+def read_json(file: Path) -> dict:
+    return json.loads(file.read_text())
+
+
+def standardise(features: np.ndarray) -> torch.Tensor:
+    """Features (N, D) less their mean and over their deviation."""
+    return torch.from_numpy((features - features.mean(0)) / features.std(0))
+
+
+def write_pictures(folder: Path, count: int) -> None:
+    """A new folder of images."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        (folder / f"{number}.png").write_bytes(encoded(picture(number)))
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +108,15 @@ def test_resnets_and_hybrids_satisfy_the_contract():
     assert hybrid(images, "both", [1, 12])[1].shape == (1, 2 * 192)
 
 
-def test_other_models_of_timms_have_their_output_alone():
-    for name, img_size, width in (("resnet18", 64, 512), ("swin_tiny_patch4_window7_224", None, 768)):
-        frozen = load_frozen_encoder(name, img_size=img_size, random=True)
-        images = torch.randint(0, 256, (2, 3, *frozen.img_size), dtype=torch.uint8)
-        (features_at_end,) = frozen(images, "mean", [1])
-        assert len(frozen.stages) == 1 and features_at_end.shape == (2, width)
+@pytest.mark.parametrize(
+    ("name", "img_size", "width"), [("resnet18", 64, 512), ("swin_tiny_patch4_window7_224", None, 768)]
+)
+def test_other_models_of_timms_have_their_output_alone(name, img_size, width):
+    frozen = load_frozen_encoder(name, img_size=img_size, random=True)
+    images = torch.randint(0, 256, (2, 3, *frozen.img_size), dtype=torch.uint8)
+    (features_at_end,) = frozen(images, "mean", [1])
+    assert len(frozen.stages) == 1
+    assert features_at_end.shape == (2, width)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
@@ -128,9 +148,15 @@ def test_a_local_checkpoint_goes_with_a_name(tmp_path):
     loaded = loaded.model.state_dict()
     for name, weights in model.state_dict().items():
         assert "head" in name or torch.equal(weights, loaded[name])
-    for bad, said in (("weights.bin", r"it must be a \.safetensors file"), ("no.safetensors", "there is no such file")):
-        with pytest.raises(ValueError, match=rf"checkpoint is .*{bad}.*{said}"):
-            load_frozen_encoder("vit_tiny_patch16_224", checkpoint=str(tmp_path / bad))
+
+
+@pytest.mark.parametrize(
+    ("file", "allowed"),
+    [("weights.bin", r"it must be a \.safetensors file"), ("no.safetensors", "there is no such file")],
+)
+def test_a_checkpoint_that_is_none_is_named(tmp_path, file, allowed):
+    with pytest.raises(ValueError, match=rf"checkpoint is .*{file}.*{allowed}"):
+        load_frozen_encoder("vit_tiny_patch16_224", checkpoint=str(tmp_path / file))
 
 
 def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
@@ -148,11 +174,16 @@ def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
 
 def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
     """Folder and all: also positions that are fixed, of which timm alone does not know."""
-    asked, folder = [], tmp_path / "encoder"
+    folder = tmp_path / "encoder"
     fixed = build_encoder(ModelConfig(width=16, depth=1, heads=2, img_size=16, patch_size=8, position="sincos_2d"))
     export_encoder(fixed, folder, 16, (0.5,) * 3, (0.5,) * 3, 0.875)
-    download = "mpp.runtime.weights.snapshot_download"
-    monkeypatch.setattr(download, lambda name, allow_patterns: asked.append(name) or str(folder))
+    asked = []
+
+    def fake_download(name, allow_patterns):
+        asked.append(name)
+        return str(folder)
+
+    monkeypatch.setattr("mpp.runtime.weights.snapshot_download", fake_download)
     for encoder in (mpp.load_encoder("hf-hub:me/mine"), load_frozen_encoder("hf-hub:me/mine").model):
         assert all(map(torch.equal, encoder.parameters(), fixed.parameters()))
         assert "pos_embed" in dict(encoder.named_buffers())
@@ -187,14 +218,15 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     _, folder = vit
     common = [f"--encoder={folder}", "--shots=5", "--seeds=[0,1]", *FAST]
     fewshot.main([*common, "--depth=all", f"--out={tmp_path / 'all.json'}"])
-    report = json.loads((tmp_path / "all.json").read_text())
+    report = read_json(tmp_path / "all.json")
     assert sorted(report["summary_by_depth"]) == ["1", "2", "3"]
     assert report["summary"] == report["summary_by_depth"]["3"]
     assert (tmp_path / "all.png").stat().st_size > 1000
     events = EventAccumulator(str(tmp_path / "all")).Reload()
     curve = {event.step: event.value for event in events.Scalars("accuracy_by_depth/shots_5")}
-    expected = {int(depth): 100 * of_depth["5"]["mean"] for depth, of_depth in report["summary_by_depth"].items()}
+    expected = {int(depth): 100 * summary["5"]["mean"] for depth, summary in report["summary_by_depth"].items()}
     assert curve == pytest.approx(expected)
+
     tested = []
     evaluate = fewshot.evaluate
 
@@ -205,14 +237,16 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     monkeypatch.setattr(fewshot, "evaluate", recorded)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'dev.json'}"])
     assert tested == [43, 43, 43, 286]  # a tenth of train for each depth, then the test set, once
-    report = json.loads((tmp_path / "dev.json").read_text())
+    report = read_json(tmp_path / "dev.json")
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
+
     for module in ("mpp.features.frozen", "mpp.runtime.arrays"):
         monkeypatch.setattr(f"{module}.IN_MEMORY", 0)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'files.json'}"])
-    files = json.loads((tmp_path / "files.json").read_text())
-    assert files["results"] == report["results"] and files["protocol"]["dev_accuracy_by_depth"] == on_dev
+    from_files = read_json(tmp_path / "files.json")
+    assert from_files["results"] == report["results"]
+    assert from_files["protocol"]["dev_accuracy_by_depth"] == on_dev
     with pytest.raises(ValueError, match="depth is 4; it must be from 1 to 3"):
         fewshot.main([*common, "--depth=4"])
 
@@ -221,69 +255,78 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
 def test_patches_are_pooled_where_the_class_token_comes_late(kind):
     options = {"cls_attn_layers": 1} if kind is Xcit else {"depth_token_only": 1}
     encoder = kind(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0, **options).eval()
-    images, seen = torch.randn(2, 3, 32, 32), []
-    hook = encoder.blocks[0].register_forward_hook(lambda module, given, out: seen.append(out))
+    images = torch.randn(2, 3, 32, 32)
+    outputs = []
+    hook = encoder.blocks[0].register_forward_hook(lambda module, given, output: outputs.append(output))
     with torch.no_grad():
         early, late = features_at(encoder, images, [1, 2], "mean")
         hook.remove()
-        torch.testing.assert_close(early, seen[0].mean(1))
+        torch.testing.assert_close(early, outputs[0].mean(1))
         torch.testing.assert_close(late, encoder.forward_features(images)[:, 1:].mean(1))
 
 
 @pytest.mark.faults
 def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     folder = shutil.copytree(vit[1], tmp_path / "run" / "encoder").parent
-    both = ["--representation=class", "--depth=1"]
-    for more in ([], ["--random=true"], both[:1], both, ["--random=true", "--seed=3", "--img_size=16"]):
-        fewshot.main([f"--encoder={folder}", "--shots=1", "--seeds=0", *more, *FAST])
-    reports = {path.name for path in (folder / "evaluation").glob("*.json")}
-    names = ("fewshot", "fewshot_random_0", "fewshot_class", "fewshot_class_depth_1", "fewshot_random_3_16px")
-    assert reports == {f"{name}.json" for name in names}
+    common = [f"--encoder={folder}", "--shots=1", "--seeds=0", *FAST]
+    words_of_report = {
+        "fewshot": [],
+        "fewshot_random_0": ["--random=true"],
+        "fewshot_class": ["--representation=class"],
+        "fewshot_class_depth_1": ["--representation=class", "--depth=1"],
+        "fewshot_random_3_16px": ["--random=true", "--seed=3", "--img_size=16"],
+    }
+    for words in words_of_report.values():
+        fewshot.main([*common, *words])
+    assert {path.stem for path in (folder / "evaluation").glob("*.json")} == set(words_of_report)
     assert "the package's birds: 430 labelled images to learn from, 286 to judge by" in capsys.readouterr().out
     classes = tmp_path / "my classes"
     for name in ("cat", "dog"):
-        (classes / name).mkdir(parents=True)
-        for number in range(4):
-            (classes / name / f"{number}.png").write_bytes(encoded(picture(number)))
-    fewshot.main([f"--encoder={folder}", "--shots=1", "--seeds=0", f"--data.path={classes}", *FAST])
+        write_pictures(classes / name, 4)
+    fewshot.main([*common, f"--data.path={classes}"])
     assert len(list((folder / "evaluation").glob("fewshot_my_classes_??????.json"))) == 1
-    fewshot.main([f"--encoder={folder}", "--shots=1", "--seeds=0", f"--out={tmp_path / 'plain'}", *FAST])
-    assert json.loads((tmp_path / "plain").read_text())["results"]  # a name without a suffix
+    fewshot.main([*common, f"--out={tmp_path / 'plain'}"])
+    assert read_json(tmp_path / "plain")["results"]  # a name without a suffix
 
 
-def test_features_are_already_of_some_encoder(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("depth", "--depth=dev"),
+        ("representation", "--representation=class"),
+        ("data", "--data.eval_crop=1"),
+        ("encoder", "--encoder=runs/other"),
+    ],
+)
+def test_features_are_already_of_some_encoder(tmp_path, name, word):
     save_features(tmp_path / "f.npz", features())
-    for setting in ("--depth=dev", "--representation=class", "--data.eval_crop=1", "--encoder=runs/other"):
-        name = setting.removeprefix("--").split("=")[0].split(".")[0]
-        with pytest.raises(ValueError, match=f"{name} is .* left out: features are already of some encoder"):
-            knn.main([f"--features={tmp_path / 'f.npz'}", setting])
+    with pytest.raises(ValueError, match=f"{name} is .* left out: features are already of some encoder"):
+        knn.main([f"--features={tmp_path / 'f.npz'}", word])
 
 
 def test_random_means_random_whatever_weights_there_are(vit, tmp_path):
-    save_file({"nothing": torch.zeros(1)}, tmp_path / "w.safetensors")
-    words = dict(encoder="vit_tiny_patch16_224", img_size=32, random=True)
-    with_file, without = (
-        load_frozen_encoder(**words, checkpoint=str(tmp_path / "w.safetensors")),
-        load_frozen_encoder(**words),
-    )
-    pairs = zip(with_file.model.parameters(), without.model.parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
+    weights = tmp_path / "w.safetensors"
+    save_file({"nothing": torch.zeros(1)}, weights)
+    settings = dict(encoder="vit_tiny_patch16_224", img_size=32, random=True)
+    with_file = load_frozen_encoder(**settings, checkpoint=str(weights)).model
+    without = load_frozen_encoder(**settings).model
+    for one, other in zip(with_file.parameters(), without.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_labels_are_needed(vit, tmp_path):
-    (tmp_path / "images").mkdir()
-    for number in range(6):
-        (tmp_path / "images" / f"{number}.png").write_bytes(encoded(picture(number)))
+    write_pictures(tmp_path / "images", 6)
     with pytest.raises(ValueError, match=r"no labels; name their column by data\.label_column"):
         fewshot.main([f"--encoder={vit[1]}", f"--data.path={tmp_path / 'images'}", *FAST])
 
 
 def two_classes(folder, broken=()):
     """Splits of 6 + 3 and of 3 + 3 images of two classes; `broken` are none."""
-    for split, name, count in (("train", "cat", 6), ("train", "dog", 3), ("test", "cat", 3), ("test", "dog", 3)):
-        (folder / split / name).mkdir(parents=True, exist_ok=True)
+    counts = {"train/cat": 6, "train/dog": 3, "test/cat": 3, "test/dog": 3}
+    for class_folder, count in counts.items():
+        (folder / class_folder).mkdir(parents=True)
         for number in range(count):
-            file = f"{split}/{name}/{number}.png"
+            file = f"{class_folder}/{number}.png"
             data = b"nothing" if file in broken else encoded(picture(len(file) + 10 * number))
             (folder / file).write_bytes(data)
     return folder
@@ -307,11 +350,12 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(vit, tmp_path, cap
     for array, expected in zip(saved, saved_without, strict=True):
         assert (array == expected).all()
     warnings = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert len(warnings) == 1 and "warning: 3 images that cannot be decoded are left out" in warnings[0]
+    assert len(warnings) == 1
+    assert "warning: 3 images that cannot be decoded are left out" in warnings[0]
     assert all(name in warnings[0] for name in BROKEN)
-    for folder, expected in ((images, {"train": 2, "test": 1}), (without, None)):
+    for folder, left_out in ((images, {"train": 2, "test": 1}), (without, None)):
         knn.main([*words, f"--data.path={folder}", "--neighbours=1", f"--out={tmp_path / 'r.json'}"])
-        assert json.loads((tmp_path / "r.json").read_text()).get("left_out") == expected
+        assert read_json(tmp_path / "r.json").get("left_out") == left_out
 
 
 def test_strict_refuses_images_that_cannot_be_decoded(vit, tmp_path):
@@ -321,9 +365,9 @@ def test_strict_refuses_images_that_cannot_be_decoded(vit, tmp_path):
 
 
 def test_no_image_that_can_be_decoded_is_an_error(vit, tmp_path):
-    images = two_classes(
-        tmp_path / "all", [f"test/{name}/{number}.png" for name in ("cat", "dog") for number in range(3)]
-    )
+    all_test_images = [*(f"test/cat/{number}.png" for number in range(3))]
+    all_test_images += [f"test/dog/{number}.png" for number in range(3)]
+    images = two_classes(tmp_path / "all", all_test_images)
     with pytest.raises(UserError, match="images in a row cannot be decoded"):
         fewshot.main([f"--encoder={vit[1]}", f"--data.path={images}", *FAST])
 
@@ -331,10 +375,10 @@ def test_no_image_that_can_be_decoded_is_an_error(vit, tmp_path):
 def test_knn_equals_scikit_learns():
     data = features(per_class=40, seed=1)
     train, test = data.train.astype(float), data.test.astype(float)
-    predicted = knn_predict(
-        torch.from_numpy(train), torch.from_numpy(data.train_labels), torch.from_numpy(test), [5, 30], 0.07
-    )
-    train, test = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (train, test))
+    train_labels = torch.from_numpy(data.train_labels)
+    predicted = knn_predict(torch.from_numpy(train), train_labels, torch.from_numpy(test), [5, 30], 0.07)
+    train /= np.linalg.norm(train, axis=1, keepdims=True)
+    test /= np.linalg.norm(test, axis=1, keepdims=True)
     for neighbours, of_ours in predicted.items():
         # on the unit sphere |a - b|^2 = 2 - 2 cos
         classifier = KNeighborsClassifier(neighbours, weights=lambda far: np.exp((1 - far**2 / 2 - 1) / 0.07))
@@ -352,21 +396,27 @@ def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monke
     labels = torch.arange(300) % 3
     similarity = (test @ train.T / 16).numpy()
     expected = np.lexsort((np.broadcast_to(np.arange(300), similarity.shape), -similarity))[:, :50]
-    found = [torch.cat(parts).numpy() for parts in zip(*find_neighbours(train, test, 50), strict=True)]
-    assert (found[1] == expected).all() and (found[0] == np.take_along_axis(similarity, expected, 1)).all()
+    nearest = find_neighbours(train, test, 50)
+    index = torch.cat([block.index for block in nearest]).numpy()
+    nearest_similarity = torch.cat([block.similarity for block in nearest]).numpy()
+    assert (index == expected).all()
+    assert (nearest_similarity == np.take_along_axis(similarity, expected, 1)).all()
+
     predicted = knn_predict(train, labels, test, [1, 9, 1000], 0.07)
     apart = knn_predict(train, labels * 10**12, test, [1, 9, 1000], 0.07)  # prices, say
-    assert all((apart[k] == of_k * 10**12).all() for k, of_k in predicted.items())
-    votes = {k: np.argsort(-similarity, kind="stable")[:, :k] for k in (1, 9, 1000)}
-    for k, chosen in votes.items():
+    for k in (1, 9, 1000):
+        assert (apart[k] == predicted[k] * 10**12).all()
+        chosen = np.argsort(-similarity, kind="stable")[:, :k]
         weights = np.exp((np.take_along_axis(similarity, chosen, 1) - 1) / 0.07)
         of_class = np.stack([(weights * (labels.numpy()[chosen] == c)).sum(1) for c in range(3)], 1)
-        clear = np.sort(of_class)[:, -1] - np.sort(of_class)[:, -2] > 1e-12
-        assert clear.sum() > 30 and (predicted[k].numpy() == of_class.argmax(1))[clear].all()
+        sorted_votes = np.sort(of_class)
+        clear = sorted_votes[:, -1] - sorted_votes[:, -2] > 1e-12
+        assert clear.sum() > 30
+        assert (predicted[k].numpy() == of_class.argmax(1))[clear].all()
 
 
 class Allocations(TorchDispatchMode):
-    """How many entries each tensor has that torch computes: views, and what is changed in place, are none."""
+    """Number of entries of each tensor that torch allocates: views and changes in place allocate none."""
 
     def __init__(self):
         super().__init__()
@@ -374,10 +424,10 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given, returned = ([t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for each in (args, result))
-        known = {tensor.untyped_storage().data_ptr() for tensor in given}
-        new = [tensor for tensor in returned if tensor.untyped_storage().data_ptr() not in known]
-        self.entries += [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in new]
+        known = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if torch.is_tensor(tensor)}
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.entries.append(tensor.untyped_storage().nbytes() // tensor.element_size())
         return result
 
 
@@ -385,7 +435,9 @@ def test_knn_compares_block_with_block(monkeypatch):
     """No tensor is as large as the training images, or as their similarities with a block of test images."""
     monkeypatch.setattr("mpp.features.neighbours.QUERIES_PER_BLOCK", 64)
     monkeypatch.setattr("mpp.features.neighbours.BANK_ROWS_PER_BLOCK", 200)
-    train, labels, test = torch.randn(5000, 8, dtype=torch.half), torch.arange(5000) % 3, torch.randn(300, 8)
+    train = torch.randn(5000, 8, dtype=torch.half)
+    labels = torch.arange(5000) % 3
+    test = torch.randn(300, 8)
     with Allocations() as allocations:
         knn_predict(train, labels, test, [5], 0.07)
     assert max(allocations.entries) == 64 * 200
@@ -403,7 +455,7 @@ def test_a_linear_probe_copies_the_training_features_once(monkeypatch):
 
 def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     data = features(seed=4)
-    standardised = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0))
+    standardised = standardise(data.train)
     labels = torch.from_numpy(data.train_labels)
     whole = fit_lbfgs(standardised, labels, 7, 0.01, 5)
     monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
@@ -423,7 +475,7 @@ def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():
     data = features(seed=2)
-    standardised = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0))
+    standardised = standardise(data.train)
     classifier = fit_lbfgs(standardised.float(), torch.from_numpy(data.train_labels), 7, 0.01, 500)
     of_ours = classifier(standardised.float()).log_softmax(1).detach().numpy()
     inputs = standardised.double().numpy()
@@ -451,7 +503,7 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
 @pytest.mark.parametrize("module", [knn, linear])
 def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
     module.main([f"--encoder={vit[1]}", f"--out={tmp_path / 'r.json'}", *FAST])
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = read_json(tmp_path / "r.json")
     assert set(report) == {"results", "summary", "protocol"}
     assert all(0 <= result["accuracy"] <= 1 for result in report["results"])
 
@@ -464,11 +516,12 @@ def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path, monkeyp
         runpy.run_path(str(ROOT / "evaluation" / "fewshot.py"), run_name="__main__")
 
     run("--encoder", str(vit[1]), "--out", str(tmp_path / "r.json"), *FAST)
-    assert json.loads((tmp_path / "r.json").read_text())["summary"]["5"]["mean"] > 0
+    assert read_json(tmp_path / "r.json")["summary"]["5"]["mean"] > 0
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         run("--encoder", "nowhere")
-    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: encoder is nowhere")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: encoder is nowhere")
 
 
 def rank_by_svd(features: torch.Tensor) -> float:
@@ -485,13 +538,15 @@ def test_effective_rank_counts_directions():
     assert effective_ranks(directions, cpu) == pytest.approx([1, 2, 8], rel=1e-6)
     drawn = torch.randn(40, 12, generator=generator) * torch.linspace(0, 5, 12)
     collapsed = drawn[:1] + torch.tensor([0, 1e-7, 1e-5, 1e-3])[:, None, None] * drawn
-    found = effective_ranks([drawn, drawn.T, 100 * drawn, torch.zeros(5, 3), *collapsed, torch.zeros(40, 12)], cpu)
-    assert found[:3] == pytest.approx([rank_by_svd(drawn)] * 3) and found[3] == found[-1] == 0
-    assert found[4:-1] == pytest.approx([rank_by_svd(part) for part in collapsed], rel=1e-4)
+    parts = [drawn, drawn.T, 100 * drawn, torch.zeros(5, 3), *collapsed, torch.zeros(40, 12)]
+    ranks = effective_ranks(parts, cpu)
+    assert ranks[:3] == pytest.approx([rank_by_svd(drawn)] * 3)
+    assert ranks[3] == ranks[-1] == 0
+    assert ranks[4:-1] == pytest.approx([rank_by_svd(part) for part in collapsed], rel=1e-4)
 
 
 class Decompositions(TorchDispatchMode):
-    """How many matrices, or stacks of them, were decomposed."""
+    """Number of matrices, or stacks of them, that were decomposed."""
 
     count = 0
 
@@ -504,12 +559,16 @@ class Decompositions(TorchDispatchMode):
 def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(monkeypatch):
     config = parse(Config, [*TINY, "--data.eval_images=20", "--probe.every=1"])
     task = Pretraining(config, Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
-    model, held_out = task.model.eval(), task.held_out.choose(20, 0)
+    model = task.model.eval()
+    held_out = task.held_out.choose(20, 0)
 
     def probed(images):
         task.held_out = images
-        found = task.build_probe(task.train, config.probe)(model)
-        return {name: [found[f"{name}/depth_{depth:02d}"] for depth in (1, 2)] for name in ("features/rank", "knn")}
+        scalars = task.build_probe(task.train, config.probe)(model)
+        by_name = {}
+        for name in ("features/rank", "knn"):
+            by_name[name] = [scalars[f"{name}/depth_{depth:02d}"] for depth in (1, 2)]
+        return by_name
 
     with Decompositions() as decompositions:
         whole = probed(held_out)
@@ -521,4 +580,5 @@ def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(m
     assert partly["knn"] == probed(some.labelled())["knn"]
     monkeypatch.setattr("mpp.features.probe.MOST_RANKED", 2)
     few = probed(held_out)
-    assert few["knn"] == whole["knn"] and max(few["features/rank"]) <= 2 < min(whole["features/rank"])
+    assert few["knn"] == whole["knn"]
+    assert max(few["features/rank"]) <= 2 < min(whole["features/rank"])
