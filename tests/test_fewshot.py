@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,14 @@ def features(classes=7, per_class=30, width=20, test=200, seed=0) -> LabelledFea
         cloud = (centres[labels] + noise) * scale
         splits += [cloud.astype(np.float32), labels]
     return LabelledFeatures(*splits)
+
+
+def run_on_saved(command, data: LabelledFeatures, folder: Path, *options: str) -> list[dict]:
+    """Save features, and evaluate them by a command; its results."""
+    save_features(folder / "f.npz", data)
+    out = folder / "r.json"
+    command.main([f"--features={folder / 'f.npz'}", f"--out={out}", "--threads=1", *options])
+    return json.loads(out.read_text())["results"]
 
 
 def reference(data: LabelledFeatures, shots: int, seed: int, l2: float) -> np.ndarray:
@@ -71,7 +80,8 @@ def test_predictions_equal_scikit_learns_ridge():
     features_64 = data.train.astype(np.float64)
     mean = features_64.mean(0)
     std = features_64.std(0) + 1e-5
-    train, test = (np.c_[(part - mean) / std, np.full(len(part), 100.0)] for part in (features_64, data.test))
+    train = np.c_[(features_64 - mean) / std, np.full(len(features_64), 100.0)]
+    test = np.c_[(data.test - mean) / std, np.full(len(data.test), 100.0)]
     targets = 2.0 * np.eye(7)[data.train_labels] - 1
     ridge = Ridge(alpha=1024.0, fit_intercept=False, solver="cholesky").fit(train, targets)
     (predicted,) = predict(data.train, data.train_labels, data.test, 7, [1024.0])
@@ -109,8 +119,8 @@ def test_a_class_with_too_few_gives_what_it_has(capsys):
     results = evaluate(data, config)
     assert evaluate(data, config) == results  # the next depth
     assert results[0]["accuracy"] == results[1]["accuracy"]
-    said = "note: classes with fewer than 9 training images (7 of 7) give what they have\n"
-    assert capsys.readouterr().out == said  # once
+    note = "note: classes with fewer than 9 training images (7 of 7) give what they have\n"
+    assert capsys.readouterr().out == note  # once
 
 
 def test_a_class_that_is_only_tested_is_never_right():
@@ -141,32 +151,29 @@ def test_identifiers_cost_what_as_many_classes_cost(tmp_path, command, options):
     """Millions of columns would take gigabytes; 2**62 of them no machine has."""
     plain = features()
     apart = plain._replace(train_labels=FAR_APART[plain.train_labels], test_labels=FAR_APART[plain.test_labels])
-    accuracies = {}
-    for name, data in (("plain", plain), ("apart", apart)):
-        file = tmp_path / f"{name}.npz"
-        save_features(file, data)
-        out = tmp_path / f"{name}.json"
-        command.main([f"--features={file}", f"--out={out}", "--threads=1", *options])
-        accuracies[name] = json.loads(out.read_text())["results"][0]["accuracy"]
-    assert accuracies["plain"] == accuracies["apart"] > 2 / 7  # chance is a seventh
+    accuracy_plain = run_on_saved(command, plain, tmp_path, *options)[0]["accuracy"]
+    accuracy_apart = run_on_saved(command, apart, tmp_path, *options)[0]["accuracy"]
+    assert accuracy_plain == accuracy_apart > 2 / 7  # chance is a seventh
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_classes_are_numbered_without_gaps_in_their_order(several):
-    train_labels = np.array([40, 3, 40])
-    if several:
-        test_labels = np.array([[3, -1], [40, 9], [10**9, 3]])
-        expected = [2, 0, 2], [[0, -1], [2, 1], [3, 0]], 4
-    else:
-        test_labels = np.array([3, 40, 10**9])
-        expected = [1, 0, 1], [0, 1, 2], 3
-    data = LabelledFeatures(np.zeros((3, 2)), train_labels, np.zeros((3, 2)), test_labels)
+@pytest.mark.parametrize(
+    ("test_labels", "train_numbers", "test_numbers", "class_count"),
+    [
+        pytest.param([3, 40, 10**9], [1, 0, 1], [0, 1, 2], 3, id="one label"),
+        pytest.param([[3, -1], [40, 9], [10**9, 3]], [2, 0, 2], [[0, -1], [2, 1], [3, 0]], 4, id="several labels"),
+    ],
+)
+def test_classes_are_numbered_without_gaps_in_their_order(test_labels, train_numbers, test_numbers, class_count):
+    data = LabelledFeatures(np.zeros((3, 2)), np.array([40, 3, 40]), np.zeros((3, 2)), np.array(test_labels))
     numbered, classes = data.with_numbered_classes()
-    assert (numbered.train_labels.tolist(), numbered.test_labels.tolist(), classes) == expected
+    assert numbered.train_labels.tolist() == train_numbers
+    assert numbered.test_labels.tolist() == test_numbers
+    assert classes == class_count
 
 
 def test_classes_without_a_training_image_are_counted_and_named(capsys):
-    train, test = np.array([0, 1, 1]), np.array([0, 1, 5, 5, 7, 8, 9] * 20)
+    train = np.array([0, 1, 1])
+    test = np.array([0, 1, 5, 5, 7, 8, 9] * 20)
     note_tested(train, test)
     note_tested(train, test)  # the next run
     note_tested(train, test, ["ash", "beech", "elm", "fir", "fig", "birch", "yew", "oak"])
@@ -190,29 +197,27 @@ def test_every_probe_counts_a_class_that_is_only_tested_as_wrong(tmp_path, capsy
     data = features(classes=3)
     labels = np.where(data.test_labels == 2, 50, data.test_labels)
     labels = np.c_[labels, np.full(len(labels), -1)] if several else labels
-    save_features(tmp_path / "f.npz", data._replace(test_labels=labels))
-    command.main([f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}", "--threads=1", *options])
+    results = run_on_saved(command, data._replace(test_labels=labels), tmp_path, *options)
     assert "66 of 200 test images are of 1 class without a training image (50)" in capsys.readouterr().out
-    results = json.loads((tmp_path / "r.json").read_text())["results"]
     assert all(0.3 < each["accuracy"] <= 134 / 200 for each in results)
 
 
 @pytest.mark.parametrize("count", [1, 48, 99, 1000])
 def test_the_interval_of_few_images_is_wilsons(count):
-    low, high = binomtest(count // 2, count).proportion_ci(method="wilson")
     if count % 2:  # of a share of exactly a half
-        z, p = norm.ppf(0.975), 0.5
-        half = z / (1 + z**2 / count) * np.sqrt(p * (1 - p) / count + z**2 / (4 * count**2))
-        low, high = p - half, p + half
-    assert half_width(count) == pytest.approx((high - low) / 2, rel=1e-4)
+        z = norm.ppf(0.975)
+        expected = z / (1 + z**2 / count) * np.sqrt(0.25 / count + z**2 / (4 * count**2))
+    else:
+        low, high = binomtest(count // 2, count).proportion_ci(method="wilson")
+        expected = (high - low) / 2
+    assert half_width(count) == pytest.approx(expected, rel=1e-4)
 
 
 def test_few_images_are_said_once(tmp_path, capsys):
-    save_features(tmp_path / "f.npz", features(test=48))
     for _ in range(2):
-        fewshot.main([f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}", "--shots=5"])
-    said = "note: 48 held-out images: an accuracy of 50 % is known to within 14 points\n"
-    assert capsys.readouterr().out.count(said) == 1
+        run_on_saved(fewshot, features(test=48), tmp_path, "--shots=5")
+    note = "note: 48 held-out images: an accuracy of 50 % is known to within 14 points\n"
+    assert capsys.readouterr().out.count(note) == 1
 
 
 def test_labels_of_any_integer_type_are_taken(tmp_path):
@@ -225,10 +230,12 @@ def test_any_of_several_right_labels_counts():
     data = features()
     config = FewshotConfig(shots=5, seeds=0)
     plain = evaluate(data, config)[0]["accuracy"]
-    padded = np.c_[data.test_labels, np.full(len(data.test_labels), -1)]
-    assert evaluate(data._replace(test_labels=padded).checked("here"), config)[0]["accuracy"] == plain
-    everything = np.tile(np.arange(7), (len(data.test_labels), 1))
-    assert evaluate(data._replace(test_labels=everything), config)[0]["accuracy"] == 1.0
+    padded_labels = np.c_[data.test_labels, np.full(len(data.test_labels), -1)]
+    padded = data._replace(test_labels=padded_labels).checked("here")
+    assert evaluate(padded, config)[0]["accuracy"] == plain
+    all_labels = np.tile(np.arange(7), (len(data.test_labels), 1))
+    all_are_right = data._replace(test_labels=all_labels)
+    assert evaluate(all_are_right, config)[0]["accuracy"] == 1.0
 
 
 def test_several_penalties_share_one_decomposition(monkeypatch):
@@ -283,12 +290,14 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
     ],
 )
 def test_bad_features_are_named(tmp_path, change, words):
+    file = tmp_path / "f.npz"
     arrays = dict(zip(ARRAY_NAMES, features(), strict=True)) | change
     saved = {name: array for name, array in arrays.items() if array is not None}
-    np.savez(tmp_path / "f.npz", **saved)
+    np.savez(file, **saved)
     with pytest.raises(ValueError, match=words) as error:
-        load_features(tmp_path / "f.npz")
-    assert str(tmp_path / "f.npz") in str(error.value) and "\n" not in str(error.value)
+        load_features(file)
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 class Bomb:

@@ -21,47 +21,56 @@ def corruption_of(images: int, side: int, **settings) -> Corruption:
 @pytest.mark.parametrize(
     ("pattern", "side", "rate"),
     [
-        ("random", 5, 0.8),
-        ("random", 5, 0.96),
-        ("blocks", 6, 0.8),
-        ("blockwise", 5, 0.8),
-    ],  # at 0.96 one alone is visible
+        pytest.param("random", 5, 0.8, id="random"),
+        pytest.param("random", 5, 0.96, id="random, one visible patch"),
+        pytest.param("blocks", 6, 0.8, id="blocks"),
+        pytest.param("blockwise", 5, 0.8, id="blockwise"),
+    ],
 )
 def test_nearest_visible_patches_by_search(pattern, side, rate):
     corruption = corruption_of(20, side, rate=rate, pattern=pattern)
     nearest = nearest_visible(corruption.positions, (side, side))
-    for positions, found in zip(corruption.positions.tolist(), nearest.tolist(), strict=True):
-        visible = [p for p in range(side**2) if p not in positions]
-        for position, answer in zip(positions, found, strict=True):
-            apart = {p: math.dist(divmod(p, side), divmod(position, side)) for p in visible}
-            by_distance = sorted(visible, key=lambda p: (apart[p], p))
-            assert answer == [by_distance[0], by_distance[min(1, len(visible) - 1)]]
+    for positions, nearest_of_image in zip(corruption.positions.tolist(), nearest.tolist(), strict=True):
+        visible = [patch for patch in range(side**2) if patch not in positions]
+        for position, nearest_two in zip(positions, nearest_of_image, strict=True):
+            place = divmod(position, side)
+            distances = {patch: math.dist(divmod(patch, side), place) for patch in visible}
+            by_distance = sorted(visible, key=distances.get)  # of equally near ones the first stays first
+            assert nearest_two == [by_distance[0], by_distance[:2][-1]]
 
 
 class Operations(TorchDispatchMode):
-    """How many there were, and the most numbers that one of them gave."""
+    """Number of operations, and the most numbers that one of them returned."""
 
-    count = largest = 0
+    count = 0
+    largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         self.count += 1
-        self.largest = max(self.largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.numel())
         return result
 
 
 def test_neighbours_of_many_images_take_as_many_operations_as_of_few(monkeypatch):
-    counts, positions = {}, corruption_of(128, 8).positions
-    for images in (8, 128):
-        with Operations() as operations:
-            found = nearest_visible(positions[:images], (8, 8))
-        counts[images] = operations.count
-    assert counts[8] == counts[128]
+    positions = corruption_of(128, 8).positions
+    few = positions[:8]
+    with Operations() as of_few:
+        nearest_visible(few, (8, 8))
+    with Operations() as of_many:
+        nearest = nearest_visible(positions, (8, 8))
+    assert of_few.count == of_many.count
+
     five_images = 5 * 32 * 64  # of 32 patches and their 64 distances
     monkeypatch.setattr("mpp.features.metrics.DISTANCES_PER_BLOCK", five_images)
     with Operations() as operations:
-        assert torch.equal(nearest_visible(positions, (8, 8)), found)
+        assert torch.equal(nearest_visible(positions, (8, 8)), nearest)
     assert operations.largest == five_images
+
+
+def share_equal(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one == other).double().mean().item()
 
 
 @pytest.mark.parametrize("name", ["mean_color", "grid_color", "pixels"])
@@ -78,25 +87,28 @@ def test_measures_against_a_loop(name):
         part = Corruption(*(field[half] for field in corruption))
         sums = add_sums(sums, measure(objective, predictions[half], images[half], part))
     result = summarize(sums)
+
     truth = objective.labels(objective.targets(images, torch.arange(16).expand(6, -1)))
     guess = objective.labels(objective.decide(predictions))
     patches = patchify(images, 4)
     right = {kind: [] for kind in Kind}
-    copied, mixed, colors = [], [], []
+    copied = []
+    mixed = []
+    colors = []
     nearest = nearest_visible(corruption.positions, (4, 4))
     for b in range(6):
         for k, position in enumerate(corruption.positions[b]):
             kind = Kind(int(corruption.kinds[b, k]))
-            right[kind].append((guess[b, k] == truth[b, position]).double().mean().item())
+            true_labels = truth[b, position]
+            right[kind].append(share_equal(guess[b, k], true_labels))
             if kind == Kind.MASK:
                 first, second = nearest[b, k]
-                copied.append((truth[b, first] == truth[b, position]).double().mean().item())
-                mean_patch = torch.floor((patches[b, first].double() + patches[b, second].double()) / 2 + 0.5)
-                guessed = objective.labels(
-                    objective.targets(mean_patch.to(torch.uint8)[None], torch.zeros(1, 1).long())
-                )
-                mixed.append((guessed[0, 0] == truth[b, position]).double().mean().item())
-                colors += truth[b, position].tolist()
+                copied.append(share_equal(truth[b, first], true_labels))
+                exact_mean = (patches[b, first].double() + patches[b, second].double()) / 2
+                mean_patch = torch.floor(exact_mean + 0.5).to(torch.uint8)
+                mean_targets = objective.targets(mean_patch[None], torch.zeros(1, 1).long())
+                mixed.append(share_equal(objective.labels(mean_targets)[0, 0], true_labels))
+                colors += true_labels.tolist()
     mean = statistics.fmean
     assert result["accuracy"] == pytest.approx(mean(right[Kind.MASK]))
     assert result["accuracy_random"] == pytest.approx(mean(right[Kind.RANDOM]))
