@@ -44,12 +44,14 @@ class Started:
     Args:
         act: called in each, together, with its rank; what it returns is in `results`.
         environment: of all.
-        ends: whether they end as Python ends, so that what was registered for that is done.
     """
 
-    def __init__(self, act: Callable, count: int = 1, ends: bool = True, **environment: str):
-        self.queue, self.done, together = context.Queue(), context.Event(), context.Barrier(count)
-        self.act, self.environment, self.ends = act, environment | {"WORLD_SIZE": str(count)}, ends
+    def __init__(self, act: Callable, count: int = 1, **environment: str):
+        self.queue = context.Queue()
+        self.done = context.Event()
+        together = context.Barrier(count)
+        self.act = act
+        self.environment = environment | {"WORLD_SIZE": str(count)}
         self.processes = [context.Process(target=self.run, args=(rank, together)) for rank in range(count)]
         for process in self.processes:
             process.start()
@@ -61,8 +63,7 @@ class Started:
         together.wait(SOON)
         self.queue.put((rank, self.act(rank)))
         self.done.wait(SOON)
-        if self.ends:
-            atexit._run_exitfuncs()
+        atexit._run_exitfuncs()
 
     def wait(self) -> None:
         """Let them end."""

@@ -42,15 +42,14 @@ def find_layout(
     top = count_common_levels(folders)
     splits = [SPLIT_WORDS.get(parts[top].lower()) if len(parts) > top else None for parts in folders]
     if any(splits):
-        below = [parts[top + 1 :] for parts in folders]
+        top += 1
     else:
         splits = ["train"] * len(folders)
-        below = [parts[top:] for parts in folders]
+    below = [parts[top:] for parts in folders]
     layout = Layout(splits, [None] * len(folders))
 
-    training = [number for number, split in enumerate(splits) if split == "train"]
-    if not training:
-        training = [number for number, split in enumerate(splits) if split]
+    training_splits = {"train"} if "train" in splits else {*splits} - {None}
+    training = [number for number, split in enumerate(splits) if split in training_splits]
     training_parts = [below[number] for number in training]
     levels = class_levels(training_parts, [image_counts[number] for number in training])
     layout.warnings += suspicious_names(training_parts)
@@ -62,7 +61,6 @@ def find_layout(
         if len(below[number]) > level:
             layout.classes[number] = below[number][level]
     known_classes = {layout.classes[number] for number in training} - {None}
-    training_splits = {splits[number] for number in training}
     for split in {*splits} - training_splits - {None}:
         held_out = [number for number, name in enumerate(splits) if name == split]
         classes = held_out_classes([below[number] for number in held_out], level, known_classes)

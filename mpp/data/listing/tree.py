@@ -92,7 +92,7 @@ def walk_folder(root: str) -> Tree:
     """
     tree = Tree(root)
     walk = Walk(tree)
-    walk.list_images(root, ())
+    walk.list_folders(root, ())
     walk.unpack_archives()
     tree.folders.sort(key=lambda folder: folder.parts)
     tree.lists.sort()
@@ -120,7 +120,7 @@ class Walk:
         self.links: list[tuple[Parts, str]] = []
         """A heap of the links to folders."""
 
-    def list_images(self, root: str, parts: Parts) -> None:
+    def list_folders(self, root: str, parts: Parts) -> None:
         """List all folders from `root` on. Pictures are the images; arrays where there are none.
 
         Links to folders come last, in the order of their names: which of two links to the same images is followed does
@@ -189,9 +189,8 @@ class Walk:
         """Leave out a file that is no image, or that no decoder here reads."""
         extension = extension_of(name)
         if extension in UNSUPPORTED_EXTENSIONS:
-            self.tree.leave_out(
-                f"{extension} files, which mpp does not read; convert them to JPEG, PNG or TIFF", parts, name
-            )
+            reason = f"{extension} files, which mpp does not read; convert them to JPEG, PNG or TIFF"
+            self.tree.leave_out(reason, parts, name)
         else:
             self.tree.leave_out(other_files(name), parts, name, images=False)
 
@@ -222,7 +221,7 @@ class Walk:
                 continue
             has_own_folder = (files / stem).is_dir() or (is_alone and stem.lower() not in SPLIT_WORDS)
             inside = Walk(self.tree)
-            inside.list_images(str(files), parts if has_own_folder else (*parts, stem))
+            inside.list_folders(str(files), parts if has_own_folder else (*parts, stem))
             inside.leave_out_archives()
 
     def leave_out_archives(self) -> None:
