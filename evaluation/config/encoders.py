@@ -54,7 +54,7 @@ class EncoderConfig:
     checkpoint: str | None = setting(None, needs={"random": False})
     """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
     random: bool = False
-    """Take the architecture with random weights: the floor that pre-training has to beat."""
+    """Take the architecture with random weights: the baseline that pre-training has to beat."""
     seed: int = 0
     """Seed of random weights."""
     img_size: int | tuple[int, int] | None = None
@@ -109,8 +109,8 @@ class EmbedConfig(PrecisionConfig, EncoderConfig):
     """The features of all images of a dataset, as a table."""
 
     representation: Literal["class", "mean", "both", "logits"] = "mean"
-    """`class` token, `mean` of the patches, or `both`. Or the `logits` of a supervised or fine-tuned run: what its head
-    says of each class."""
+    """`class` token, `mean` of the patches, or `both`. Or the `logits` of a supervised or fine-tuned run: a
+    number for each class."""
     depth: int | Literal["last"] = "last"
     """After how many blocks. last: the encoder's output."""
     out: str = setting("features.parquet", operational=True)
@@ -141,7 +141,7 @@ class ExportConfig(EncoderConfig):
     """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
     normalised already."""
     batch: int | Literal["dynamic"] = setting("dynamic", at_least=1)
-    """Images at a time: so many, or any number."""
+    """Images at a time: a number, or any."""
     quantize: Literal["int8"] | None = setting(None, needs={"format": "onnx"})
     """int8: weights of matrix products become 8 bits, and activations where they are used (onnxruntime's dynamic
     quantisation). Size, difference and few-shot accuracy are printed beside those of PyTorch."""
@@ -202,7 +202,7 @@ class ReportConfig(PrecisionConfig):
     images: int = setting(4, at_least=1)
     """Held-out images in pictures that show some, a choice by data.cut_seed."""
     compared: int = setting(1024, at_least=2)
-    """At most so many held-out images are neighbours of each other, and on the map."""
+    """Largest number of held-out images that are neighbours of each other, and on the map."""
 
     def __post_init__(self):
         check_bounds(self)

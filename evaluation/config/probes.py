@@ -16,7 +16,7 @@ class FrozenProbeConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
     """A probe of frozen features."""
 
     features: str | None = None
-    """Saved features (.npz of features.py, or of anybody's) in place of an encoder."""
+    """Saved features (.npz, of `mpp features` or another program) in place of an encoder."""
 
     def __post_init__(self):
         check_bounds(self)
@@ -69,12 +69,12 @@ class LinearConfig(FrozenProbeConfig):
     seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs={"solver": "sgd"})
     """Seeds of SGD's order; L-BFGS has none."""
     iterations: int = setting(500, at_least=1, needs={"solver": "lbfgs"})
-    """At most so many iterations of L-BFGS."""
+    """Largest number of iterations of L-BFGS."""
 
 
 @dataclass(frozen=True)
 class SegmentationConfig(PrecisionConfig, EncoderConfig):
-    """Features of patches, judged by masks."""
+    """Features of patches, evaluated on segmentation masks."""
 
     depth: int | Literal["last", "all", "dev"] = "last"
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
@@ -86,9 +86,9 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     weight_decay: float = setting(1e-4, at_least=0, needs={"readings": "linear"})
     """Of AdamW."""
     steps: int = setting(1000, at_least=1, needs={"readings": "linear"})
-    """Updates; the rate rises over the first 4 % of them, then falls linearly."""
+    """Optimiser steps; the rate rises over the first 4 % of them, then falls linearly."""
     images_a_step: int = setting(16, at_least=1, needs={"readings": "linear"})
-    """Images of an update."""
+    """Images per step."""
     seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs={"readings": "linear"})
     """Seeds of the layer and of the order."""
     neighbours: int = setting(20, at_least=1, needs={"readings": "knn"})
@@ -96,9 +96,9 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     temperature: float = setting(0.07, above=0, needs={"readings": "knn"})
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
     patches: int = setting(1_000_000, at_least=1, needs={"readings": "knn"})
-    """At most so many training patches are compared with, a choice by data.cut_seed."""
+    """Largest number of training patches that are compared with, a choice by data.cut_seed."""
     baselines: bool = True
-    """Judge random weights, and the patch's mean colour and position, beside it."""
+    """Evaluate random weights, and the patch's mean colour and position, beside it."""
     images: int = setting(6, at_least=0)
     """Held-out images in the picture. 0: no picture."""
     strict: bool = False

@@ -63,7 +63,7 @@ class ObjectiveConfig:
 
     name: str = "mean_color"
     """mean_color: the patch's mean colour; grid_color: its colours on a grid of cells; pixels: its pixels; hog: its
-    histograms of oriented gradients (MaskFeat); features: what a teacher makes of it (data2vec, I-JEPA)."""
+    histograms of oriented gradients (MaskFeat); features: a teacher's features of it (data2vec, I-JEPA)."""
     loss: Literal["l1", "l2", "smooth_l1", "cosine"] | None = setting(
         None, needs={"name": ("pixels", "hog", "features")}
     )
@@ -93,14 +93,14 @@ class ObjectiveConfig:
     teacher_img_size: int | tuple[int, int] | None = setting(None, at_least=1, needs={"name": "features"})
     """Size that a frozen teacher sees the crops at: a side, or height and width. null: its own."""
     teacher_depths: int | None = setting(None, at_least=1, needs={"name": "features"})
-    """Of how many of the teacher's last blocks the features are averaged (data2vec: 6 of 12). Of one it is the
+    """Number of the teacher's last blocks whose features are averaged (data2vec: 6 of 12). Of one it is the
     teacher's output, after its final norm. null: half of the blocks; of a frozen teacher one."""
     teacher_norm: Literal["layer", "instance", "none"] = setting("layer", needs={"name": "features"})
     """How features become targets. layer: layer norm of each block's, their mean, layer norm (data2vec); instance: each
     channel of each block's over the image's patches, their mean, layer norm (data2vec 2); none: their mean (EVA)."""
     half_life: tuple[float, float] = setting((0.01, 0.05), above=0, needs={"name": "features", "teacher": "ema"})
-    """After which share of the run's updates the moving average has half forgotten the weights of before: at the run's
-    start and at its end, and evenly in between."""
+    """Share of the run's steps after which the moving average has half forgotten earlier weights: at the run's start
+    and at its end, and evenly in between."""
     stop_on_collapse: bool = setting(False, needs={"name": "features"}, operational=True)
     """End a run whose targets have become the same for all patches. false: warn of it."""
     export: Literal["student", "teacher"] = setting("student", needs={"name": "features", "teacher": "ema"})

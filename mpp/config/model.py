@@ -107,14 +107,18 @@ class ModelConfig:
         require(fits, f"model.{name}", value, f"{kind}, one for each channel or one for all, or auto")
 
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and deviation of so many channels; UserError where there are others.
+        """Mean and deviation for each channel. Raises UserError if their number is not that of the channels.
 
-        A run has numbers in the place of `auto` before it asks; who only counts operations has 0.5.
+        A run has replaced `auto` by numbers; FLOP counting uses 0.5.
         """
-        found = tuple(of_channels(0.5 if value == "auto" else value, channels) for value in (self.mean, self.std))
-        for name, numbers in zip(("mean", "std"), found, strict=True):
+        moments = []
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            numbers = of_channels(0.5 if value == "auto" else value, channels)
             require(len(numbers) == channels, f"model.{name}", list(numbers), f"{channels} numbers: data.channels")
-        return found
+            moments.append(numbers)
+        mean, std = moments
+        return mean, std
 
     def check_variant(self) -> None:
         """Raise UserError at settings of an encoder that do not go together."""

@@ -15,7 +15,7 @@ class RunConfig:
     dir: str = setting("runs/birds", operational=True)
     """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
     steps: int = setting(1600, at_least=1)
-    """Optimiser updates."""
+    """Optimiser steps."""
     seed: int = setting(0, at_least=0, below=SEED_END)
     """Seed of the weights, the data order and every sample's randomness."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -25,11 +25,11 @@ class RunConfig:
     compile: bool = False
     """Compile the model with torch.compile (meant for GPUs)."""
     log_every: int = setting(20, at_least=1, operational=True)
-    """Updates between two lines of metrics."""
+    """Steps between two lines of metrics."""
     eval_every: int = setting(400, at_least=1, operational=True)
-    """Updates between two evaluations on the held-out images."""
+    """Steps between two evaluations on the held-out images."""
     checkpoint_every: int = setting(400, at_least=1, operational=True)
-    """Updates between two checkpoints."""
+    """Steps between two checkpoints."""
     keep_checkpoints: int = setting(2, at_least=1, operational=True)
     """Number of the newest checkpoints that stay on disk."""
     keep_best: bool = setting(False, operational=True)
@@ -67,9 +67,9 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay to 0 over the steps after the warm-up."""
     warmup_steps: int | None = setting(None, at_least=0)
-    """Updates of linear warm-up from 0, fewer than run.steps. null: 100, or a fifth of run.steps where that is less."""
+    """Steps of linear warm-up from 0, fewer than run.steps. null: 100, or a fifth of run.steps where that is less."""
     global_batch_size: int = setting(32, at_least=1)
-    """Images per update over all processes, which share them out; accumulation follows from data.batch_size."""
+    """Images per step over all processes, which share them out; accumulation follows from data.batch_size."""
     weight_decay: float = setting(0.1, at_least=0)
     """Weight decay, times the learning rate; sgd's is L2, which momentum adds up (0.9: tenfold). None on biases, norms,
     tokens and position embeddings."""
@@ -83,11 +83,11 @@ class OptimConfig:
     clip: float | None = setting(1.0, above=0, at_most=math.inf)
     """Largest global norm of the gradient. null: no clipping."""
     average: float | None = setting(None, above=0, below=1)
-    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. After t updates
+    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. After t steps
     it is at most (1 + t) / (10 + t), so that first weights are forgotten. null: none."""
 
     def warmup(self, steps: int) -> int:
-        """Updates of warm-up in a run of so many."""
+        """Warm-up steps of a run."""
         return min(100, steps // 5) if self.warmup_steps is None else self.warmup_steps
 
     def momentum_or_default(self) -> float | None:
@@ -95,11 +95,11 @@ class OptimConfig:
         return {"muon": 0.95, "sgd": 0.9}.get(self.name) if self.momentum is None else self.momentum
 
     def resolved(self, steps: int) -> "OptimConfig":
-        """The same with the numbers that a run of so many steps has in the place of null."""
+        """The same settings with numbers, for a run of `steps`, in place of null."""
         return replace(self, warmup_steps=self.warmup(steps), momentum=self.momentum_or_default())
 
     def check_warmup(self, steps: int, key: str = "run.steps") -> None:
-        """Raise UserError where a run of so many steps, which `key` says, never leaves the warm-up."""
+        """Raise UserError if a run of `steps`, the value of the setting `key`, never leaves the warm-up."""
         warmup = self.warmup(steps)
         require(warmup < steps, "optim.warmup_steps", warmup, f"less than {key} ({steps}), or null")
 
@@ -112,9 +112,9 @@ class ProbeConfig:
     """The frozen features while training: effective rank and, with labels, kNN accuracy. The loss shows neither."""
 
     every: int = setting(400, at_least=0, operational=True)
-    """Updates between two probes: every so many, where run.eval_every is due too. 0: never."""
+    """Steps between two probes, at steps where run.eval_every is due too. 0: never."""
     images: int = setting(2000, at_least=1, operational=True)
-    """At most so many labelled training images, a seeded choice, are compared with."""
+    """Largest number of labelled training images, a seeded choice, that are compared with."""
     neighbours: int = setting(20, at_least=1, operational=True)
     """Neighbours that vote."""
 

@@ -233,7 +233,7 @@ def extract(
 
 
 def are_large(arrays: Sequence[NDArray], count: int) -> bool:
-    """Whether arrays of so many rows like these are too large for memory."""
+    """Whether arrays of `count` rows like these are too large for memory."""
     return count * sum(array[:1].nbytes for array in arrays) > IN_MEMORY
 
 

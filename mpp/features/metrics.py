@@ -40,9 +40,9 @@ def nearest_visible(positions: Tensor, grid: Grid, dropped: Tensor | None = None
     squared_distances = (row[:, None] - row) ** 2 + (column[:, None] - column) ** 2  # (N, N)
 
     unseen = positions if dropped is None else torch.cat([positions, dropped], 1)
-    hidden = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
-    hidden.scatter_(1, unseen, True)
-    penalties = hidden.int() * beyond  # (B, N)
+    is_unseen = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
+    is_unseen.scatter_(1, unseen, True)
+    penalties = is_unseen.int() * beyond  # (B, N)
 
     nearest = []
     images_per_block = max(1, DISTANCES_PER_BLOCK // (positions.shape[1] * patches))

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpp.features.metrics import accuracy
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.progress import progress_bar
 
@@ -140,11 +139,3 @@ def knn_predict(
             votes = count_votes(nearest, classes, len(labels), temperature)
             predictions[k].append(labels[votes.argmax(-1)])
     return {k: torch.cat(blocks) for k, blocks in predictions.items()}
-
-
-def knn_accuracy(
-    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, neighbours: int, temperature: float = 0.07
-) -> float:
-    """Accuracy of a kNN on test images (M, D): see `knn_predict`."""
-    predicted = knn_predict(train, train_labels, test, [neighbours], temperature)[neighbours]
-    return accuracy(predicted, test_labels)

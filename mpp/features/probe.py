@@ -18,12 +18,14 @@ from mpp.data.loader import HeldOutLoader
 from mpp.data.overview import note_tested
 from mpp.data.views import ViewDataset
 from mpp.features.frozen import extract, features_at, stages
-from mpp.features.neighbours import find_other_neighbours, knn_accuracy
+from mpp.features.metrics import accuracy
+from mpp.features.neighbours import find_other_neighbours, knn_predict
 from mpp.features.ranks import effective_ranks
 
 MOST_RANKED = 2048  # images, for the effective rank
 BASELINE_CELLS = 8  # per side, of the colour baseline: as `floor:pixels` of the evaluation
 AGREEMENT_NEIGHBOURS = 5
+KNN_TEMPERATURE = 0.07  # as in `mpp knn`
 Part = tuple[float, float]
 """Part of each side of an image, as shares of its length: from, to."""
 NORTH_WEST = (0.0, 0.75)  # with SOUTH_EAST, two crops that share a quarter of the image
@@ -46,7 +48,7 @@ class Probe:
 
     Args:
         loader: of the images that are probed.
-        train_images: of which labelled ones are what the kNN classifier compares with.
+        train_images: the labelled ones among them are the neighbours of the kNN classifier.
         held_out: images that are classified, labelled ones alone, and whose features are ranked.
         data: how many of them, which, and how they are cropped.
         img_size: height and width of the crops.
@@ -123,10 +125,12 @@ class Probe:
         train_labels = self.on_device(train.labels)
         test_labels = self.on_device(test.labels)
 
-        def accuracy(train_features: Tensor, test_features: Tensor) -> float:
-            return knn_accuracy(train_features, train_labels, test_features, test_labels, self.neighbours)
+        def accuracy_of(train_features: Tensor, test_features: Tensor) -> float:
+            k = self.neighbours
+            predicted = knn_predict(train_features, train_labels, test_features, [k], KNN_TEMPERATURE)[k]
+            return accuracy(predicted, test_labels)
 
-        return self.score("knn", train, test, accuracy)
+        return self.score("knn", train, test, accuracy_of)
 
     def score(
         self, name: str, one: ProbedFeatures, other: ProbedFeatures, score: Callable[[Tensor, Tensor], float]
