@@ -1,4 +1,4 @@
-"""What an encoder has learned, as numbers against closed forms; and the command that draws them."""
+"""The numbers behind pictures of an encoder, against closed forms; and the command that draws them."""
 
 import json
 import math

@@ -42,9 +42,11 @@ def plot_series(
         y_values = [factor * y for y in line.values()]
         marker = marker_of_line(number) if len(line) <= MAX_MARKED_POINTS else None
         color = SERIES_COLORS[number % len(SERIES_COLORS)]
-        axes.plot(list(line), y_values, color=color, marker=marker, markersize=3.5, linewidth=1.6, label=name)
+        style = dict(color=color, marker=marker, markersize=3.5, linewidth=1.6)
+        axes.plot(list(line), y_values, label=name, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.set(xlabel=x_label, ylabel=f"{y_label} (%)" if percent else y_label, yscale=scale)
+    unit = " (%)" if percent else ""
+    axes.set(xlabel=x_label, ylabel=y_label + unit, yscale=scale)
     if scale == "log":
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -92,13 +94,14 @@ def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str) -> Figu
     lines = {}
     for value in values:
         lines[f"{case} {value}"] = {depth: accuracies[value] for depth, accuracies in by_depth.items()}
-    return plot_depths({"": lines}, "test mean IoU (%)" if case == "reading" else "test accuracy (%)")
+    metric = "mean IoU" if case == "reading" else "accuracy"
+    return plot_depths({"": lines}, f"test {metric} (%)")
 
 
 def plot_depths(curves: Curves, y_label: str = "accuracy on the dev split (%)") -> Figure:
     """Evaluation -> encoder -> depth -> accuracy; an encoder with one depth is a horizontal line."""
     figure, panels = panels_side_by_side(curves, "depth (blocks)")
-    numbers: dict[str, int] = {}  # of the encoders' lines, which are alike in all panels
+    numbers: dict[str, int] = {}  # of an encoder's line, the same in all panels
     legend = {}
     for panel, encoders in zip(panels, curves.values(), strict=True):
         for name, accuracies in encoders.items():
@@ -175,7 +178,8 @@ def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, numbe
 def plot_bars(accuracies: dict[str, dict[str, Statistics]]) -> Figure:
     """Encoder -> column -> accuracy: a panel for each column, a bar for each encoder with its standard deviation."""
     columns = list(dict.fromkeys(column for cells in accuracies.values() for column in cells))
-    figure = Figure(figsize=(2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(accuracies)), layout="constrained")
+    size = (2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(accuracies))
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, len(columns), sharex=True, sharey=True, squeeze=False)[0]
     colors = VALUE_COLORS(np.linspace(0, 0.9, len(accuracies)))
     for panel, column in zip(panels, columns, strict=True):

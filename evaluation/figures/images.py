@@ -63,7 +63,8 @@ def plot_filters(filters: NDArray[np.uint8], variance_shares: NDArray) -> Figure
     count = len(filters)
     across = min(7, count)
     rows = math.ceil(count / across)
-    figure, panels = panels_of_images(rows, across, WIDTH, 0.4 + WIDTH / across * rows * 1.12)
+    panel_width = WIDTH / across
+    figure, panels = panels_of_images(rows, across, WIDTH, 0.4 + panel_width * rows * 1.12)
     for panel, pixels, share in zip(panels.flat, filters, variance_shares, strict=False):
         show(panel, pixels)
         panel.set_title(f"{100 * share:.1f} %", fontsize=8)
@@ -114,7 +115,8 @@ def plot_attention_distance(distances: NDArray, uniform: float, images: int) -> 
     dots = axes.plot(depths, distances, "o", color=VALUE_COLORS(0.7), mec="0.3", ms=5)
     dots[0].set_label("a head")
     axes.axhline(uniform, color="0.4", linestyle="--", label="uniform attention")
-    axes.set(xlabel="depth (blocks)", ylabel="mean attention distance (pixels)", xticks=depths, ylim=(0, None))
+    axes.set(xlabel="depth (blocks)", xticks=depths)
+    axes.set(ylabel="mean attention distance (pixels)", ylim=(0, None))
     axes.set_title(f"attention distance, over {images} images", fontsize=11)
     axes.legend()
     axes.grid(alpha=0.3)
@@ -133,7 +135,8 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
     pairs_across = min(3, len(images))
     rows = math.ceil(len(images) / pairs_across)
     height, width = images.shape[1:3]
-    figure_height = 0.4 + (WIDTH - 0.8) / (2 * pairs_across) * rows * height / width
+    panel_width = (WIDTH - 0.8) / (2 * pairs_across)
+    figure_height = 0.4 + panel_width * rows * height / width
     figure, panels = panels_of_images(rows, 2 * pairs_across, WIDTH, max(MIN_HEIGHT, figure_height))
     pairs = panels.reshape(-1, 2)
     style = dict(alpha=0.65, interpolation="bilinear", extent=image_extent(height, width))
@@ -142,10 +145,9 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
         right.imshow(pixels.mean(-1), cmap="gray")
         last = show(right, values, vmin=rollout.min(), vmax=rollout.max(), **style)
     hide(pairs[len(images) :].flat)
-    title = f"attention rollout from {'[class]' if start == 'class' else 'the mean of the patches'}"
-    if residual:
-        title += ", with the residual"
-    figure.suptitle(title, fontsize=11)
+    source = "[class]" if start == "class" else "the mean of the patches"
+    detail = ", with the residual" if residual else ""
+    figure.suptitle(f"attention rollout from {source}{detail}", fontsize=11)
     bar = figure.colorbar(last, ax=panels, label="multiple of uniform attention", shrink=0.9, pad=0.01)
     bar.solids.set_alpha(1)
     return figure
@@ -195,7 +197,7 @@ def plot_components(
 
 
 def plot_similarity(images: NDArray[np.uint8], similarity: NDArray, patches: Sequence[int]) -> Figure:
-    """A row for each image: it, and the similarity of its patches to the patch in the frame.
+    """A row for each image: the image, and the similarity of its patches to the patch in the frame.
 
     Args:
         images: (B, H, W, 3).
@@ -226,7 +228,7 @@ def plot_neighbours(
     patch: int,
     numbers: dict[str, NDArray],
 ) -> Figure:
-    """Two rows for each query: its nearest images, and the images with the patches nearest to one of its own.
+    """Two rows for each query: the nearest images, and the images with the patches nearest to a patch of the query.
 
     Args:
         queries: (B, H, W, 3).
@@ -264,7 +266,7 @@ def plot_neighbours(
 
 
 def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.int64]], classes: int) -> Figure:
-    """A row for each image: it, its mask, and the predicted classes.
+    """A row for each image: the image, its mask, and the predicted classes.
 
     Args:
         images: (B, H, W, 3).
@@ -317,4 +319,5 @@ def draw_frame(panel: Axes, patch: int, grid: Sequence[int], size: Sequence[int]
     row, column = divmod(patch, grid[1])
     corner = column * patch_width - 0.5, row * patch_height - 0.5
     for color, line_width in (("black", 2.4), ("white", 1.2)):  # visible on dark and on light images
-        panel.add_patch(Rectangle(corner, patch_width, patch_height, fill=False, edgecolor=color, linewidth=line_width))
+        frame = Rectangle(corner, patch_width, patch_height, fill=False, edgecolor=color, linewidth=line_width)
+        panel.add_patch(frame)

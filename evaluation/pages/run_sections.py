@@ -27,7 +27,7 @@ CONFIG_BY_SETTING = {
     "lrs": OneRunConfig,
     "head": SupervisedConfig,
 }
-"""A setting that only runs of one kind have -> the class of their settings."""
+"""A setting that only one kind of run has -> the class of the run's settings."""
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 MAX_UNREADABLE_LISTED = 20
 

@@ -1,4 +1,4 @@
-"""What an encoder has learned for its input: filters of the patch embedding, and similarity of positions."""
+"""Learned parameters of an encoder's input: filters of the patch embedding, and similarity of positions."""
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,8 @@ def embedding_of_patches(model: nn.Module, patches: int) -> Tensor:
 def offset_similarity(added: RelativeKeys | RelativeBiases) -> Tensor:
     """Similarity of query and key by their offset, as a block has learned it, (T, T)."""
     if isinstance(added, RelativeBiases):
-        return added.biases.get_bias()[0].detach().double().cpu().mean(0)
+        biases = added.biases.get_bias()[0]  # (heads, T, T)
+        return biases.detach().double().cpu().mean(0)
     embeddings = F.normalize(added.pos_embed_offsets.detach().double().cpu(), dim=-1)
     no_offset = embeddings[len(embeddings) // 2]
     by_offset = embeddings @ no_offset
