@@ -33,57 +33,81 @@ from mpp.training.verdict import has_best_features, verdict
 from mpp.training.watch import read_verdict
 
 FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, judged=400)
-EACH = range(100, 1001, 100)
 
 
 def evaluation(step: int, loss: float = 2.0, accuracy: float = 0.5, knn: float = 0.4, **more: float) -> dict:
     """A line of metrics.jsonl, as an evaluation writes it."""
-    known = {"heldout/accuracy": accuracy, "heldout/nearest": 0.3, "heldout/two_nearest": 0.32}
-    known |= {"heldout/most_frequent": 0.06, "knn/depth_01": knn - 0.1, "knn/depth_02": knn}
-    return {"step": step, "heldout/loss": loss} | known | more
+    line = {
+        "step": step,
+        "heldout/loss": loss,
+        "heldout/accuracy": accuracy,
+        "heldout/nearest": 0.3,
+        "heldout/two_nearest": 0.32,
+        "heldout/most_frequent": 0.06,
+        "knn/depth_01": knn - 0.1,
+        "knn/depth_02": knn,
+    }
+    return line | more
 
 
-def update(step: int, **more: float) -> dict:
-    """A line of metrics.jsonl, as a logged update writes it."""
-    usual = {"loss": 3 - step / 1000, "optim/lr": 0.01, "optim/grad_norm": 0.9, "speed/data_wait": 0.05}
-    return {"step": step} | usual | {"speed/images_per_second": 128.0, "unreadable": 0} | more
+def logged_step(step: int, **more: float) -> dict:
+    """A line of metrics.jsonl, as a logged step writes it."""
+    line = {
+        "step": step,
+        "loss": 3 - step / 1000,
+        "optim/lr": 0.01,
+        "optim/grad_norm": 0.9,
+        "speed/data_wait": 0.05,
+        "speed/images_per_second": 128.0,
+        "unreadable": 0,
+    }
+    return line | more
 
 
-def history(*evaluations: dict, **of_updates: float) -> list[dict]:
-    """Logged updates up to the last evaluation, and the evaluations."""
-    lines = [update(step, **of_updates) for step in range(20, evaluations[-1]["step"] + 1, 20)]
+def history(*evaluations: dict, **of_steps: float) -> list[dict]:
+    """Logged steps up to the last evaluation, and the evaluations."""
+    last = evaluations[-1]["step"]
+    lines = [logged_step(step, **of_steps) for step in range(20, last + 1, 20)]
     return sorted([*lines, *evaluations], key=lambda line: line["step"])
 
 
 def healthy() -> list[dict]:
-    rising = [evaluation(step, 3 - step / 500, 0.3 + step / 4000, 0.3 + step / 9000) for step in EACH]
-    return history({"step": 0, "knn/depth_01": 0.2, "knn/depth_02": 0.21, "knn/floor_pixels": 0.25}, *rising)
+    """History of a healthy run of 1,000 steps."""
+    untrained = {"step": 0, "knn/depth_01": 0.2, "knn/depth_02": 0.21, "knn/floor_pixels": 0.25}
+    rising = []
+    for step in range(100, 1001, 100):
+        rising.append(evaluation(step, loss=3 - step / 500, accuracy=0.3 + step / 4000, knn=0.3 + step / 9000))
+    return history(untrained, *rising)
 
 
 def without(line: dict, *names: str) -> dict:
     return {name: value for name, value in line.items() if not name.startswith(names)}
 
 
-def ranks(*values: float) -> list[dict]:
-    return [evaluation(100 * n, **{"features/rank/depth_01": each}) for n, each in enumerate(values, start=1)]
+def run_with_ranks(*ranks: float) -> list[dict]:
+    """History with these effective ranks, one an evaluation."""
+    return history(*(evaluation(100 * n, **{"features/rank/depth_01": rank}) for n, rank in enumerate(ranks, 1)))
 
 
-SICK = {
+def run_with_losses(*losses: float) -> list[dict]:
+    """History with these held-out losses, one an evaluation."""
+    return history(*(evaluation(100 * n, loss) for n, loss in enumerate(losses, 1)))
+
+
+def run_with_probes(*accuracies: float) -> list[dict]:
+    """History with these kNN accuracies, one an evaluation, and a held-out loss that falls."""
+    return history(*(evaluation(100 * n, 3 - n / 10, knn=knn) for n, knn in enumerate(accuracies, 1)))
+
+
+SICK = {  # history, facts, part of the message
     "nothing is learned": (history(evaluation(200, accuracy=0.06)), FACTS, "optim.lr"),
     "below the neighbours": (history(evaluation(400, accuracy=0.31)), FACTS, "run.steps"),
-    "features collapse": (history(*ranks(9.0, 12.0, 2.7)), FACTS, "objective.name"),
+    "features collapse": (run_with_ranks(9.0, 12.0, 2.7), FACTS, "objective.name"),
     "targets collapse": (history(evaluation(400), target_share=0.009), FACTS, "objective.teacher_depths"),
-    "overfitting": (
-        history(*(evaluation(100 * n, loss) for n, loss in enumerate((2.5, 2.0, 2.03, 2.05), 1))),
-        FACTS,
-        "40",
-    ),
+    "overfitting": (run_with_losses(2.5, 2.0, 2.03, 2.05), FACTS, "40"),
     "a long warm-up": (healthy(), replace(FACTS, warmup=201), "optim.warmup_steps"),
     "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 6.0}), FACTS, "divide optim.lr"),
-    "features have peaked": (
-        history(*(evaluation(100 * n, 3 - n / 10, knn=knn) for n, knn in enumerate((0.4, 0.5, 0.46, 0.42), 1))),
-        *(FACTS, "after step 200 (50.0%)"),
-    ),
+    "features have peaked": (run_with_probes(0.4, 0.5, 0.46, 0.42), FACTS, "after step 200 (50.0%)"),
     "waiting for data": (history(evaluation(400), **{"speed/data_wait": 0.4}), FACTS, "data.workers"),
     "an idle GPU": (
         history(evaluation(400), **{"speed/executed_tflops": 4.0}),
@@ -98,15 +122,12 @@ SICK = {
 WELL = {
     "nothing is learned": (history(evaluation(200, accuracy=0.07)), FACTS),
     "below the neighbours": (history(evaluation(300, accuracy=0.31)), FACTS),  # not a third yet
-    "features collapse": (history(*ranks(2.4, 2.5, 2.7)), FACTS),  # untrained features of digits are so
+    "features collapse": (run_with_ranks(2.4, 2.5, 2.7), FACTS),  # untrained features of digits are so
     "targets collapse": (history(evaluation(400), target_share=0.011), FACTS),
-    "overfitting": (history(*(evaluation(100 * n, loss) for n, loss in enumerate((2.5, 2.0, 2.03, 2.03), 1))), FACTS),
+    "overfitting": (run_with_losses(2.5, 2.0, 2.03, 2.03), FACTS),
     "a long warm-up": (healthy(), replace(FACTS, warmup=200)),
     "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 4.9}), FACTS),
-    "features have peaked": (
-        history(*(evaluation(100 * n, 3 - n / 10, knn=knn) for n, knn in enumerate((0.4, 0.48, 0.45, 0.42), 1))),
-        FACTS,  # within 2.5 sqrt(0.48 * 0.52 / 400) = 6.2 %
-    ),
+    "features have peaked": (run_with_probes(0.4, 0.48, 0.45, 0.42), FACTS),  # 2.5 sqrt(0.48 * 0.52 / 400) = 6.2 %
     "waiting for data": (history(evaluation(400), **{"speed/data_wait": 0.3}), FACTS),
     "an idle GPU": (history(evaluation(400), **{"speed/executed_tflops": 40.0}), replace(FACTS, gpu_tflops=400)),
     "unreadable images": (history(evaluation(400), unreadable=6), FACTS),
@@ -120,7 +141,8 @@ WELL = {
 @pytest.mark.parametrize("probes", [10, 30, 100])
 def test_a_probe_that_neither_rises_nor_falls_has_not_peaked(probes):
     """Noise of half a standard error: none of a hundred runs is said to have peaked, at any of its evaluations."""
-    noise = np.random.default_rng(0).normal(0.6, 0.5 * (0.6 * 0.4 / 2000) ** 0.5, (100, probes))
+    standard_error = (0.6 * 0.4 / 2000) ** 0.5
+    noise = np.random.default_rng(0).normal(0.6, 0.5 * standard_error, (100, probes))
     facts = replace(FACTS, judged=2000, steps=100 * probes)
     for run in noise:
         lines = [evaluation(100 * n, 3 - n / 1000, knn=knn) for n, knn in enumerate(run, 1)]
@@ -136,16 +158,22 @@ def test_a_loss_that_rises_is_not_one_that_stays():
 def test_few_logged_updates_do_not_say_that_training_waits():
     lines, facts, _ = SICK["waiting for data"]
     waited = [line for line in lines if "speed/data_wait" in line]
-    assert WARNINGS["waiting for data"](waited[:10], facts) and WARNINGS["waiting for data"](waited[:9], facts) is None
+    assert WARNINGS["waiting for data"](waited[:10], facts)
+    assert WARNINGS["waiting for data"](waited[:9], facts) is None
 
 
 @pytest.mark.parametrize("known", [0, 10**6])
 def test_unreadable_images_of_those_that_were_seen(known):
     """A hundredth of 400 x 64 images is 256, and three deviations of a count of so many are 48; then they recur."""
-    for count, said in ((304, None), (305, "305 of 25600 images")):
-        lines = [update(step, unreadable=9 + (step > 20) * count) for step in (20, 320, 900)]
-        found = WARNINGS["unreadable images"](lines, replace(FACTS, known=known, held_out=6400))
-        assert found == said or said in found
+    facts = replace(FACTS, known=known, held_out=6400)
+
+    def message(count: int) -> str | None:
+        lines = [logged_step(20, unreadable=9)]
+        lines += [logged_step(step, unreadable=9 + count) for step in (320, 900)]
+        return WARNINGS["unreadable images"](lines, facts)
+
+    assert message(304) is None
+    assert "305 of 25600 images" in message(305)
 
 
 @pytest.mark.parametrize("check", ["overfitting", "features have peaked"])
@@ -177,7 +205,13 @@ def test_a_healthy_history_says_nothing_at_any_evaluation():
 
 
 @pytest.mark.parametrize(
-    "lines", [[], [update(20)], [{"step": 0, "knn/depth_01": 0.3}], [{"step": 5, "heldout/loss": 1.0}]]
+    "lines",
+    [
+        pytest.param([], id="empty"),
+        pytest.param([logged_step(20)], id="not evaluated"),
+        pytest.param([{"step": 0, "knn/depth_01": 0.3}], id="not trained"),
+        pytest.param([{"step": 5, "heldout/loss": 1.0}], id="loss only"),
+    ],
 )
 def test_histories_that_lack_something_are_no_error(lines):
     assert find_warnings(lines, FACTS) == [] and verdict(lines, FACTS)
@@ -185,13 +219,15 @@ def test_histories_that_lack_something_are_no_error(lines):
 
 def test_without_colours_learning_is_seen_in_the_held_out_loss():
     colours = ("heldout/accuracy", "heldout/nearest", "heldout/two_nearest", "heldout/most_frequent")
-    stuck, fell, came_back = (
-        [without(evaluation(100 * n, loss), *colours) for n, loss in enumerate((1.0, *losses), 2)]
-        for losses in ((1.0002, 0.9995), (0.98, 0.95), (1.01, 0.9995))
-    )
-    assert "at the first evaluation (1, now 0.9995)" in WARNINGS["nothing is learned"](history(*stuck), FACTS)
-    assert WARNINGS["nothing is learned"](history(*stuck[:2]), FACTS) is None  # two may be alike by chance
-    assert not any(WARNINGS["nothing is learned"](history(*lines), FACTS) for lines in (fell, came_back))
+
+    def message(*losses: float) -> str | None:
+        lines = [without(evaluation(100 * n, loss), *colours) for n, loss in enumerate(losses, 2)]
+        return WARNINGS["nothing is learned"](history(*lines), FACTS)
+
+    assert "at the first evaluation (1, now 0.9995)" in message(1.0, 1.0002, 0.9995)
+    assert message(1.0, 1.0002) is None  # two may be alike by chance
+    assert message(1.0, 0.98, 0.95) is None
+    assert message(1.0, 1.01, 0.9995) is None  # it came back
 
 
 def test_the_line_says_where_a_run_stands():
@@ -224,10 +260,13 @@ def test_the_line_of_another_training_has_what_is_reached_without(name, said):
 
 
 def test_the_best_is_by_the_probe_or_by_the_accuracy():
-    rising, falling = [evaluation(100, knn=0.3), evaluation(200, knn=0.4)], [evaluation(300, accuracy=0.9, knn=0.35)]
-    assert has_best_features(rising[:1]) and has_best_features(rising) and not has_best_features(rising + falling)
-    assert not has_best_features([*rising, without(falling[0], "knn")])  # an evaluation without a probe
-    assert has_best_features([without(line, "knn") for line in rising + falling])
+    rising = [evaluation(100, knn=0.3), evaluation(200, knn=0.4)]
+    falling = evaluation(300, accuracy=0.9, knn=0.35)
+    assert has_best_features(rising[:1])
+    assert has_best_features(rising)
+    assert not has_best_features([*rising, falling])
+    assert not has_best_features([*rising, without(falling, "knn")])  # an evaluation without a probe
+    assert has_best_features([without(line, "knn") for line in [*rising, falling]])
 
 
 # --- what the checks are told ---
@@ -376,13 +415,14 @@ def write_set(folder: Path, name: str, labelled: bool = True) -> str:
         from skimage import data
 
         names = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "hubble_deep_field", "moon", "rocket")
-        tiles = [
-            (Image.fromarray(photo[row : row + 64, column : column + 64]).convert("RGB"), label)
-            for label, photo in enumerate(getattr(data, each)() for each in names)
-            for row in range(0, photo.shape[0] - 63, 64)
-            for column in range(0, photo.shape[1] - 63, 64)
-        ]
-        images, labels = zip(*tiles, strict=True)
+        images, labels = [], []
+        for label, photo_name in enumerate(names):
+            photo = getattr(data, photo_name)()
+            for row in range(0, photo.shape[0] - 63, 64):
+                for column in range(0, photo.shape[1] - 63, 64):
+                    tile = photo[row : row + 64, column : column + 64]
+                    images.append(Image.fromarray(tile).convert("RGB"))
+                    labels.append(label)
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         file = folder / name / (str(label) if labelled else "") / f"{number:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -443,14 +483,17 @@ def check(name: str, warned: set[str]) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_said_of_runs_that_were_trained(name):
     first, *lines = map(json.loads, (HISTORIES / f"{name}.jsonl").read_text().splitlines())
-    ends = [number for number, line in enumerate(lines, 1) if line["step"] > 0 and "heldout/loss" in line]
-    check(name, {each.name for end in ends for each in find_warnings(lines[:end], Facts(**first))})
+    facts = Facts(**first)
+    warned = set()
+    for end, line in enumerate(lines, 1):
+        if line["step"] > 0 and "heldout/loss" in line:
+            warned |= {warning.name for warning in find_warnings(lines[:end], facts)}
+    check(name, warned)
 
 
 def rounded(line: dict) -> dict:
     """What checks read of a line, to four digits."""
-    own = (each for each in line.items() if not each[0].startswith(("compute/", "speed/")))
-    return {name: float(f"{value:.4g}") for name, value in own}
+    return {name: float(f"{value:.4g}") for name, value in without(line, "compute/", "speed/").items()}
 
 
 @pytest.mark.faults

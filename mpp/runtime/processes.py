@@ -41,12 +41,12 @@ def hosts() -> ProcessGroup:
 
 
 def maximum_of_all(value: float) -> float:
-    """The largest that a process has, for all of them, which have to ask together."""
+    """The largest value of all processes, which have to call it together."""
     if not torch.distributed.is_initialized():
         return value
-    found = torch.tensor(value, dtype=torch.float64)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=hosts())
-    return float(found)
+    maximum = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX, group=hosts())
+    return float(maximum)
 
 
 @lru_cache(maxsize=1)

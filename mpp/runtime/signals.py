@@ -28,12 +28,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from mpp.errors import ReadFailed
-from mpp.runtime.processes import hosts, no_answer
+from mpp.runtime.processes import maximum_of_all, no_answer
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
@@ -78,8 +77,8 @@ class Preemption:
         self.finishes_steps = False
         self.waiting = False  # whether the step waits for what it needs
         self.asked = ""  # the first signal's name
-        self.marked, self.marking = False, threading.RLock()  # a signal may come while the marker is written
-        self.several = accelerator.num_processes > 1
+        self.marked = False
+        self.marking = threading.RLock()  # a signal may come while the marker is written
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
@@ -168,11 +167,7 @@ class Preemption:
             own: why this process cannot do the step.
         """
         own = max(own, Ending.SIGNAL if self.asked else Ending.NONE)
-        if not self.several:
-            return own
-        gravest = torch.tensor(int(own))
-        torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX, group=hosts())
-        return Ending(int(gravest))
+        return Ending(int(maximum_of_all(own)))
 
     def asked_of_any(self) -> bool:
         """Whether any process was asked to stop, now: for places where a GPU may be waited for."""

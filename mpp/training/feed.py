@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from mpp.data.views import Batch
 from mpp.errors import UserError
 
-RECENT_IMAGES = 1024  # most of the latest so many have to be decodable; those of a step, where they are more
-MIN_IMAGES = 32  # fewer images say nothing
+RECENT_IMAGES = 1024  # latest images, most of which must be decodable; at least those of a step
+MIN_IMAGES = 32  # fewer are too few to tell
 
 
 class Feed:

@@ -1,7 +1,7 @@
-"""The training loop: `Loop.train` trains whatever is trained here, an `Update` at a time.
+"""The training loop of every training task: `Loop.train` takes the steps, each an `Update`.
 
-It knows a model, a loss, batches, an optimiser and a schedule, and nothing of what they mean. All of its state is the
-step, the weights and the optimiser's, so that a killed run resumes exactly.
+It knows a model, a loss, batches, an optimiser and a schedule, and not their meaning. Its state is the step, the
+weights and the optimiser's state, so a killed run resumes exactly.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,18 @@ class Loop:
     Args:
         config: the whole config. The loop uses `run` and `optim`; the trackers note the rest.
         folder: the run folder.
-        flops: executed by an update.
+        flops: operations that a step executes.
         preemption: asked once a step whether to stop.
     """
 
     def __init__(self, task: ImageTask, config: Any, folder: Path, flops: int, preemption: Preemption):
-        self.task, self.accelerator = task, task.accelerator
-        self.run, self.optim = config.run, config.optim
-        self.folder, self.flops, self.preemption = folder, flops, preemption
+        self.task = task
+        self.accelerator = task.accelerator
+        self.run = config.run
+        self.optim = config.optim
+        self.folder = folder
+        self.flops = flops
+        self.preemption = preemption
         self.update = Update(task, self.optim)
         self.model = self.update.model
         self.optimizer = self.update.optimizer.optimizer  # without accelerate's wrapper
@@ -99,7 +103,7 @@ class Loop:
                 self.task.export(model, self.folder)
 
     def next_batches(self, step: int) -> list[Batch]:
-        """This process's batches of update `step`; on a signal, or without images on any process, all end the run."""
+        """This process's batches of step `step`; on a signal, or without images on any process, all end the run."""
         batches, failure = self.preemption.wait_for(self.feed.try_take) or ([], None)
         if failure:
             ending = Ending.FAILURE
@@ -116,7 +120,7 @@ class Loop:
         return batches
 
     def count_step(self, batches: list[Batch]) -> None:
-        """Note what a step was made of: how far a stream is read, and images that could not be decoded."""
+        """Count a step that is done: note how far a stream is read, and images that could not be decoded."""
         for batch in batches:
             if batch.cursor is not None:
                 worker, *cursor = batch.cursor.tolist()
@@ -154,7 +158,7 @@ class Loop:
             self.tracker.log(0, scalars)
 
     def evaluate(self, done: int) -> None:
-        """Evaluate on the held-out images, log the scalars, and say how the run is."""
+        """Evaluate on the held-out images, log the scalars, and report the verdict."""
         self.model.eval()
         for buffer in self.model.buffers():
             broadcast(buffer)  # each process has its own batch norm statistics; the main process's are exported
@@ -204,7 +208,7 @@ class Loop:
         self.save(step)
 
     def fail(self, step: int, failure: UserError | None) -> NoReturn:
-        """Raise on every process what went wrong with the images on any."""
+        """Write a checkpoint, then raise on every process the failure of any of them to read images."""
         self.close_with_checkpoint(step)
         if self.preemption.asked_of_any():  # the images may be there when the run is started again
             self.preemption.leave(f"after step {step}, while images could not be read")
@@ -214,5 +218,5 @@ class Loop:
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many steps is done after step `step`; the last one counts."""
+    """Whether something done once in `every` steps is done after step `step`; it is after the last step."""
     return every > 0 and (step % every == 0 or step == last)

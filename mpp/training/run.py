@@ -104,8 +104,7 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
     if layout.smallest < layout.largest:
-        passes = layout.accumulation_steps * layout.world_size
-        shares = f"{passes} shares of {layout.smallest} or {layout.largest}"
+        shares = f"{layout.shares} shares of {layout.smallest} or {layout.largest}"
         accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
     data = pin_commit(config.data, folder, accelerator)
     if hasattr(config, "model") and config.model.needs_moments():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from mpp.config import OptimConfig
 from mpp.data.views import Batch
 from mpp.errors import Diverged
 from mpp.features.metrics import Sums, add_sums
+from mpp.runtime.messages import shortened
 from mpp.runtime.randomness import Stream, random_words
 from mpp.training.optim import learning_rate, skips_nonfinite_steps
 from mpp.training.parallel import prepare, whole_tensor
@@ -27,25 +29,28 @@ class Update:
     """One optimiser step: forward, loss, backward, clip, check, step."""
 
     def __init__(self, task: ImageTask, optim: OptimConfig):
-        self.task, self.optim = task, optim
-        self.accelerator, self.layout, self.run = task.accelerator, task.layout, task.run
+        self.task = task
+        self.optim = optim
+        self.accelerator = task.accelerator
+        self.layout = task.layout
+        self.run = task.run
         self.parallel = prepare(task.model, self.accelerator, optim, self.run)
-        self.model, self.wrapped = self.parallel.model, self.parallel.wrapped
+        self.model = self.parallel.model
+        self.wrapped = self.parallel.wrapped
         self.optimizer = self.parallel.optimizer
         self.finite = FiniteCheck(self.accelerator, self.optimizer, task.name)
 
     def __call__(self, step: int, batches: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
-        """Do update `step` (from 0); its loss, gradient norm and learning rate, and the task's sums if `measure`."""
+        """Do step `step` (from 0); its loss, gradient norm and learning rate, and the task's sums if `measure`."""
         self.wrapped.train()
         rate = learning_rate(self.optim, step, self.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         losses, sums = self.accumulate_gradients(step, batches, measure)
         norm = whole_tensor(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim.clip or math.inf))
-        own_loss = sum(each / self.layout.loss_divisor(number) for number, each in enumerate(losses))
-        loss = self.accelerator.reduce(own_loss, "mean")
+        loss = self.accelerator.reduce(sum(losses), "mean")
         self.finite.record(step, loss, norm, losses, batches)
-        if measure or self.finite.verifies_each_step:  # deferred else: to read it, the host waits for a GPU
+        if measure or self.finite.verifies_each_step:  # otherwise later: reading the flag waits for a GPU
             self.finite.verify()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -56,15 +61,18 @@ class Update:
         """Forward and backward passes; processes share gradients in the last one.
 
         Returns:
-            This process's losses by forward pass, and the task's sums if `measure`.
+            This process's losses by forward pass, each divided so that their sum is its loss of the step; and the
+            task's sums if `measure`.
         """
-        losses, sums = [], {}
+        losses = []
+        sums: Sums = {}
         for number, batch in enumerate(batches):
             torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place
             last = number == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
                 loss, measured = self.task.loss(self.wrapped, batch, measure)
-                self.accelerator.backward(loss / self.layout.loss_divisor(number))
+                loss = loss / self.layout.loss_divisor(number)
+                self.accelerator.backward(loss)
             losses.append(loss.detach())
             sums = add_sums(sums, measured)
         return losses, sums
@@ -72,7 +80,20 @@ class Update:
     def seed_of(self, step: int, number: int) -> int:
         """The seed of everything that is drawn inside the model: distinct for (seed, step, forward pass, rank)."""
         place = number * self.layout.world_size + self.layout.rank
-        return int(random_words(Stream.MODEL, self.run.seed, step, place, 1)[0] >> np.uint64(1))
+        word = random_words(Stream.MODEL, self.run.seed, step, place, 1)[0]
+        return int(word >> np.uint64(1))
+
+
+class UnverifiedStep(NamedTuple):
+    """Record of a step that is not verified yet."""
+
+    step: int
+    broken: Tensor
+    """1 if this step, or one before it, was not finite."""
+    losses: Tensor
+    """This process's losses, by forward pass."""
+    indices: list[Tensor]
+    """Indices of this process's images, by forward pass."""
 
 
 class FiniteCheck:
@@ -88,36 +109,38 @@ class FiniteCheck:
     def __init__(self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, image_name: Callable[[int], str]):
         self.image_name = image_name
         self.broken = torch.zeros((), device=accelerator.device)
-        self.unverified: list[tuple[int, Tensor, Tensor, list[Tensor]]] = []
-        """Step, `broken` after it, this process's losses and the images' indices, by forward pass."""
+        self.unverified: list[UnverifiedStep] = []
         skips = skips_nonfinite_steps(optimizer.optimizer)
         self.verifies_each_step = accelerator.device.type == "cpu" or not skips  # reading a CPU's flag costs nothing
         if skips:
-            optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, self.broken
+            optimizer.optimizer.grad_scale = None
+            optimizer.optimizer.found_inf = self.broken
 
     def record(self, step: int, loss: Tensor, norm: Tensor, losses: list[Tensor], batches: list[Batch]) -> None:
-        """The loss and the gradient's norm of a step; this process's losses and batches, by forward pass."""
+        """Record a step: its loss and gradient norm; this process's losses and batches, by forward pass."""
         finite = torch.stack([loss, norm]).isfinite().all()
         self.broken.masked_fill_(~finite, 1.0)
         indices = [batch.indices for batch in batches]
-        self.unverified.append((step, self.broken.clone(), torch.stack(losses), indices))
+        self.unverified.append(UnverifiedStep(step, self.broken.clone(), torch.stack(losses), indices))
 
     def verify(self) -> None:
         """Raise Diverged on every process, naming step and images, if a step since the last call was not finite."""
         if not self.broken.item():
             self.unverified.clear()
             return
-        step, _, losses, indices = next(record for record in self.unverified if record[1])  # the first broken one
+        first = next(record for record in self.unverified if record.broken)
+        finite_passes = first.losses.isfinite().tolist()
+        images = []
         suspects = []
-        for finite, of_pass in zip(losses.isfinite().tolist(), indices, strict=True):
-            if not finite:
-                suspects += of_pass.tolist()
-        every_image = [index for of_pass in indices for index in of_pass.tolist()]
-        suspects, every_image = gather_object(suspects), gather_object(every_image)
-        names = sorted(map(self.image_name, suspects or every_image))
-        more = " ..." if len(names) > MAX_NAMED_IMAGES else ""
+        for is_finite, indices in zip(finite_passes, first.indices, strict=True):
+            images += indices.tolist()
+            if not is_finite:
+                suspects += indices.tolist()
+        suspects = gather_object(suspects)
+        images = gather_object(images)
+        names = sorted(map(self.image_name, suspects or images))
         raise Diverged(
-            f"loss or gradient of update {step} is not finite (nothing was updated by it; images "
-            f"{', '.join(names[:MAX_NAMED_IMAGES])}{more}); the last checkpoint is good: "
+            f"loss or gradient of update {first.step} is not finite (nothing was updated by it; images "
+            f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is good: "
             "resume with a lower optim.lr in a new run.dir, or look at these images"
         )

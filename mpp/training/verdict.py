@@ -112,7 +112,7 @@ def describe_features(history: History) -> str:
     return text
 
 
-def describe_trend(history: History, moving: bool = False) -> str:
+def describe_trend(history: History, moving: bool) -> str:
     """Whether the held-out loss changed by half a percent since the evaluation before; "" where there is none.
 
     "" too where targets move (see `Facts`): they may be easier, or harder, than before.

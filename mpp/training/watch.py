@@ -23,20 +23,18 @@ PRODUCTS = 10
 
 
 class Watch:
-    """Tells how a run is doing while it trains, on the main process.
-
-    Args:
-        task: knows its images and model.
-        tracker: of the run.
-    """
+    """Reports how a run is doing while it trains, on the main process."""
 
     def __init__(self, task: ImageTask, tracker: Tracker, run: RunConfig, optim: OptimConfig):
-        self.task, self.tracker, self.run, self.optim = task, tracker, run, optim
+        self.task = task
+        self.tracker = tracker
+        self.run = run
+        self.optim = optim
         self.folder = tracker.folder
         self.facts: Facts | None = None
 
     def report(self, step: int) -> None:
-        """Tell how the run is doing after an evaluation that is logged. An error in here does not end the run."""
+        """Report how the run is doing after an evaluation that is logged. An error in here does not end the run."""
         if not self.tracker.accelerator.is_main_process:
             return
         try:
@@ -60,7 +58,7 @@ class Watch:
             "step": step,
             "line": line,
             "warnings": self.warn_once(step, warnings),
-            "off": names,
+            "off": names,  # of the warnings at this step
             "facts": asdict(self.facts),
         }
         write_complete(self.folder / VERDICT, json.dumps(saved, indent=1))
