@@ -83,14 +83,15 @@ def test_muon_is_for_the_blocks_matrices(name, more, fewer):
     """Every parameter is in one of these lists: a new one has to be put in one."""
     model = predictor(name=name)
     optimizer = build_optimizer(model, OptimConfig(name="muon"))
-    orthogonal, rest = (names_where(model, optimizer, lambda g, use=use: g["use_muon"] is use) for use in (True, False))
+    orthogonal = names_where(model, optimizer, lambda group: group["use_muon"] is True)
+    rest = names_where(model, optimizer, lambda group: group["use_muon"] is False)
     rest = {part for part in rest if not part.startswith("encoder.patch_embed.backbone.")}  # a hybrid's CNN
     assert orthogonal == MATRICES and rest == (ALL_ELSE | more) - fewer
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    stated = {parameter for parameter, state in optimizer.state.items() if "momentum_buffer" in state}
-    assert {id(p) for p in stated} == {id(p) for name, p in model.named_parameters() if name in MATRICES}
+    with_momentum = {id(parameter) for parameter, state in optimizer.state.items() if "momentum_buffer" in state}
+    assert with_momentum == {id(parameter) for name, parameter in model.named_parameters() if name in MATRICES}
 
 
 def test_muon_needs_blocks():
@@ -115,22 +116,24 @@ def test_muons_update_by_hand(native, error, monkeypatch):
     torch.manual_seed(0)
     model = predictor(width=16, heads=2)
     config = OptimConfig(name="muon", lr=0.1, momentum=0.8, weight_decay=0.5)
-    optimizer, parameters = build_optimizer(model, config), dict(model.named_parameters())
-    name = "encoder.blocks.0.mlp.fc1.weight"
-    weight, momentum = parameters[name].detach().double().numpy().copy(), 0.0
+    optimizer = build_optimizer(model, config)
+    parameter_by_name = dict(model.named_parameters())
+    matrix = parameter_by_name["encoder.blocks.0.mlp.fc1.weight"]
+    weight = matrix.detach().double().numpy().copy()
+    momentum = 0.0
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        gradient = parameters[name].grad.double().numpy()
+        gradient = matrix.grad.double().numpy()
         momentum = 0.8 * momentum + 0.2 * gradient
         update = 0.2 * 64**0.5 * orthogonalized(0.2 * gradient + 0.8 * momentum)
-        before, weight = weight, (1 - 0.1 * 0.5) * weight - 0.1 * update
+        expected = (1 - 0.1 * 0.5) * weight - 0.1 * update
         optimizer.step()
-        found = parameters[name].detach().double().numpy()
-        off = np.linalg.norm(found - weight) / np.linalg.norm(weight - before)
-        assert error / 100 < off < error  # as exact as that, and no more
+        stepped = matrix.detach().double().numpy().copy()
+        relative_error = np.linalg.norm(stepped - expected) / np.linalg.norm(expected - weight)
+        assert error / 100 < relative_error < error  # as exact as that, and no more
         assert np.sqrt((update**2).mean()) == pytest.approx(0.2, rel=0.25)  # as large as Adam's are
-        weight = found.copy()
+        weight = stepped
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["bf16", "fp32"])
@@ -193,8 +196,12 @@ def test_muons_other_part_is_nadamw_by_hand(size):
     torch.manual_seed(0)
     model = predictor(width=16, heads=2)
     settings = OptimConfig(name="muon", lr=0.01, adam_scale=2.0, betas=(0.8, 0.9), weight_decay=0.5)
-    optimizer, head = build_optimizer(model, settings), model.head.weight
-    rate, weight, mean, square = 0.02, head.detach().double().numpy().copy(), 0.0, 0.0
+    optimizer = build_optimizer(model, settings)
+    head = model.head.weight
+    rate = 0.02
+    weight = head.detach().double().numpy().copy()
+    mean = 0.0
+    square = 0.0
     for step in range(1, 4):
         for parameter in model.parameters():
             parameter.grad = size * torch.randn_like(parameter)

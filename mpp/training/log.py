@@ -190,14 +190,6 @@ def last_evaluation(folder: Path) -> Line:
     return last_scalars(folder, EVALUATED)
 
 
-def last_step(folder: Path, name: str) -> int:
-    """The step at which a run logged that scalar last; 0 if it has not."""
-    try:
-        return last_scalars(folder, name)["step"]
-    except UserError:
-        return 0
-
-
 def last_scalars(folder: Path, name: str) -> Line:
     """The scalars of a run that were logged last together with the one of that name.
 

@@ -22,8 +22,8 @@ from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import resume, save
 from mpp.training.feed import Feed
-from mpp.training.history import EVALUATED
-from mpp.training.log import Speed, Tracker, last_step
+from mpp.training.history import EVALUATED, series
+from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.parallel import start_compilers
 from mpp.training.step import Update
 from mpp.training.task import ImageTask
@@ -182,7 +182,8 @@ class Loop:
 
     def has_evaluation(self, done: int) -> bool:
         """Whether an evaluation after step `done` is logged; the main process knows."""
-        logged = self.accelerator.is_main_process and last_step(self.folder, EVALUATED) == done
+        history = read_history(self.folder) if self.accelerator.is_main_process else []
+        logged = any(step == done for step, _ in series(history, EVALUATED))
         return any(gather_object([logged]))
 
     @contextmanager
