@@ -172,15 +172,18 @@ def can_hold_images(feature: Any) -> bool:
 def holds_images(table: str) -> bool:
     """Whether a parquet or arrow file has a column of images; not where it cannot be read."""
     try:
-        if extension_of(table) == ".parquet":
-            schema = pq.read_schema(table)
-        else:
-            with pa.memory_map(table) as file:
-                schema = pa.ipc.open_stream(file).schema
-        features = datasets.Features.from_arrow_schema(schema)
+        features = read_features(table)
     except LOADING_ERRORS:
         return False
     return any(can_hold_images(feature) for feature in features.values())
+
+
+def read_features(table: str) -> datasets.Features:
+    """The columns' types of a parquet or arrow file."""
+    if extension_of(table) == ".parquet":
+        return datasets.Features.from_arrow_schema(pq.read_schema(table))
+    with pa.memory_map(table) as file:
+        return datasets.Features.from_arrow_schema(pa.ipc.open_stream(file).schema)
 
 
 def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
@@ -237,7 +240,7 @@ def refuse_other_classes(files: list[str]) -> None:
         if extension_of(file) != ".parquet":
             return
         try:
-            features = datasets.Features.from_arrow_schema(pq.read_schema(file))
+            features = read_features(file)
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{file}: {one_line(error)}") from error
         for column, feature in features.items():
