@@ -29,7 +29,9 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     """
     image_column = config.image_column or IMAGE
     endings = label_endings(config)
-    columns: dict[str, list[Any]] = {name: [] for name in (image_column, SPLIT, *endings)}
+    columns: dict[str, list[Any]] = {image_column: [], SPLIT: []}
+    for name in endings:
+        columns[name] = []
     folders: list[str] = []  # of the images, inside their shards
     left_out = LeftOutFiles()
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
@@ -38,7 +40,8 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
         with naming_damaged(shard):
             for sample, picture in read_samples(shard, config, at_last_dot):
                 if picture is None:
-                    left_out.add("samples without a picture", f"{os.path.basename(shard)}: {sample.name}")
+                    name = f"{os.path.basename(shard)}: {sample.name}"
+                    left_out.add("samples without a picture", name)
                     continue
                 columns[image_column].append(member_path(shard, picture))
                 columns[SPLIT].append(split)
@@ -47,9 +50,10 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                     columns[name].append(sample.label(ending))
 
     names_have_splits = len(shards) > 1 or any(split_of_shard(shard, ()) != "train" for _, shard in files)
-    outer_folders = columns[SPLIT] if names_have_splits else [""] * len(folders)
-    layout = layout_inside(outer_folders, folders, config)
-    if not names_have_splits:
+    if names_have_splits:
+        layout = layout_inside(columns[SPLIT], folders, config)
+    else:
+        layout = layout_inside([""] * len(folders), folders, config)
         columns[SPLIT] = [split or "train" for split, _ in layout]
     if config.label_column is None and not any(columns[LABEL]):
         columns[LABEL] = [name for _, name in layout]
@@ -106,7 +110,9 @@ def stream_rows(shards: list[str], config: ImagesConfig, at_last_dot: bool) -> I
         for sample, picture in read_samples(shard, config, at_last_dot):
             image = None
             if picture is not None:
-                content = read_member(member_path(shard, picture)) if is_local_shard(shard) else picture.content
+                content = picture.content
+                if is_local_shard(shard):
+                    content = read_member(member_path(shard, picture))
                 image = {"bytes": content, "path": printable(picture.name)}
             labels = {name: sample.label(ending) for name, ending in endings.items()}
             yield {config.image_column or IMAGE: image, **labels}
