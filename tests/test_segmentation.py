@@ -81,7 +81,7 @@ def test_figures_are_scikit_learns(ignored):
     truth = rng.choice([0, 1, 2, 4, 5], (7, 9, 11))  # nothing is of class 3
     predicted = rng.choice([0, 1, 2, 4], (7, 9, 11))
     truth[0, :4] = IGNORED_CLASS if ignored else 5
-    scores = score_confusion(count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6))
+    scores = score_confusion(count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6), np.arange(6))
     counted = truth != IGNORED_CLASS
     truth, predicted = truth[counted], predicted[counted]
     present = np.union1d(truth, predicted)

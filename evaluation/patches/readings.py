@@ -66,12 +66,10 @@ def fit_linear_reading(features: PatchFeatures, config: SegmentationConfig, lr: 
         return min(rising, falling)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-    order = torch.empty(0, dtype=torch.int64)
-    for _ in range(config.steps):
-        while len(order) < config.images_a_step:
-            order = torch.cat([order, torch.randperm(len(features.train), generator=generator)])
-        batch = np.sort(order[: config.images_a_step].numpy())
-        order = order[config.images_a_step :]
+    images_seen = config.steps * config.images_a_step
+    epochs = math.ceil(images_seen / len(features.train))
+    order = torch.cat([torch.randperm(len(features.train), generator=generator) for _ in range(epochs)])
+    for batch in np.sort(order[:images_seen].view(config.steps, -1).numpy()):
         inputs = torch.from_numpy(features.train[batch]).to(device())
         masks = torch.from_numpy(features.train_masks[batch]).long().to(device())
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evaluation.patches.features import PatchFeatures
 from evaluation.patches.masks import IGNORED_CLASS
-from evaluation.patches.statistics import with_numbered_classes
+from evaluation.patches.statistics import count_pixels, with_numbered_classes
 
 IMAGES_PER_COUNT = 256  # which bounds the memory
 
@@ -32,12 +32,12 @@ def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
     return total.view(classes, classes)
 
 
-def score_confusion(confusion: Tensor, numbers: NDArray[np.int16] | None = None) -> dict[str, Any]:
+def score_confusion(confusion: Tensor, numbers: NDArray[np.int16]) -> dict[str, Any]:
     """Mean IoU, pixel accuracy, and the IoU of each class: null where it is neither in a mask nor predicted.
 
     Args:
         confusion: see `count_confusion`.
-        numbers: (C,) numbers of the classes in the files of the masks; None: from 0 without gaps.
+        numbers: (C,) numbers of the classes in the files of the masks, ascending.
     """
     correct = confusion.diagonal()
     union = (confusion.sum(0) + confusion.sum(1) - correct).double()
@@ -45,22 +45,18 @@ def score_confusion(confusion: Tensor, numbers: NDArray[np.int16] | None = None)
     for intersection, pixels in zip(correct.double(), union, strict=True):
         ious.append(float(intersection / pixels) if pixels else None)
     present = [iou for iou in ious if iou is not None]
-    if numbers is not None:
-        by_number = dict(zip(numbers.tolist(), ious, strict=True))
-        ious = [by_number.get(number) for number in range(int(numbers.max()) + 1)]
+    by_number = dict(zip(numbers.tolist(), ious, strict=True))
     return {
         "accuracy": float(np.mean(present)),  # the mean IoU, by the name that all evaluations give their score
         "pixel_accuracy": float(correct.double().sum() / confusion.sum().double()),
-        "iou": ious,
+        "iou": [by_number.get(number) for number in range(int(numbers[-1]) + 1)],
     }
 
 
 def score_most_frequent(features: PatchFeatures) -> dict[str, Any]:
     """Scores of always predicting the most frequent class of the training masks."""
     features, numbers = with_numbered_classes(features)
-    classes = len(numbers)
-    train_masks = torch.from_numpy(features.train_masks)
+    most_frequent = int(count_pixels(features.train_masks)[1:].argmax())
     test_masks = torch.from_numpy(features.test_masks)
-    counts = count_confusion(train_masks, torch.zeros_like(train_masks), classes).sum(1)
-    predicted = torch.full_like(test_masks, int(counts.argmax()))
-    return score_confusion(count_confusion(test_masks, predicted, classes), numbers)
+    predicted = torch.full_like(test_masks, most_frequent)
+    return score_confusion(count_confusion(test_masks, predicted, len(numbers)), numbers)

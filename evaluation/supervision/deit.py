@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from evaluation.config import DistillConfig, Pooling
-from evaluation.supervision.heads import HeadedEncoder
+from evaluation.supervision.heads import HeadedEncoder, require_defaults
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
 from mpp.models.encoder import architecture, build_encoder
@@ -126,11 +126,7 @@ def check_student(config: ModelConfig) -> None:
     position = config.position
     has_table = position in ("learned", "sincos_2d")
     require(has_table, "model.position", position, "learned or sincos_2d with distill.teacher")
-    default = ModelConfig()
-    for setting in ("position_at", "stride", "mixing", "arguments"):
-        value, usual = getattr(config, setting), getattr(default, setting)
-        allowed = "null" if usual is None else usual
-        require(value == usual, f"model.{setting}", value, f"{allowed} with distill.teacher")
+    require_defaults(config, ("position_at", "stride", "mixing", "arguments"), "distill.teacher")
 
 
 def has_distillation_token(path: Path) -> bool:

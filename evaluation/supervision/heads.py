@@ -69,17 +69,19 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, I
 
 def refuse_vit_settings(config: ModelConfig) -> None:
     """Raise UserError where a setting of Vision Transformers is given beside the name of another model."""
+    numbers = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path")
+    kinds = ("position", "position_at", "stride", "mixing", "arguments", "attention")
+    require_defaults(config, (*numbers, *kinds), str(config.name))
+
+
+def require_defaults(config: ModelConfig, settings: Sequence[str], condition: str) -> None:
+    """Raise UserError where one of these settings differs from its default, which `condition` asks for."""
     default = ModelConfig()
-    for setting in ("width", "depth", "heads", "patch_size", "init_from"):
+    for setting in settings:
         value = getattr(config, setting)
-        require(value is None, f"model.{setting}", value, f"null with {config.name}")
-    for setting in ("dropout", "drop_path"):
-        value = getattr(config, setting)
-        require(value == 0, f"model.{setting}", value, f"0 with {config.name}")
-    for setting in ("position", "position_at", "stride", "mixing", "arguments", "attention"):
-        value, usual = getattr(config, setting), getattr(default, setting)
-        allowed = "null" if usual is None else usual
-        require(value == usual, f"model.{setting}", value, f"{allowed} with {config.name}")
+        usual = getattr(default, setting)
+        allowed = usual or ("null" if usual is None else 0)
+        require(value == usual, f"model.{setting}", value, f"{allowed} with {condition}")
 
 
 def synchronize_batch_norms(encoder: nn.Module, name: str | None, accelerator: Accelerator) -> nn.Module:
