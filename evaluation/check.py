@@ -167,8 +167,9 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
         )
     if free_bytes(Path(run.dir)) < run_folder_bytes(config, timing):
         messages.append("disk too small for the checkpoints; choose another run.dir, or lower run.keep_checkpoints")
-    for name, value, low, high in searched_settings(config):
-        if value < low or value > high:
+    for name, value in searched_settings(config).items():
+        low, high = SEARCHED.get(name, (-math.inf, math.inf))
+        if not low <= value <= high:
             messages.append(
                 f"{name} is {value:g}, outside the range that was searched ({low:g} to {high:g}); "
                 "try half and double of optim.lr for a tenth of the steps first"
@@ -176,14 +177,13 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
     return messages
 
 
-def searched_settings(config: Config) -> list[tuple[str, float, float, float]]:
-    """(setting, value, least, most) of the settings that were searched on small ViTs; NaN bounds: never searched."""
-    values = {
+def searched_settings(config: Config) -> dict[str, float]:
+    """The values of the settings that were searched on small ViTs, by the names in SEARCHED."""
+    return {
         "optim.global_batch_size": config.optim.global_batch_size,
         "run.steps": config.run.steps,
         f"optim.lr of {config.optim.name}": config.optim.lr,
     }
-    return [(name, value, *SEARCHED.get(name, (math.nan, math.nan))) for name, value in values.items()]
 
 
 def print_images(task: Pretraining, surveyed: Survey | None) -> None:
@@ -245,14 +245,15 @@ def memory_on_a_gpu(config: Config, precision: str, layout: BatchLayout) -> str:
 
 def print_settings(config: Config) -> None:
     """Print the settings that differ from the defaults, and the ranges that were searched."""
-    settings = changed(config)
-    if settings:
-        print_table(
-            "Settings that differ from the defaults", [[key, as_words(value)] for key, value in settings.items()]
-        )
+    rows = [[key, as_words(value)] for key, value in changed(config).items()]
+    if rows:
+        print_table("Settings that differ from the defaults", rows)
     rows = []
-    for name, value, low, high in searched_settings(config):
-        searched = "not searched" if math.isnan(low) else f"searched from {low:g} to {high:g}"
+    for name, value in searched_settings(config).items():
+        searched = "not searched"
+        if name in SEARCHED:
+            low, high = SEARCHED[name]
+            searched = f"searched from {low:g} to {high:g}"
         rows.append([f"{name} is {value:g}", searched])
     print_table("Small ViTs on the birds and on CIFAR-10 (configs/search.md)", rows)
 

@@ -6,7 +6,6 @@ and gaps between tensors in torch's allocator.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -75,7 +74,7 @@ def peak_of_passes(config: Config, model: nn.Module, objective: Objective, image
 
 def run_pass(model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str) -> None:
     """One forward and backward pass; its outputs are freed when it returns."""
-    with autocast_of(precision):
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
         outputs = model(pixels, corruption)
     if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
         predictions, targets = outputs[:2]
@@ -83,11 +82,6 @@ def run_pass(model: nn.Module, objective: Objective, pixels: Tensor, corruption:
         predictions = outputs
         targets = objective.targets(pixels, corruption.positions)
     objective.loss(predictions.float(), targets).backward()
-
-
-def autocast_of(precision: str) -> AbstractContextManager:
-    """Autocast to 16 bits, unless a run computes in float32."""
-    return nullcontext() if precision == "fp32" else torch.autocast("cpu", torch.bfloat16)
 
 
 def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:

@@ -32,16 +32,22 @@ def small(tmp_path):
 @pytest.fixture
 def floor(small):
     """Few-shot accuracy of a colour baseline on one dataset: compares within a second."""
+    ask_few_shots_of_one_dataset(small)
     small.config["encoders"] = small.config["encoders"][-1:]
+    return small
+
+
+def ask_few_shots_of_one_dataset(small):
+    """Leave fine-tuning and the second dataset out of a comparison."""
     small.config["evaluations"] = small.config["evaluations"][:1]
     small.config["datasets"] = small.config["datasets"][:1]
-    return small
 
 
 @pytest.fixture
 def settings_of_fewshot(monkeypatch):
     """The settings of every few-shot evaluation that is carried out."""
-    seen, evaluate = [], fewshot.run
+    seen = []
+    evaluate = fewshot.run
 
     def noted(settings):
         seen.append(settings)
@@ -54,7 +60,8 @@ def settings_of_fewshot(monkeypatch):
 @pytest.fixture
 def trained_folders(monkeypatch):
     """The run folder of every training that is begun."""
-    folders, train = [], run.train
+    folders = []
+    train = run.train
 
     def noted(config, build_task):
         folders.append(config.run.dir)
@@ -67,7 +74,8 @@ def trained_folders(monkeypatch):
 @pytest.mark.faults
 def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, monkeypatch):
     report = small.compare()
-    rows, summary = report["results"], report["summary"]["comparison"]
+    rows = report["results"]
+    summary = report["summary"]["comparison"]
     assert {row["kind"] for row in rows if row["evaluation"] == "fine-tuned"} == {"test", "dev"}
     assert list(summary) == ["pre-trained", "random", "floor"]
     places = ("one", "two", "mean all")
@@ -116,19 +124,19 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     teacher = small.config["encoders"][0] | {"seeds": [0]}
     student = student_of(teacher, tmp_path / "taught")
     small.config["encoders"] = [student, teacher]
-    small.config["evaluations"] = small.config["evaluations"][:1]
-    small.config["datasets"] = small.config["datasets"][:1]
-    of_student, _ = small.cases().values()
+    ask_few_shots_of_one_dataset(small)
+    case_of_student, _ = small.cases().values()
     with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
-        run.train_encoder(of_student.encoder, tmp_path / "out")
+        run.train_encoder(case_of_student.encoder, tmp_path / "out")
     rows = small.compare()["results"]
     pflop = {row["encoder"]: row["training_pflop"] for row in rows}
-    of_teacher, own = executed(tmp_path / "encoders" / "0"), executed(tmp_path / "taught")
-    assert pflop == {"pre-trained": of_teacher, "taught": of_teacher + own}
+    of_teacher = executed(tmp_path / "encoders" / "0")
+    of_student = executed(tmp_path / "taught")
+    assert pflop == {"pre-trained": of_teacher, "taught": of_teacher + of_student}
 
     teacher["train_options"]["optim.lr"] = 0.02
     taught_otherwise, _ = small.cases().values()
-    assert identity(taught_otherwise) != identity(of_student)
+    assert identity(taught_otherwise) != identity(case_of_student)
     student["train_options"]["objective.teacher"] = str(tmp_path / "taught")
     with pytest.raises(UserError, match="taught would be taught by itself"):
         small.compare()
@@ -152,8 +160,7 @@ def test_a_teacher_is_trained_where_its_own_results_are_published_or_not_asked_f
     """A student of it is new, and needs its weights."""
     teacher = small.config["encoders"][0] | {"seeds": [0]}
     small.config["encoders"] = [teacher]
-    small.config["evaluations"] = small.config["evaluations"][:1]
-    small.config["datasets"] = small.config["datasets"][:1]
+    ask_few_shots_of_one_dataset(small)
     small.compare()
     shutil.rmtree(tmp_path / "encoders")
     small.config["encoders"] = [teacher, student_of(teacher, tmp_path / "taught")]
@@ -259,7 +266,8 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     small.config["evaluations"][1] = KNN | {"options": FAST | {"depth": "dev"}}
     small.config["encoders"] = small.config["encoders"][:1]
     small.config["datasets"] = small.config["datasets"][:1]
-    extracted, extract = [], probing.extract_labelled_features
+    extracted = []
+    extract = probing.extract_labelled_features
 
     def noted(config, accelerator):
         extracted.append(config.encoder)
@@ -333,7 +341,8 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
     assert small.compare("--tabulate", "true")["results"] == []  # nothing is there
     assert "no results yet" in capsys.readouterr().out
     report = small.compare()
-    rows, summary = report["results"], report["summary"]
+    rows = report["results"]
+    summary = report["summary"]
     assert list(summary["hidden"]) == ["pre-trained"]  # random weights have predicted nothing
     assert list(summary["length"]) == ["longer", "pre-trained"]  # in the question's order
     assert set(summary["depth"]) == {"pre-trained", "longer", "random", "floor"}

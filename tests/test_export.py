@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,7 +17,9 @@ from evaluation.config import ExportConfig
 from evaluation.exports import formats
 from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE
 from evaluation.frozen.encoder import load_frozen_encoder
+from mpp.config import ModelConfig
 from mpp.features.frozen import features_at
+from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.models.timm_models import set_attention
 from mpp.runtime.weights import fingerprint
@@ -64,24 +66,37 @@ def test_a_file_says_what_the_encoder_says(format, finished_run, tmp_path):
         assert known["normalize"] == "true" and known["output"] == "features (batch, width) float32"
 
 
-def test_a_card_goes_with_the_weights_that_it_is_of(finished_run, tmp_path):
-    file = finished_run / "encoder" / "model.safetensors"
-    for options, weights in (((), fingerprint(file)), (("--random=true", "--seed=3"), "random, seed 3")):
-        about = exported(finished_run, tmp_path, "torch_export", *options)[1]["about"]
-        assert about["weights"] == weights and bool(about["card"]) == (options == ())
-        written = tmp_path / "encoder.pt2"
-        assert written.stat().st_mode == written.with_name("encoder.pt2.json").stat().st_mode
-    named = ExportConfig(encoder="vit_tiny_patch16_224", checkpoint=str(file))
+@pytest.mark.parametrize("random", [False, True])
+def test_a_file_has_the_card_of_trained_weights_and_none_of_random_ones(finished_run, tmp_path, random):
+    options = ["--random=true", "--seed=3"] if random else []
+    about = exported(finished_run, tmp_path, "torch_export", *options)[1]["about"]
+    fingerprint_of_run = fingerprint(finished_run / "encoder" / "model.safetensors")
+    assert about["weights"] == ("random, seed 3" if random else fingerprint_of_run)
+    assert bool(about["card"]) == (not random)
+    file = tmp_path / "encoder.pt2"
+    assert file.stat().st_mode == file.with_name("encoder.pt2.json").stat().st_mode
+
+
+def described(finished_run, **settings):
+    """The weights and the card that a file's metadata has."""
     frozen = load_frozen_encoder(str(finished_run))
-    about = export.describe_file(named, frozen, torch.zeros(0))
-    assert about["weights"] == "model.safetensors" and not about["card"]
-    best = shutil.copytree(finished_run, tmp_path / "run") / "encoder_best"
-    (best.parent / "encoder").rename(best)
+    about = export.describe_file(ExportConfig(**settings), frozen, torch.zeros(0))
+    return about["weights"], about["card"]
+
+
+def test_published_weights_and_files_of_weights_have_no_card(finished_run):
+    name = "vit_tiny_patch16_224"
+    file = finished_run / "encoder" / "model.safetensors"
+    assert described(finished_run, encoder=name) == (name, "")
+    assert described(finished_run, encoder=name, checkpoint=str(file)) == ("model.safetensors", "")
+
+
+def test_the_best_encoder_of_a_run_has_its_own_card(finished_run, tmp_path):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    best = shutil.copytree(run / "encoder", run / "encoder_best")
     (best / "README.md").write_text("the best")
-    shutil.copytree(finished_run / "encoder", best.parent / "encoder")
-    for encoder, weights, card in ((str(best), fingerprint(file), "the best"), ("vit_tiny_patch16_224",) * 2 + ("",)):
-        about = export.describe_file(replace(named, encoder=encoder, checkpoint=None), frozen, torch.zeros(0))
-        assert (about["weights"], about["card"]) == (weights, card)
+    expected = fingerprint(finished_run / "encoder" / "model.safetensors")
+    assert described(finished_run, encoder=str(best)) == (expected, "the best")
 
 
 def test_all_tokens_of_normalized_images_of_another_size_one_at_a_time(finished_run, tmp_path):
@@ -97,9 +112,7 @@ def test_all_tokens_of_normalized_images_of_another_size_one_at_a_time(finished_
 
 @pytest.mark.faults
 def test_a_probe_is_as_accurate_on_exports_and_eight_bits_stand_beside(finished_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        formats, "MAX_BYTES_IN_ONE_FILE", 0
-    )  # as of a large encoder, whose weights are in a second file
+    monkeypatch.setattr(formats, "MAX_BYTES_IN_ONE_FILE", 0)  # a large encoder's weights are in a second file
     run, report = exported(finished_run, tmp_path, "onnx", "--quantize=int8", "--batch=4")
     assert {file.name for file in tmp_path.iterdir()} == {"encoder.onnx", "encoder.onnx.json"}
     rows = {row["name"]: row for row in report["rows"]}
@@ -116,28 +129,33 @@ def test_a_probe_is_as_accurate_on_exports_and_eight_bits_stand_beside(finished_
 
 
 RESNET = ("--encoder=resnet10t", "--random=true")
-REFUSED = {
-    "a baseline": (("--encoder=floor:pixels",), "exported: a colour baseline has no weights"),
-    "no patches": ((*RESNET, "--representation=tokens"), "ResNet has no sequence of patches"),
-    "no [class]": ((*RESNET, "--representation=class"), "has no [class] token"),
-    "another end": (("--out=encoder.pt",), "out is encoder.pt; it must be a file whose name ends in .pt2"),
-    "no such batch": (("--batch=0",), "batch is 0; it must be at least 1, or dynamic"),
-}
 
 
-@pytest.mark.parametrize("refused", REFUSED)
-def test_what_cannot_be_exported_is_refused_in_words(refused, tmp_path):
-    options, message = REFUSED[refused]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(["--encoder=floor:pixels"], "exported: a colour baseline has no weights", id="a baseline"),
+        pytest.param([*RESNET, "--representation=tokens"], "ResNet has no sequence of patches", id="no patches"),
+        pytest.param([*RESNET, "--representation=class"], "has no [class] token", id="no [class]"),
+        pytest.param(
+            ["--out=encoder.pt"], "out is encoder.pt; it must be a file whose name ends in .pt2", id="another end"
+        ),
+        pytest.param(["--batch=0"], "batch is 0; it must be at least 1, or dynamic", id="no such batch"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_in_words(options, message, tmp_path):
+    words = ["--encoder=vit_tiny_patch16_224", "--format=torch_export", f"--out={tmp_path}/e.pt2"]
     with pytest.raises(ValueError) as error:
-        export.main(
-            ["--encoder=vit_tiny_patch16_224", "--format=torch_export", f"--out={tmp_path}/e.pt2", *FEW, *options]
-        )
+        export.main([*words, *FEW, *options])
     assert message in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.faults
 def test_a_file_of_other_numbers_is_refused_and_not_left(finished_run, tmp_path, monkeypatch):
+    def broken(images):
+        return torch.zeros(len(images), 16)
+
     of_other_numbers = formats.FORMATS["torch_export"]._replace(read=lambda file: broken)
     monkeypatch.setitem(formats.FORMATS, "torch_export", of_other_numbers)
     with pytest.raises(ValueError, match=r"differ from PyTorch's by .*; it must be another one: at most 0\.0001 is ok"):
@@ -150,10 +168,6 @@ def test_an_image_that_cannot_be_decoded_does_not_matter_to_a_file(finished_run,
         file.write_bytes(b"nothing")
     words = f"--data.path={image_folder}", "--data.eval_split=null", "--data.eval_fraction=0.5"
     assert exported(finished_run, tmp_path, "torch_export", *words)[1]["difference"] < 1e-5
-
-
-def broken(images):
-    return torch.zeros(len(images), 16)
 
 
 def test_packages_that_are_missing_are_named(finished_run, tmp_path, monkeypatch):
@@ -171,45 +185,63 @@ ALL = {
 }
 
 
+@pytest.fixture
+def four_channel_folder(tmp_path):
+    """Arrays of four channels."""
+    folder = tmp_path / "bands"
+    folder.mkdir()
+    for number in range(12):
+        fourth = picture(number + 1)[..., :1]
+        np.save(folder / f"{number}.npy", np.concatenate([picture(number), fourth], -1))
+    return folder
+
+
 @pytest.mark.faults
-def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, record_property):
+def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, four_channel_folder, record_property):
     """The largest difference from PyTorch, with attention fused and not, with 1 and 7 images.
 
     ONNX is at another size, and of kinds that are no part of others.
     """
-    for number in range(12):
-        file = tmp_path / "bands" / f"{number}.npy"
-        file.parent.mkdir(exist_ok=True)
-        np.save(file, np.concatenate([picture(number), picture(number + 1)[..., :1]], -1))
     lines = ["| kind | " + " | ".join(ENDS) + " |", "|-" * (1 + len(ENDS)) + "|"]
-    for kind, settings in ALL.items():
+    for kind in ALL:
         channels = 4 if kind == "four channels" else 3
-        encoder = build(**({} if "every" in kind else {"depth": 1}) | settings) if channels == 3 else four_channels()
-        folder = saved(tmp_path / kind, encoder, channels)
-        data = f"--data.path={tmp_path / 'bands' if channels == 4 else image_folder}", f"--data.channels={channels}"
-        other = "--img_size=[96, 64]" if kind == "hybrid" else "--img_size=[48, 40]"
-        found = dict.fromkeys(ENDS, 0.0)
+        folder = saved(tmp_path / kind, encoder_of_kind(kind), channels)
+        images = four_channel_folder if channels == 4 else image_folder
+        options = (f"--data.path={images}", f"--data.channels={channels}", "--data.eval_split=null")
+        cells = []
         for format in ENDS:
             if format == "onnx" and kind in PARTS:
+                cells.append("-")
                 continue
-            size = [other] if format == "onnx" else []
-            run, report = exported(folder, tmp_path, format, *data, "--data.eval_split=null", *size)
-            frozen = load_frozen_encoder(str(folder), img_size=tuple(report["about"]["img_size"]))
-            for fused in (True, False):
-                set_attention(frozen.model, fused)
-                for count in (1, 7):
-                    images = torch.randint(0, 256, (count, channels, *frozen.img_size), dtype=torch.uint8)
-                    with torch.no_grad():
-                        expected = frozen(images, "mean", [len(frozen.stages)])[0]
-                        found[format] = max(found[format], float((run(images) - expected).abs().max()))
-        assert max(found.values()) < MAX_ROUNDING_DIFFERENCE, (kind, found)
-        lines.append(f"| {kind} | " + " | ".join(f"{each:.1e}" if each else "-" for each in found.values()) + " |")
+            size = []
+            if format == "onnx":
+                size = ["--img_size=[96, 64]" if kind == "hybrid" else "--img_size=[48, 40]"]
+            run, report = exported(folder, tmp_path, format, *options, *size)
+            difference = largest_difference(run, folder, report["about"]["img_size"])
+            assert difference < MAX_ROUNDING_DIFFERENCE, (kind, format)
+            cells.append(f"{difference:.1e}")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
     record_property("table", ("largest difference from PyTorch, by kind of encoder and format", lines))
 
 
-def four_channels():
-    from mpp.config import ModelConfig
-    from mpp.models.encoder import build_encoder
+def encoder_of_kind(kind):
+    """An encoder with random weights; of one block where positions are not in every one."""
+    if kind == "four channels":
+        torch.manual_seed(0)
+        config = ModelConfig(width=24, depth=1, heads=3, img_size=32, patch_size=8)
+        return build_encoder(config, channels=4).eval()
+    depth = {} if "every" in kind else {"depth": 1}
+    return build(**depth | ALL[kind])
 
-    torch.manual_seed(0)
-    return build_encoder(ModelConfig(width=24, depth=1, heads=3, img_size=32, patch_size=8), channels=4).eval()
+
+def largest_difference(run, folder, img_size):
+    """Largest difference between a file's features and PyTorch's."""
+    frozen = load_frozen_encoder(str(folder), img_size=tuple(img_size))
+    differences = []
+    for fused, count in product((True, False), (1, 7)):
+        set_attention(frozen.model, fused)
+        images = torch.randint(0, 256, (count, frozen.channels, *frozen.img_size), dtype=torch.uint8)
+        with torch.no_grad():
+            expected = frozen(images, "mean", [len(frozen.stages)])[0]
+        differences.append(float((run(images) - expected).abs().max()))
+    return max(differences)

@@ -18,6 +18,7 @@ from mpp.features.frozen import pool
 
 METADATA_FILE = "mpp"  # among the extra files of a torch.export program
 MAX_BYTES_IN_ONE_FILE = 1_800_000_000  # of an ONNX file's weights: protobuf ends at 2 GB
+BatchSize = int | Literal["dynamic"]
 Compute = Callable[[Tensor], Tensor]
 """Images (B, C, H, W) to features, tokens or logits."""
 
@@ -44,9 +45,7 @@ class ExportedModule(nn.Module):
         return pool(self.model, tokens, self.representation)
 
 
-def write_onnx(
-    module: ExportedModule, images: Tensor, batch: int | Literal["dynamic"], file: Path, metadata: dict[str, Any]
-) -> None:
+def write_onnx(module: ExportedModule, images: Tensor, batch: BatchSize, file: Path, metadata: dict[str, Any]) -> None:
     """Write an ONNX file by torch's exporter. Weights of more than 1.8 GB go to FILE.data beside it."""
     program = torch.onnx.export(
         module,
@@ -83,7 +82,7 @@ def read_onnx(file: Path) -> Compute:
 
 
 def write_torch_export(
-    module: ExportedModule, images: Tensor, batch: int | Literal["dynamic"], file: Path, metadata: dict[str, Any]
+    module: ExportedModule, images: Tensor, batch: BatchSize, file: Path, metadata: dict[str, Any]
 ) -> None:
     """Write a torch.export program; its extra file `mpp` has the metadata as JSON."""
     program = torch.export.export(module, (images,), dynamic_shapes=dynamic_shapes(batch))
@@ -109,7 +108,7 @@ FORMATS = {
 }
 
 
-def dynamic_shapes(batch: int | Literal["dynamic"]) -> tuple[dict[int, Any]] | None:
+def dynamic_shapes(batch: BatchSize) -> tuple[dict[int, Any]] | None:
     """The sizes that torch's exporters leave open."""
     return ({0: torch.export.Dim("batch")},) if batch == "dynamic" else None
 
@@ -130,7 +129,7 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-def in_batches_of(size: int | Literal["dynamic"], compute: Compute) -> Compute:
+def in_batches_of(size: BatchSize, compute: Compute) -> Compute:
     """`compute` for any number of images: where it takes batches of `size` alone, the last batch is filled up."""
     if size == "dynamic":
         return compute
