@@ -19,16 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 HERE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-DEVICE, HOST, KEY = "gpu", torch.device("cpu"), "PrivateUse1"
+DEVICE = "gpu"
+HOST = torch.device("cpu")
+KEY = "PrivateUse1"
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "bincount", "_unique2", "unique_dim"}
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-MIXING = {
-    "copy_",
-    "_to_copy",
-    "set_",
-    "is_same_size",
-    *INDEXING,
-}  # may take tensors of both: indices on the host may be
+MIXING = {"copy_", "_to_copy", "set_", "is_same_size", *INDEXING}  # may take tensors of both, as indices
 BF16 = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention", "conv2d.default")
 FP32 = (
     "layer_norm",

@@ -75,17 +75,17 @@ def on_device(module: str, folder, *arguments: str, then: tuple[str, ...] = ()) 
     file = folder / "waits.json"
     run = Command(module, *arguments, *then, prepare=partial(fake_accelerator.pretend, file))
     assert run.wait() == [0], run.said[-3000:]
-    found: dict[str, set[str]] = {}
-    for when, what in json.loads(file.read_text()):
-        found.setdefault(when, set()).add(what)
-    assert not [found[when] for when in BETWEEN if when in found], found
-    return found
+    waits: dict[str, set[str]] = {}
+    for when, place in json.loads(file.read_text()):
+        waits.setdefault(when, set()).add(place)
+    assert not waits.keys() & set(BETWEEN), waits
+    return waits
 
 
 @pytest.mark.parametrize("options", PRETRAIN.values(), ids=PRETRAIN)
 def test_pretraining_waits_where_it_logs_and_nowhere_else(tmp_path, options, tally):
-    found = on_device("pretrain", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}", *options)
-    assert found["logged update"] <= LOGGED, found
+    waits = on_device("pretrain", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}", *options)
+    assert waits["logged update"] <= LOGGED, waits
     tally("fake accelerator: kinds of pre-training", 1)
 
 
@@ -95,9 +95,9 @@ def test_its_bits_are_the_cpus(tmp_path, tally):
     on_device("pretrain", tmp_path, *options, f"--run.dir={tmp_path / 'there'}")
     Command("pretrain", *options, f"--run.dir={tmp_path / 'here'}").wait()
     on_device("pretrain", tmp_path, *options, "--run.precision=bf16", f"--run.dir={tmp_path / 'bf16'}")
-    bits = {
-        name: (tmp_path / name / "encoder" / "model.safetensors").read_bytes() for name in ("there", "here", "bf16")
-    }
+    bits = {}
+    for name in ("there", "here", "bf16"):
+        bits[name] = (tmp_path / name / "encoder" / "model.safetensors").read_bytes()
     assert bits["there"] == bits["here"] != bits["bf16"]
     tally("fake accelerator: the bits of the CPU", 1)
 
@@ -130,14 +130,8 @@ def test_contrastive(tmp_path, tally):
 
 def test_finetuning(tmp_path, trained, tally):
     options = ("--run.steps=6", "--run.log_every=3", "--run.threads=1", "--data.workers=0", "--data.eval_images=16")
-    options = (
-        *options,
-        "--optim.global_batch_size=8",
-        f"--encoder={trained}",
-        "--lrs=0.1",
-        f"--run.dir={tmp_path}/new",
-    )
-    on_device("finetune", tmp_path, *options)
+    own = ("--optim.global_batch_size=8", f"--encoder={trained}", "--lrs=0.1", f"--run.dir={tmp_path}/new")
+    on_device("finetune", tmp_path, *options, *own)
     tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
 
 

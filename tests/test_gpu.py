@@ -1,4 +1,4 @@
-"""What is promised of a GPU, held on one: `pytest -m gpu`, alone, for all other tests hide it.
+"""Promises about a GPU, tested on one: `pytest -m gpu`, alone, for all other tests hide it.
 
 `GPU_SUITE_DEVICE=cpu pytest -m gpu` rehearses on a CPU what a CPU can do.
 """
@@ -34,12 +34,12 @@ on_cuda = pytest.mark.skipif(not CUDA, reason="is about CUDA alone")
 on_two = pytest.mark.skipif(not CUDA or torch.cuda.device_count() < 2, reason="takes two GPUs")
 
 TEN = ("--run.steps=10", "--run.checkpoint_every=5", "--data.workers=2", "--data.cache_gb=0")
-FALL = 0.5  # by so much, at least, the loss falls in ten updates: what is compared below is far closer
+FALL = 0.5  # of the loss in ten steps, at least: the losses that are compared below are far closer
 
 
 @pytest.fixture
 def run(pretrain, tmp_path, monkeypatch):
-    """A tiny run on a device, in ten updates: run("cpu", "--optim.name=sgd") -> its folder."""
+    """A tiny run on a device, in ten steps: run("cpu", "--optim.name=sgd") -> its folder."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the CPU's float32 is float32
 
     def on(device: str, *arguments: str, name: str = ""):
@@ -71,7 +71,8 @@ def no_waiting():
 def test_ten_losses_are_the_cpus(run, optimizer, tolerance):
     """In float32; also what is measured, on the held-out images too, and the probe. The CPU's attention is unfused."""
     options = (f"--optim.name={optimizer}", "--data.eval_images=64", "--probe.every=10", "--optim.lr=1e-2")
-    here, there = run(DEVICE, *options, name="device"), run("cpu", *options)
+    here = run(DEVICE, *options, name="device")
+    there = run("cpu", *options)
     losses = read_metrics(there)
     assert len(losses) == 10 and losses[1] - losses[10] > FALL
     assert read_metrics(here) == pytest.approx(losses, abs=tolerance)
@@ -115,8 +116,9 @@ def test_a_killed_run_ends_with_the_same_bits(run, exact, monkeypatch, precision
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
 def test_the_host_does_not_wait_in_a_step(run, monkeypatch, no_waiting, optimizer):
-    """Between two lines of metrics; the first two updates set things up."""
-    call, strict = Update.__call__, []
+    """Between two lines of metrics; the first two steps set things up."""
+    call = Update.__call__
+    strict = []
 
     def watched(self, step, micro, measure):
         strict.append(step > 1 and not measure)
@@ -158,7 +160,8 @@ def test_throughput_says_what_it_measured(tmp_path, monkeypatch, capsys):
 @on_cuda
 def test_out_of_memory_is_one_line_and_leaves_nothing_behind(tmp_path, capsys):
     torch.cuda.empty_cache()
-    before, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    before = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 32 * 2**20) / total)
     words = [*TINY, *TEN, "--optim.global_batch_size=2048", f"--run.dir={tmp_path / 'run'}"]
     try:
@@ -182,7 +185,8 @@ def test_a_diverged_run_leaves_nothing_on_the_gpu(run):
 
 def test_muon_is_the_cpus_and_heeds_the_verdict_on_the_device():
     """Three steps on the same gradients; where the verdict is that they are not finite, no weight changes by a bit."""
-    places, models = ("cpu", DEVICE), []
+    places = ("cpu", DEVICE)
+    models = []
     for place in places:
         torch.manual_seed(0)
         encoder = build_encoder(ModelConfig(depth=1, width=16, heads=2))
@@ -199,7 +203,8 @@ def test_muon_is_the_cpus_and_heeds_the_verdict_on_the_device():
     assert optimizers[1].defaults["capturable"] == CUDA
     for begin, one, other in zip(first, *(model.parameters() for model in models), strict=True):
         assert (one - other.cpu()).norm() < 0.02 * (one - begin).norm()  # Newton and Schulz iterate in bf16
-    model, optimizer = models[1], optimizers[1]
+    model = models[1]
+    optimizer = optimizers[1]
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
@@ -209,14 +214,15 @@ def test_muon_is_the_cpus_and_heeds_the_verdict_on_the_device():
 
 
 def test_frozen_features_are_the_cpus(run, tmp_path, monkeypatch):
-    folder, found = run("cpu"), {}
+    folder = run("cpu")
+    features_on = {}
     for place in ("cpu", DEVICE):
         monkeypatch.setenv("ACCELERATE_USE_CPU", str(place == "cpu"))
         out = tmp_path / f"{place}.npz"
         features.main([f"--encoder={folder}", "--precision=fp32", "--data.workers=0", f"--out={out}"])
-        found[place] = np.load(out)
-    for key in found["cpu"]:
-        np.testing.assert_allclose(found[DEVICE][key], found["cpu"][key], rtol=1e-3, atol=1e-3)
+        features_on[place] = np.load(out)
+    for key, on_cpu in features_on["cpu"].items():
+        np.testing.assert_allclose(features_on[DEVICE][key], on_cpu, rtol=1e-3, atol=1e-3)
 
 
 @on_cuda

@@ -1,4 +1,4 @@
-"""Inductor's code for a GPU, without one: an update's forward and backward pass as Triton kernels, compiled to cubin.
+"""Inductor's code for a GPU, without one: a step's forward and backward pass as Triton kernels, compiled to cubin.
 
     python tests/triton_code.py '[["--objective.name=pixels"]]'    # settings of mpp pretrain, by kind
 
@@ -46,20 +46,35 @@ H100, A100 = 90, 80  # compute capabilities
 
 
 def answer() -> None:
-    """What torch, inductor and Triton ask of the driver."""
+    """Answer the questions that torch, inductor and Triton ask the driver."""
     properties = types.SimpleNamespace(
-        **dict(name="H100", multi_processor_count=132, L2_cache_size=50 << 20),
-        **dict(major=9, minor=0, warp_size=32, regs_per_multiprocessor=65536, gcnArchName=""),
-        **dict(max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 << 30),
-        **dict(shared_memory_per_block=49152, shared_memory_per_block_optin=166912, is_integrated=0),
-        **dict(shared_memory_per_multiprocessor=167936, clock_rate=1980000, memory_clock_rate=2619000),
+        name="H100",
+        multi_processor_count=132,
+        L2_cache_size=50 << 20,
+        major=9,
+        minor=0,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        gcnArchName="",
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        total_memory=80 << 30,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=166912,
+        is_integrated=0,
+        shared_memory_per_multiprocessor=167936,
+        clock_rate=1980000,
+        memory_clock_rate=2619000,
     )
-    cuda, interface = torch.cuda, device_interface.CudaInterface
+    cuda = torch.cuda
+    interface = device_interface.CudaInterface
     cuda.get_device_properties = lambda *_: properties
     cuda.get_device_capability = lambda *_: (properties.major, 0)
     cuda.get_device_name = lambda *_: properties.name
-    cuda.current_device, cuda.device_count = lambda: 0, lambda: 1
-    cuda.is_available, cuda._lazy_init = lambda: True, lambda: None
+    cuda.current_device = lambda: 0
+    cuda.device_count = lambda: 1
+    cuda.is_available = lambda: True
+    cuda._lazy_init = lambda: None
     FakeTensorMode.avoid_device_init = property(lambda self: True)
     torch._C._ensureCUDADeviceGuardSet()
     for asked in vars(torch.utils._triton).values():  # while there was no GPU
@@ -83,25 +98,30 @@ def answer() -> None:
             utils=types.SimpleNamespace(get_device_properties=lambda *_: memory),
         )
     )
-    inductor.compile_threads, inductor.fx_graph_cache = 1, False
+    inductor.compile_threads = 1
+    inductor.fx_graph_cache = False
     inductor.triton.autotune_at_compile_time = False
 
 
 def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
-    """An update's loss and gradients as one graph, and its inputs, fake tensors of the CPU."""
+    """A step's loss and gradients as one graph, and its inputs, fake tensors of the CPU."""
     model, objective = build_model(config)
     grid, patch_size = cell_grid(model.encoder)
     names = [name for name, _ in model.named_parameters()]
     fixed = [name for name, _ in model.named_buffers()]
-    count, tensors = len(names), [each.detach() for each in (*model.parameters(), *model.buffers())]
+    count = len(names)
+    tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
 
-    def update(parameters, buffers, images, *corruption):
+    def step(parameters, buffers, images, *corruption):
         with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
             parameters = [each.detach().requires_grad_() for each in parameters]
             state = dict(zip(names + fixed, [*parameters, *buffers], strict=True))
-            found = torch.func.functional_call(model, state, (images, Corruption(*corruption)))
-            taught = isinstance(found, tuple)
-            predictions, targets = found[:2] if taught else (found, objective.targets(images, corruption[0]))
+            outputs = torch.func.functional_call(model, state, (images, Corruption(*corruption)))
+            if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
+                predictions, targets = outputs[:2]
+            else:
+                predictions = outputs
+                targets = objective.targets(images, corruption[0])
             with torch.autocast("cpu", enabled=False):
                 loss = objective.loss(predictions.float(), targets)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -117,7 +137,7 @@ def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
         images, *corruption = (mode.from_tensor(each) for each in (shown, *drawn))
         inputs = (given[:count], given[count:], images, *corruption)
         options = dict(decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)
-        graph = make_fx(update, **options)(*inputs)
+        graph = make_fx(step, **options)(*inputs)
     return graph, [*given, images, *corruption]
 
 
@@ -149,9 +169,9 @@ def lowered(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], mode: FakeT
 
 
 def compiled(code: str, capabilities: tuple[int, ...], known: set[tuple[int, str]]) -> tuple[int, list[str]]:
-    """How many kernels the code has, and what is said of those that do not become cubin.
+    """The number of kernels in the code, and the errors of those that do not become cubin.
 
-    Each is compiled once; those that differ in numbers alone count as one.
+    Each is compiled once; kernels that differ only in numbers count as one.
     """
     triton_helpers.set_driver_to_gpu = lambda: None
     for name in dir(triton_heuristics):  # they would be tuned on the GPU
