@@ -39,7 +39,7 @@ from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
 from mpp.training.history import RECENT_LINES
 from mpp.training.run import resolve_config
 from mpp.training.run_folder import CHECK_CROPS, refuse_other_run
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 from mpp.training.verdict import duration
 
 SURVEY_SECONDS = 20.0
@@ -106,13 +106,13 @@ def check(config: Config) -> Path:
 
 def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[Batch]]:
     """Take some steps, and return their cost and some of their batches. The first step counts only if it is alone."""
-    update = Update(task, config.optim)
+    training_step = TrainingStep(task, config.optim)
     device = task.accelerator.device
     batches: list[Batch] = []
     begin, steps = time.perf_counter(), 0
     for step in range(min(1 + MAX_TIMED_STEPS, config.run.steps)):
         passes = feed.take()
-        update(step, passes, measure=False)
+        training_step(step, passes, measure=False)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if sum(len(batch.images) for batch in batches) < CROPS_SHOWN:
@@ -127,13 +127,13 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, l
     waiting = feed.reset_wait()
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
     steps = max(steps, 1)
-    return Timing(seconds / steps, waiting / steps, memory / 1e9, checkpoint_bytes(update)), batches
+    return Timing(seconds / steps, waiting / steps, memory / 1e9, checkpoint_bytes(training_step)), batches
 
 
-def checkpoint_bytes(update: Update) -> int:
+def checkpoint_bytes(training_step: TrainingStep) -> int:
     """Bytes of the model's and the optimiser's tensors."""
-    tensors = list(update.model.state_dict().values())
-    for state in update.optimizer.state.values():
+    tensors = list(training_step.model.state_dict().values())
+    for state in training_step.optimizer.state.values():
         tensors += [value for value in state.values() if torch.is_tensor(value)]
     return sum(tensor.nbytes for tensor in tensors)
 

@@ -151,16 +151,16 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch, step: int) -> None:
     """Stop a run in this process just before update `step` (from 0) is done."""
-    from mpp.training.step import Update
+    from mpp.training.step import TrainingStep
 
-    update = Update.__call__
+    update = TrainingStep.__call__
 
     def dies(self, number, *args, **kwargs):
         if number == step:
             raise Killed("killed")
         return update(self, number, *args, **kwargs)
 
-    monkeypatch.setattr(Update, "__call__", dies)
+    monkeypatch.setattr(TrainingStep, "__call__", dies)
 
 
 def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:

@@ -258,7 +258,7 @@ def pretend_in_ours() -> None:
     """The place that asks for a GPU by name; and what is under way, by the loop's own functions."""
     from mpp.runtime import hardware
     from mpp.training.loop import Loop
-    from mpp.training.step import Update
+    from mpp.training.step import TrainingStep
     from mpp.training.task import ImageTask
 
     replace_everywhere(hardware.device, lambda: DEVICE)
@@ -272,7 +272,7 @@ def pretend_in_ours() -> None:
     def update(self, step, micro, measure):
         return "first updates" if step < 2 else "logged update" if measure else "update"
 
-    during(Update, "__call__", update)
+    during(TrainingStep, "__call__", update)
 
 
 def during(owner: type, name: str, what, then: str = "") -> None:

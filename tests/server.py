@@ -145,16 +145,16 @@ def environments_of(processes: int, sharded: bool) -> list[dict[str, str]]:
 
 def at_update(step: int | None, act: Callable[..., None]) -> None:
     """In each process: call `act` with the rank before update `step` (from 0), or before each."""
-    from mpp.training.step import Update
+    from mpp.training.step import TrainingStep
 
-    update = Update.__call__
+    update = TrainingStep.__call__
 
     def act_and_update(self, number, *args, **options):
         if step in (None, number):
             act(self.layout.rank)
         return update(self, number, *args, **options)
 
-    Update.__call__ = act_and_update
+    TrainingStep.__call__ = act_and_update
 
 
 def die_at(step: int) -> None:

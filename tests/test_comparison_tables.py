@@ -89,6 +89,11 @@ def test_a_plot_of_lines_has_a_panel_for_each_column_and_no_more(charted):
     assert len(visible_panels(figure)) == 5
 
 
+def test_random_weights_alone_are_drawn_at_no_compute(charted):
+    figure = plot_lines({"few-shot": {"random weights": {0: charted}}}, "pflop")
+    assert len(figure.axes[0].lines) == 1
+
+
 def test_a_panel_has_all_lines(charted):
     lines = {str(case): {1: charted} for case in range(9)}
     figure = plot_lines({"many": lines}, "steps")

@@ -14,14 +14,14 @@ from torch._dynamo.utils import counters
 
 import mpp
 from mpp.training.checkpoint import newest_step
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 
 CLUSTER = ("--model.attention=fused", "--model.activation_checkpointing=true", "--model.drop_path=0.1")
 
 
 def as_one_graph(folder, dies_at=None):
-    """In each process: refuse graph breaks; note how many graphs there are after each update."""
-    compiled, update = torch.nn.Module.compile, Update.__call__
+    """In each process: refuse graph breaks; note how many graphs there are after each step."""
+    compiled, update = torch.nn.Module.compile, TrainingStep.__call__
     torch.nn.Module.compile = lambda module: compiled(module, fullgraph=True)
 
     def noted(self, step, *args, **options):
@@ -32,7 +32,7 @@ def as_one_graph(folder, dies_at=None):
             file.write(f"{counters['stats']['unique_graphs']}\n")
         return result
 
-    Update.__call__ = noted
+    TrainingStep.__call__ = noted
 
 
 SIGNALLED = """

@@ -172,7 +172,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, monkeypatch):
 
 @pytest.mark.faults
 def test_two_processes_are_one_run_gradients_included(tmp_path):
-    """Both see four images a forward pass, two passes an update. Plain descent: the gradient is in the weights."""
+    """Both see four images a forward pass, two passes a step. Plain descent: the gradient is in the weights."""
     arguments = ["--optim.name=sgd", "--optim.momentum=0", "--optim.clip=null", "--optim.lr=0.1", "--run.steps=3"]
     arguments = [*TINY, *arguments, "--data.eval_images=7"]
     two = Command("contrastive", *arguments, "--data.batch_size=2", f"--run.dir={tmp_path / 'two'}", processes=2)

@@ -555,12 +555,12 @@ def test_a_bomb_is_refused_in_little_memory(tally):
 def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp.data.decoding import decode as decoding
-    from mpp.training.step import Update
+    from mpp.training.step import TrainingStep
 
-    decode, call = decoding.decode, Update.__call__
+    decode, call = decoding.decode, TrainingStep.__call__
     decoding.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
     if slow:  # then the main process is not waiting for data when it hears of it
-        Update.__call__ = lambda *args, **kwargs: (time.sleep(0.3), call(*args, **kwargs))[1]
+        TrainingStep.__call__ = lambda *args, **kwargs: (time.sleep(0.3), call(*args, **kwargs))[1]
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -581,7 +581,7 @@ def stuck() -> None:
 
     from mpp.data.decoding import decode as decoding
     from mpp.errors import UserError
-    from mpp.training.step import Update
+    from mpp.training.step import TrainingStep
 
     decode, calls = decoding.decode, count()
     decoding.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
@@ -590,7 +590,7 @@ def stuck() -> None:
         time.sleep(2)
         raise UserError("the run fails")
 
-    Update.__call__ = fail
+    TrainingStep.__call__ = fail
 
 
 def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
@@ -621,17 +621,17 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally):
 
 
 def poison() -> None:
-    """On the second of two processes, the gradient of update 5 is infinite."""
-    from mpp.training.step import Update
+    """On the second of two processes, the gradient of step 5 is infinite."""
+    from mpp.training.step import TrainingStep
 
-    call = Update.__call__
+    call = TrainingStep.__call__
 
     def poisoned(self, step, micro, measure):
         if step == 5 and self.layout.rank == 1:
             next(self.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
         return call(self, step, micro, measure)
 
-    Update.__call__ = poisoned
+    TrainingStep.__call__ = poisoned
 
 
 def test_what_is_not_finite_stops_every_process(tmp_path, tally, undisturbed):
@@ -639,7 +639,7 @@ def test_what_is_not_finite_stops_every_process(tmp_path, tally, undisturbed):
     options = [*TINY, RARE, "--run.steps=12", f"--run.dir={tmp_path / 'run'}"]
     run = Command("pretrain", *options, processes=2, prepare=poison)
     assert run.wait() == [2, 2], run.said[-3000:]
-    assert run.said.count("loss or gradient of update 5 is not finite") == 2
+    assert run.said.count("loss or gradient of step 5 is not finite") == 2
     assert newest_step(tmp_path / "run") == 4
     finish(Command("pretrain", *options, processes=2))
     assert weights(whole) == weights(tmp_path / "run")

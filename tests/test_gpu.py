@@ -22,7 +22,7 @@ from mpp.runtime.command import command
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.start import start
 from mpp.training.optim import build_optimizer
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 
 DEVICE = os.environ.get("GPU_SUITE_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"
@@ -117,7 +117,7 @@ def test_a_killed_run_ends_with_the_same_bits(run, exact, monkeypatch, precision
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
 def test_the_host_does_not_wait_in_a_step(run, monkeypatch, no_waiting, optimizer):
     """Between two lines of metrics; the first two steps set things up."""
-    call = Update.__call__
+    call = TrainingStep.__call__
     strict = []
 
     def watched(self, step, micro, measure):
@@ -128,7 +128,7 @@ def test_the_host_does_not_wait_in_a_step(run, monkeypatch, no_waiting, optimize
         finally:
             no_waiting(False)
 
-    monkeypatch.setattr(Update, "__call__", watched)
+    monkeypatch.setattr(TrainingStep, "__call__", watched)
     options = ("--optim.average=0.9", "--run.log_every=5", "--data.batch_size=4", "--run.precision=bf16")
     run(DEVICE, f"--optim.name={optimizer}", *options)
     assert strict == [False] * 2 + [True] * 2 + [False] + [True] * 4 + [False]

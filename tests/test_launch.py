@@ -22,7 +22,7 @@ from mpp.runtime.command import command, user_message
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launcher import check_address, check_process_count
 from mpp.runtime.start import check_trackers, choose_precision, choose_threads
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -158,7 +158,7 @@ def test_processes_wait_long_for_images_and_not_for_a_step(pretrain, tmp_path, m
         monkeypatch.setattr(where, name, noted)
 
     note(mpp.pretrain, "load_image_datasets")
-    note(Update, "__call__")
+    note(TrainingStep, "__call__")
     try:
         for name in ("one", "after"):  # one process may do several runs
             seen.clear()

@@ -25,7 +25,7 @@ from mpp.models.exporting import export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 
 
 def weights(folder):
@@ -391,7 +391,7 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
     monkeypatch.setattr("mpp.pretrain.executed_flops", lambda *_: 1)  # it runs the model too
     monkeypatch.setattr(MaskedPatchPredictor, "forward", poisoned)
     with pytest.raises(
-        FloatingPointError, match=r"of update 3 is not finite .*images s\d+\.jpg, .*last checkpoint is good"
+        FloatingPointError, match=r"of step 3 is not finite .*images s\d+\.jpg, .*last checkpoint is good"
     ) as error:
         pretrain("--run.steps=6")
     assert models[0]() is None and error  # the next run of this process needs its memory
@@ -404,8 +404,8 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeypatch, optimizer):
-    """As on a GPU: the loss of update 2 is not finite, which is noticed when the metrics of update 5 are logged."""
-    call, weights = Update.__call__, {}
+    """As on a GPU: the loss of step 2 is not finite, which is noticed when the metrics of step 5 are logged."""
+    call, weights = TrainingStep.__call__, {}
 
     def poisoned(self, step, micro, measure):
         self.finite.verifies_each_step = False
@@ -415,8 +415,8 @@ def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeyp
         weights[step] = [parameter.detach().clone() for parameter in self.model.parameters()]
         return result
 
-    monkeypatch.setattr(Update, "__call__", poisoned)
-    with pytest.raises(FloatingPointError, match=r"of update 2 is not finite .*images s\d+\.jpg, "):
+    monkeypatch.setattr(TrainingStep, "__call__", poisoned)
+    with pytest.raises(FloatingPointError, match=r"of step 2 is not finite .*images s\d+\.jpg, "):
         arguments = ("--run.steps=10", "--run.log_every=5", "--run.checkpoint_every=10", "--objective.name=pixels")
         pretrain(*arguments, f"--optim.name={optimizer}")
     assert all(torch.equal(*pair) for pair in zip(weights[1], weights[3], strict=True))

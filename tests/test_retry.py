@@ -22,7 +22,7 @@ from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
 from mpp.training.feed import MIN_IMAGES, RECENT_IMAGES, Feed
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 
 
 @pytest.fixture
@@ -70,14 +70,14 @@ def test_a_loader_processs_error_is_one_line(image_folder):
 
 def before_step(monkeypatch, step: int, act: Callable[[], object]) -> None:
     """Call `act` just before `step` (from 0)."""
-    update = Update.__call__
+    update = TrainingStep.__call__
 
     def act_first(self, number, *args, **options):
         if number == step:
             act()
         return update(self, number, *args, **options)
 
-    monkeypatch.setattr(Update, "__call__", act_first)
+    monkeypatch.setattr(TrainingStep, "__call__", act_first)
 
 
 def assert_same_run(run: Path, other: Path, *metrics: str) -> None:

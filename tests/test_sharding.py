@@ -157,7 +157,7 @@ def test_supervised_and_contrastive_training_too(tmp_path):
 
 
 def note_memory(folder):
-    """In each process: write the bytes of weights, gradients and optimiser state that it holds in an update.
+    """In each process: write the bytes of weights, gradients and optimiser state that it holds in a step.
 
     What is free goes back to the system: by chance the allocator keeps a gathered block, or does not.
     """

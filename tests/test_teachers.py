@@ -203,7 +203,7 @@ def test_half_lives_are_shares_of_the_run():
     assert moving_average_decay((0.01, 0.05), 0, 1000) ** 10 == pytest.approx(0.5)
     assert moving_average_decay((0.01, 0.05), 999, 1000) ** 50 == pytest.approx(0.5)
     assert moving_average_decay((0.02, 0.02), 77, 1000) == pytest.approx(2 ** (-1 / 20))
-    assert moving_average_decay((0.5, 0.5), 0, 1) == 0.25  # of one update
+    assert moving_average_decay((0.5, 0.5), 0, 1) == 0.25  # of one step
 
 
 def frozen(img_size, patch_size, **options):
@@ -471,7 +471,7 @@ def test_collapse_is_seen_and_ends_a_run_that_asks_for_it(tmp_path, pretrain, fi
 
 @pytest.mark.faults
 def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):
-    """Two processes with copies or shares, two passes an update, recomputed activations: the losses of one process."""
+    """Two processes with copies or shares, two passes a step, recomputed activations: the losses of one process."""
     adam = ("--optim.name=adam", "--optim.lr=3e-3")  # Muon's bf16 rounds what is added in another order
     words = (*TINY, *EMA, *adam, "--run.eval_every=4")
     more = {"copies": "--data.batch_size=2", "shares": "--model.activation_checkpointing=true"}

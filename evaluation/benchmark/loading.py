@@ -57,14 +57,14 @@ def encode_jpeg(small: np.ndarray, side: int) -> bytes:
 
 def steps_from_files(bench: Bench, folder: Path, workers: int) -> Iterator[None]:
     """Training steps on batches that are loaded from files; one for each `next`."""
-    task, update, _ = set_up_pretraining(bench)
+    task, training_step, _ = set_up_pretraining(bench)
     data = DataConfig(path=str(folder), crop_area=CROP_AREA, workers=workers, eval_split=None)
     on_files = Pretraining(replace(bench.config, data=data), bench.accelerator, bench.layout)
     if bench.compile:
         task.model.compile()
     loader = training_loader(on_files.views(on_files.train), bench.layout, 0, ENDLESS_STEPS)
     for step, batch in enumerate(loader):
-        yield update(step % SCHEDULE_STEPS, [batch], measure=False)
+        yield training_step(step % SCHEDULE_STEPS, [batch], measure=False)
 
 
 def mpp_crops(folder: Path, size: int) -> Iterator[Tensor]:

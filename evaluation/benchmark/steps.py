@@ -21,7 +21,7 @@ from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
 from mpp.training.flops import flop_counter
 from mpp.training.optim import build_optimizer
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 
 CPU_MATRIX_SIDE = 2048
 GPU_MATRIX_SIDE = 4 * CPU_MATRIX_SIDE
@@ -78,23 +78,23 @@ def count_and_compile(step: Callable[[], object], bench: Bench, model: nn.Module
     return TimedStep(step, counter.get_total_flops())
 
 
-def set_up_pretraining(bench: Bench) -> tuple[Pretraining, Update, Batch]:
+def set_up_pretraining(bench: Bench) -> tuple[Pretraining, TrainingStep, Batch]:
     """Our pre-training as a run sets it up, and a batch of the package's photographs in memory."""
     task = Pretraining(bench.config, bench.accelerator, bench.layout)
     views = task.views(task.train)
     batch = collate([views[0, index % len(task.train)] for index in range(bench.batch_size)])
-    return task, Update(task, bench.config.optim), batch
+    return task, TrainingStep(task, bench.config.optim), batch
 
 
 def mpp_step(bench: Bench) -> TimedStep:
     """The whole step: targets, forward, backward, clipping, the check for finite sizes, the optimiser."""
-    task, update, batch = set_up_pretraining(bench)
+    task, training_step, batch = set_up_pretraining(bench)
     calls = count(1)
 
     def step() -> None:
-        update(0, [batch], measure=False)
+        training_step(0, [batch], measure=False)
         if next(calls) % bench.config.run.log_every == 0:
-            update.finite.verify()  # which waits for a GPU
+            training_step.finite.verify()  # which waits for a GPU
 
     return count_and_compile(step, bench, task.model)
 

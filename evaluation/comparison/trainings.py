@@ -19,7 +19,7 @@ from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
-from mpp.training.flops import update_flops
+from mpp.training.flops import flops_of_step
 from mpp.training.log import last_scalars
 from mpp.training.task import ImageTask
 
@@ -52,7 +52,7 @@ def step_flops(command: str, config: Any) -> int:
         accelerator = Accelerator(cpu=not uses_gpu())
         layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
         task = TRAININGS[command].build_task(config, accelerator, layout)
-        KNOWN_STEP_FLOPS[key] = update_flops(task, layout.images, config.optim)
+        KNOWN_STEP_FLOPS[key] = flops_of_step(task, layout.images, config.optim)
     return KNOWN_STEP_FLOPS[key]
 
 

@@ -98,7 +98,7 @@ class FinetuneConfig:
     dev_fraction: float = setting(0.1, above=0, below=1)
     """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
     dev_steps: int | None = setting(None, at_least=1)
-    """Updates of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
+    """Steps of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
     test: bool = True
     """Train on all of train at the best rate and test. False: stop after the comparison."""
     out: str | None = setting(None, operational=True)

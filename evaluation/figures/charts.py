@@ -125,11 +125,12 @@ def plot_lines(curves: Curves, x_label: str) -> Figure:
     for panel, cases in zip(panels, curves.values(), strict=True):
         for number, (name, accuracies) in enumerate(cases.items()):
             draw_line(panel, accuracies, name, number)
-        panel.set_xscale("log")
-        places = set().union(*cases.values())
-        ticks = readable_ticks(sorted(place for place in places if place > 0))
-        names = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
-        panel.set_xticks(ticks, names, fontsize=7)
+        places = sorted(place for place in set().union(*cases.values()) if place > 0)  # random weights are at 0
+        if places:
+            panel.set_xscale("log")
+            ticks = readable_ticks(places)
+            names = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
+            panel.set_xticks(ticks, names, fontsize=7)
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below the error bars

@@ -25,7 +25,7 @@ class Classification(ImageTask):
     """Softmax cross-entropy on labelled images; top-1 accuracy.
 
     Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: what is mixed with what is
-    a function of (seed, update, forward pass), and changes with the images in a forward pass, not with the processes.
+    a function of (seed, step, forward pass), and changes with the images in a forward pass, not with the processes.
     """
 
     learns_labels = True

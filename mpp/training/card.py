@@ -30,7 +30,7 @@ data_config = timm.data.resolve_model_data_config(encoder)  # input size, mean, 
 tokens = encoder.forward_features(images)  # {tokens}
 ```
 
-## Held-out figures after {step} updates
+## Held-out figures after {step} steps
 
 | | |
 |-|-:|

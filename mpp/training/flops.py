@@ -23,7 +23,7 @@ FUSED_ATTENTION_KERNELS = ("efficient_attention", "flash_attention", "flash_atte
 """torch's. torch 2.14 has no formula for the CPU's."""
 
 
-def update_flops(task: ImageTask, images: int, config: OptimConfig) -> int:
+def flops_of_step(task: ImageTask, images: int, config: OptimConfig) -> int:
     """Operations of a step: forward and backward pass of so many images, and the optimiser's."""
     return task.flops() * images + optimizer_flops(task.model, config)
 

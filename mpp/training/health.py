@@ -216,7 +216,7 @@ def long_warmup(history: History, facts: Facts) -> str | None:
     if 5 * facts.warmup <= facts.steps:
         return None
     return (
-        f"the learning rate rises for {facts.warmup} of {facts.steps} updates, more than a fifth of the run; lower "
+        f"the learning rate rises for {facts.warmup} of {facts.steps} steps, more than a fifth of the run; lower "
         f"optim.warmup_steps, or set it null, which is {min(100, facts.steps // 5)} here"
     )
 
@@ -240,7 +240,7 @@ def gradients_almost_always_clipped(history: History, facts: Facts) -> str | Non
         return None
     return (
         f"the gradient's norm was above {FAR_ABOVE_CLIP:g} times optim.clip ({facts.clip:g}) in {share:.0%} of the "
-        f"logged updates (its median is {median(norms):.3g}); divide optim.lr ({facts.lr:g}) by three"
+        f"logged steps (its median is {median(norms):.3g}); divide optim.lr ({facts.lr:g}) by three"
     )
 
 

@@ -1,4 +1,4 @@
-"""The training loop of every training task: `Loop.train` takes the steps, each an `Update`.
+"""The training loop of every training task: `Loop.train` takes the steps, each an `TrainingStep`.
 
 It knows a model, a loss, batches, an optimiser and a schedule, and not their meaning. Its state is the step, the
 weights and the optimiser's state, so a killed run resumes exactly.
@@ -25,7 +25,7 @@ from mpp.training.feed import Feed
 from mpp.training.history import EVALUATED, series
 from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.parallel import start_compilers
-from mpp.training.step import Update
+from mpp.training.step import TrainingStep
 from mpp.training.task import ImageTask
 from mpp.training.watch import Watch
 
@@ -48,9 +48,9 @@ class Loop:
         self.folder = folder
         self.flops = flops
         self.preemption = preemption
-        self.update = Update(task, self.optim)
-        self.model = self.update.model
-        self.optimizer = self.update.optimizer.optimizer  # without accelerate's wrapper
+        self.training_step = TrainingStep(task, self.optim)
+        self.model = self.training_step.model
+        self.optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.optimizer)
         self.saved_step = self.start  # of the newest checkpoint
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
@@ -88,7 +88,7 @@ class Loop:
             batches = self.next_batches(step)
             done = step + 1
             logged = due(done, run.log_every, run.steps)
-            values, sums = self.update(step, batches, measure=logged)
+            values, sums = self.training_step(step, batches, measure=logged)
             self.count_step(batches)
             if logged:
                 scalars = self.log_step(done, values, sums)
@@ -152,7 +152,7 @@ class Loop:
     def evaluate_untrained(self) -> None:
         """Log scalars of the untrained model: the baseline of each later evaluation."""
         self.model.eval()
-        with self.held_out_reading(0), self.update.parallel.whole_model() as model:
+        with self.held_out_reading(0), self.training_step.parallel.whole_model() as model:
             scalars = self.task.evaluate_untrained(model)
         if scalars:
             self.tracker.log(0, scalars)
@@ -190,14 +190,14 @@ class Loop:
     def averaged_model(self) -> Iterator[nn.Module]:
         """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
         averages = nullcontext() if self.optim.average is None else averaged_weights(self.optimizer)
-        with averages, self.update.parallel.whole_model() as model:
+        with averages, self.training_step.parallel.whole_model() as model:
             yield model
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless it is there; the steps before it are verified to be finite."""
         if step == self.saved_step:
             return
-        self.update.finite.verify()
+        self.training_step.finite.verify()
         with self.speed.paused():
             keep = self.run.keep_checkpoints
             save(self.accelerator, self.folder, step, self.model, self.optimizer, self.cursors, keep)

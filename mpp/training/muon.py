@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient."""
+        """TrainingStep all parameters that have a gradient."""
         skipping = self.found_inf is not None and (self.defaults["capturable"] or bool(self.found_inf))
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

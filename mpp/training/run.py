@@ -28,7 +28,7 @@ from mpp.runtime.processes import TRAINING_TIMEOUT, on_main_process, set_timeout
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import fingerprint
-from mpp.training.flops import update_flops
+from mpp.training.flops import flops_of_step
 from mpp.training.loop import Loop
 from mpp.training.record import recorded_commit, write_record
 from mpp.training.report_process import write_report
@@ -105,7 +105,7 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
     )
     if layout.smallest < layout.largest:
         shares = f"{layout.shares} shares of {layout.smallest} or {layout.largest}"
-        accelerator.print(f"{layout.images} images an update, in {shares}; the gradient is that of their mean")
+        accelerator.print(f"{layout.images} images a step, in {shares}; the gradient is that of their mean")
     data = pin_commit(config.data, folder, accelerator)
     if hasattr(config, "model") and config.model.needs_moments():
         mean, std = broadcast_from_main(accelerator, lambda: channel_moments(data))
@@ -117,7 +117,7 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         write_beginning(config, folder, task, accelerator)
-        flops = update_flops(task, layout.images, config.optim)
+        flops = flops_of_step(task, layout.images, config.optim)
         set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
             preemption.finish_steps()

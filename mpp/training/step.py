@@ -1,4 +1,4 @@
-"""One optimiser step: `Update`, and the check that what it does is finite."""
+"""One optimiser step: `TrainingStep`, and the check that what it does is finite."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from mpp.training.task import ImageTask
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
 
 
-class Update:
+class TrainingStep:
     """One optimiser step: forward, loss, backward, clip, check, step."""
 
     def __init__(self, task: ImageTask, optim: OptimConfig):
@@ -140,7 +140,7 @@ class FiniteCheck:
         images = gather_object(images)
         names = sorted(map(self.image_name, suspects or images))
         raise Diverged(
-            f"loss or gradient of update {first.step} is not finite (nothing was updated by it; images "
+            f"loss or gradient of step {first.step} is not finite (it changed no weight; images "
             f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is good: "
             "resume with a lower optim.lr in a new run.dir, or look at these images"
         )
