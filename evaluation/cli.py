@@ -44,7 +44,7 @@ def commands() -> dict[str, str]:
 
 
 def places(name: str) -> tuple[str, str, str]:
-    """A command's module, which has `main`; the module and the name of its config."""
+    """Where a command is: its module, which has `main`, and the module and name of its config."""
     if name in EVALUATIONS:
         evaluation = EVALUATIONS[name]
         configs, _, config = evaluation.config.rpartition(".")

@@ -54,7 +54,7 @@ ROWS_PER_PART = 4096  # which bounds the memory, and what is lost after an inter
 
 
 def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
-    """Write the table, or the missing parts of it; its file.
+    """Write the table, or its missing parts, and return its file.
 
     Raises:
         UserError: no such encoder, images or depth, or the file is another table.
@@ -208,7 +208,7 @@ def has_identity(file: Path, identity: str) -> bool:
 
 
 def write_parts(folder: Path, embedder: Embedder, splits: Sequence[ImageDataset], identity: str) -> list[Path]:
-    """Write the parts that are missing, or are of another table; the files of all parts."""
+    """Write the parts that are missing or belong to another table, and return the files of all parts."""
     files = []
     with progress_bar(desc="features", unit="image", total=sum(map(len, splits))) as bar:
         for number, images in enumerate(splits):

@@ -31,7 +31,7 @@ TEST_IMAGES_PER_BLOCK = 4096  # scored at a time, which bounds the memory
 
 
 def run(config: FewshotConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Probe and report; the report."""
+    """Probe the features, write the report, and return it."""
     return run_probe(config, "fewshot", lambda features: evaluate(features, config), "shots", loaded)
 
 

@@ -141,7 +141,7 @@ def hash_initial_weights(config: FinetuneConfig) -> str:
 
 
 def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Compare learning rates, fine-tune, test, report; the report."""
+    """Compare learning rates, fine-tune, test, write the report, and return it."""
     on_dev: dict[float, float] = {}
     best = config.lrs[0]
     if len(config.lrs) > 1:

@@ -20,7 +20,7 @@ from mpp.runtime.hardware import device
 
 
 def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Probe and report; the report."""
+    """Probe the features, write the report, and return it."""
     return run_probe(config, "knn", lambda features: evaluate(features, config), "neighbours", loaded)
 
 

@@ -35,7 +35,7 @@ QUICK_FIT_NUMBERS = 2**27  # numbers in the features: fitting to fewer takes sec
 
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Probe and report; the report."""
+    """Probe the features, write the report, and return it."""
     return run_probe(config, "linear", lambda features: evaluate(features, config), "solver", loaded)
 
 

@@ -27,7 +27,7 @@ METRIC_OF_LINE = {
 
 
 def run(config: MaskedConfig) -> dict[str, Any]:
-    """Read the metrics and report them; the report."""
+    """Read the metrics of the run, write the report, and return it."""
     last = last_evaluation(Path(config.encoder))
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"

@@ -10,16 +10,17 @@ from typing import Any, Literal
 from mpp.errors import UserError
 
 EvaluationKind = Literal["frozen features", "fine-tuning", "masked patches"]
-"""How an evaluation sees an encoder, and so the settings that its config has beside `encoder` and `out`.
+"""How an evaluation uses an encoder. The kind decides which settings its config has besides `encoder` and `out`:
 
-frozen features: any encoder, floors too; `random`, `seed`, `data`. fine-tuning: any encoder with weights; `init`,
-`data`, `run` and its seed. masked patches: a pre-training run, whose folder says all.
+- frozen features: evaluates any encoder, and baselines (floor:NAME); has `random`, `seed` and `data`.
+- fine-tuning: trains any encoder that has weights; has `init`, `data` and `run`, with `run.seed`.
+- masked patches: evaluates a pre-training run, whose folder has all settings; has none.
 """
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A command that evaluates an encoder. Modules stand here by name: a command is imported when it is used."""
+    """A command that evaluates an encoder. Modules are given as strings, so that `mpp --help` imports none."""
 
     name: str
     """Name of the command, and of `command` in a comparison's evaluations."""
@@ -35,7 +36,7 @@ class Evaluation:
     help: str
     """One line for `mpp --help`."""
     case_key: str = "case"
-    """Entry of a result that is its case where it has no `case`, such as the number of shots."""
+    """Key of a result that a comparison shows as its case if the result has no `case`: fewshot's is `shots`."""
 
     def config_class(self) -> type:
         """The dataclass of its settings."""
@@ -43,7 +44,7 @@ class Evaluation:
         return getattr(import_module(module), name)
 
     def run(self, config: Any) -> dict[str, Any]:
-        """Evaluate; the report, which is also written to `config.out`."""
+        """Evaluate, write the report to `config.out`, and return it."""
         return import_module(self.module).run(config)
 
 

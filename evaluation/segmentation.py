@@ -65,7 +65,7 @@ MOST_FREQUENT = "the most frequent class"
 
 
 def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Evaluate and report; the report.
+    """Evaluate patch features on masks, write the report, and return it.
 
     Raises:
         UserError: an encoder without patches, or images without masks.

@@ -108,5 +108,5 @@ def cases_in(file: Path) -> dict[tuple[str, int, str, str], Case]:
     """The cases of a comparison's file, by encoder, seed, evaluation and dataset."""
     cases = {}
     for case in cases_of(read_entries(parse(CompareConfig, ["--config", str(file)]))):
-        cases[case.encoder.entry.name, case.encoder.seed, case.evaluation.name, case.dataset.name] = case
+        cases[case.encoder.entry.name, case.encoder.seed, case.entry.name, case.dataset.name] = case
     return cases

@@ -78,7 +78,7 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     }
     entry = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
     case = only_case(entry, evaluations=[KNN, {"name": "masked patches", "command": "masked"}])
-    assert case.evaluation.name == "kNN"
+    assert case.entry.name == "kNN"
     training = run.settings_to_train(case.encoder)
     assert training.views.blur == 0 and training.contrast.temperature == 0.1
     run.train_encoder(case.encoder, tmp_path)
@@ -148,5 +148,5 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
         config = run.settings_to_train(case.encoder)
         steps[case.encoder.entry.name] = config.run.steps
         assert config.run.steps == round(1e9 / step_flops("pretrain", config))
-        assert case.encoder.training.run.steps == 2
+        assert case.encoder.settings.run.steps == 2
     assert steps["narrow"] > 2 * steps["wide"]

@@ -67,13 +67,13 @@ def test_every_case_of_a_comparison_file_parses(path):
         return  # test_published_results_are_found_by_their_digests parses each case
     known = set()
     for case in cases:
-        entry, evaluation = case.encoder.entry, case.evaluation.name
+        entry, evaluation = case.encoder.entry, case.entry.name
         pairs = {(entry.name, evaluation), (evaluation, case.dataset.name)}
         if pairs <= known:
             continue
         known |= pairs
         assert evaluation_settings(case).encoder
-        assert (case.encoder.training is None) == (entry.train is None)
+        assert (case.encoder.settings is None) == (entry.train is None)
 
 
 def test_vtab_has_its_19_tasks_in_three_groups():

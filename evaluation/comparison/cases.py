@@ -34,16 +34,16 @@ class Encoder:
 
     entry: EncoderEntry
     seed: int
-    training: Any | None
+    settings: Any | None
     """Settings of the command that trains it, as the entry has them; None: the entry does not train it."""
     teacher: "Encoder | None" = None
     """The encoder whose features its training predicts, where that is one of the comparison."""
 
     @property
-    def weights(self) -> Path:
+    def path(self) -> Path:
         """The folder or file that is evaluated."""
-        path = str(self.entry.options.get("checkpoint") or self.entry.encoder)
-        return Path(with_seed(path, self.seed))
+        pattern = str(self.entry.options.get("checkpoint") or self.entry.encoder)
+        return Path(with_seed(pattern, self.seed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +51,18 @@ class Case:
     """One evaluation of one encoder on one dataset."""
 
     encoder: Encoder
-    evaluation: EvaluationEntry
+    entry: EvaluationEntry
     dataset: DatasetEntry
 
     @property
-    def command(self) -> Evaluation:
+    def evaluation(self) -> Evaluation:
         """The registered evaluation."""
-        return EVALUATIONS[self.evaluation.command]
+        return EVALUATIONS[self.entry.command]
 
     @property
     def slug(self) -> str:
         """Its name in file names."""
-        names = (self.encoder.entry.name, str(self.encoder.seed), self.evaluation.name, self.dataset.name)
+        names = (self.encoder.entry.name, str(self.encoder.seed), self.entry.name, self.dataset.name)
         return "-".join(names).replace(" ", "_").replace("/", "_")
 
     @property
@@ -71,7 +71,7 @@ class Case:
         return {
             "encoder": self.encoder.entry.name,
             "encoder_seed": self.encoder.seed,
-            "evaluation": self.evaluation.name,
+            "evaluation": self.entry.name,
             "dataset": self.dataset.name,
             "group": self.dataset.group,
         }
@@ -90,7 +90,7 @@ def cases_of(entries: Entries) -> list[Case]:
         for question in entries.questions:
             for case in cases_of_question(question, entries, encoders, position):
                 same = cases.setdefault(case.slug, case)
-                alike = (same.encoder, same.evaluation, same.dataset) == (case.encoder, case.evaluation, case.dataset)
+                alike = (same.encoder, same.entry, same.dataset) == (case.encoder, case.entry, case.dataset)
                 require(alike, "names", f"alike as files' names ({case.slug})", "more different")
     return list(cases.values())
 
@@ -141,25 +141,25 @@ def encoders_of(entries: list[EncoderEntry]) -> dict[tuple[str, int], Encoder]:
         UserError: an encoder would be its own teacher.
     """
     alone = [Encoder(entry, seed, training_settings(entry, seed)) for entry in entries for seed in entry.seeds]
-    trained = [encoder for encoder in alone if encoder.training is not None]
+    trained = [encoder for encoder in alone if encoder.settings is not None]
     trained.sort(key=lambda encoder: not encoder.entry.random)  # of the same folder, the one with learned weights
-    by_weights = {encoder.weights: encoder for encoder in trained}
-    return {(encoder.entry.name, encoder.seed): with_teacher(encoder, by_weights) for encoder in alone}
+    by_path = {encoder.path: encoder for encoder in trained}
+    return {(encoder.entry.name, encoder.seed): with_teacher(encoder, by_path) for encoder in alone}
 
 
 def with_teacher(encoder: Encoder, trained: dict[Path, Encoder], students: tuple[Path, ...] = ()) -> Encoder:
     """The encoder with its teacher, if that is among the `trained` ones.
 
     Args:
-        trained: encoders by their weights.
-        students: weights of the encoders that it teaches, directly or not.
+        trained: encoders by their paths.
+        students: paths of the encoders that it teaches, directly or not.
     """
-    if encoder.weights in students:
-        raise UserError(f"{encoder.weights} would be taught by itself; objective.teacher must be another encoder")
-    teacher = trained.get(teacher_folder(encoder.training))
+    if encoder.path in students:
+        raise UserError(f"{encoder.path} would be taught by itself; objective.teacher must be another encoder")
+    teacher = trained.get(teacher_folder(encoder.settings))
     if teacher is None:
         return encoder
-    return replace(encoder, teacher=with_teacher(teacher, trained, (*students, encoder.weights)))
+    return replace(encoder, teacher=with_teacher(teacher, trained, (*students, encoder.path)))
 
 
 def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
@@ -175,31 +175,31 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
 def evaluation_settings(case: Case) -> Any:
     """Settings of a case's evaluation, but for the places of its results."""
     entry, seed = case.encoder.entry, case.encoder.seed
-    options = case.evaluation.options | {"encoder": entry.encoder}
-    if case.command.kind != "masked patches":
-        options = reading_options(case.encoder) | case.dataset.options | case.evaluation.options | entry.options
+    options = case.entry.options | {"encoder": entry.encoder}
+    if case.evaluation.kind != "masked patches":
+        options = reading_options(case.encoder) | case.dataset.options | case.entry.options | entry.options
         options |= {"encoder": entry.encoder}
-    if case.command.kind == "frozen features":
+    if case.evaluation.kind == "frozen features":
         options |= {"random": entry.random, "seed": seed}
-    if case.command.kind == "fine-tuning":
+    if case.evaluation.kind == "fine-tuning":
         options |= {"run.seed": seed}
         if entry.random:
             options |= {"init": "random"}
-    return parsed(case.command.config_class(), tuple(command_line(options, seed)))
+    return parsed(case.evaluation.config_class(), tuple(command_line(options, seed)))
 
 
 def reading_options(encoder: Encoder) -> Options:
     """Settings by which the files were read that the encoder learned from: other images are read in the same way."""
-    weights = str(encoder.weights)
-    run = find_run(weights)
+    path = str(encoder.path)
+    run = find_run(path)
     reading: dict[str, Any] = {}
-    if encoder.training is not None:
-        reading = encoder.training.data.how_read()
+    if encoder.settings is not None:
+        reading = encoder.settings.data.how_read()
     elif run is not None:
         reading = {name: value for name, value in run_image_settings(run).items() if name in HOW_READ}
     else:
         with suppress(UserError):  # no such encoder, which its evaluation reports
-            reading = how_read(weights)
+            reading = how_read(path)
     return {f"data.{name}": value for name, value in reading.items()}
 
 

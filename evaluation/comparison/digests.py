@@ -30,28 +30,28 @@ def identity(case: Case) -> str:
     """
     encoder = case.encoder
     content = {
-        "command": case.evaluation.command,
+        "command": case.entry.command,
         "settings": relevant_settings(evaluation_settings(case)),
-        "encoder": training_digest(encoder) or fingerprint(encoder.weights) or encoder.entry.encoder,
+        "encoder": training_digest(encoder) or fingerprint(encoder.path) or encoder.entry.encoder,
         "at": checkpoint_name(encoder),
         "random": encoder.entry.random,
         "seed": encoder.seed,
     }
-    if case.command.module.partition(".")[0] != "evaluation":
+    if case.evaluation.module.partition(".")[0] != "evaluation":
         content["imports"] = code_digests(user_imports())
     return digest_of(content)
 
 
 def training_digest(encoder: Encoder) -> str | None:
     """Digest of the settings that an encoder is trained by, and its teacher; None: the comparison does not train it."""
-    if encoder.training is None:
+    if encoder.settings is None:
         return None
-    of_training = relevant_settings(encoder.training)
+    of_training = relevant_settings(encoder.settings)
     if encoder.teacher is not None:
         of_training["objective.teacher"] = training_digest(encoder.teacher)
     entry = encoder.entry
     content = {"command": entry.train, "settings": of_training, "compute": entry.compute}
-    imports = imports_used(encoder.training)
+    imports = imports_used(encoder.settings)
     if imports:
         content["imports"] = code_digests(imports)
     return digest_of(content)
@@ -67,7 +67,7 @@ def checkpoint_name(encoder: Encoder) -> str | None:
     entry = encoder.entry
     if "checkpoint" not in entry.options:
         return None
-    return f"{entry.encoder} {encoder.weights.name}" if is_model(entry.encoder) else encoder.weights.name
+    return f"{entry.encoder} {encoder.path.name}" if is_model(entry.encoder) else encoder.path.name
 
 
 def relevant_settings(config: Any) -> dict[str, Any]:
@@ -95,12 +95,12 @@ def provenance(case: Case) -> dict[str, Any]:
     """The images and weights that a result would be of if it were computed now."""
     encoder, config = case.encoder, evaluation_settings(case)
     data = getattr(config, "data", None)
-    of_training = None if encoder.entry.random else encoder.training
+    of_training = None if encoder.entry.random else encoder.settings
     found = {
         "digest": identity(case),
         "images": None if data is None else record_images(data),
         "trained_on": None if of_training is None else record_images(of_training.data),
-        "weights": fingerprint(encoder.weights),
+        "weights": fingerprint(encoder.path),
     }
     if isinstance(data, MaskedDataConfig) and data.path is not None:
         found["masks"] = record_images(replace(data, image_column=data.mask_column))

@@ -70,7 +70,7 @@ def test_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
     for result in report["results"]:
         if result.get("depth", chosen_depth) != chosen_depth:
             continue
-        name = str(result.get("case", result.get(case.command.case_key, "")))
+        name = str(result.get("case", result.get(case.evaluation.case_key, "")))
         row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
         rows.append(row | {key: result[key] for key in ("depth", "lr", "pflop") if key in result})
     return rows
@@ -80,7 +80,7 @@ def dev_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
     """Accuracies on the dev split, by depth; of fine-tuning, on training images that it left out."""
     by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
     rows = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
-    if case.command.kind == "fine-tuning":
+    if case.evaluation.kind == "fine-tuning":
         for result in report["results"]:
             if "dev_accuracy" in result:
                 rows.append({"kind": "dev", "seed": 0, "accuracy": result["dev_accuracy"]})
@@ -98,5 +98,5 @@ def training_pflop(encoder: Encoder) -> float | None:
     if encoder.entry.random:
         return 0.0
     with suppress(UserError):  # a folder from elsewhere, or timm's name
-        return executed_pflop(encoder.weights)
+        return executed_pflop(encoder.path)
     return None

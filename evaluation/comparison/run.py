@@ -33,9 +33,10 @@ RETRY_S = 10
 
 
 def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
-    """Train and evaluate all that is not done yet; failures, with their reasons.
+    """Train and evaluate everything that is not done yet. Cases that another process works at come last.
 
-    Cases that another process works at come last, or are waited for.
+    Returns:
+        The failures, a line each with its reason.
     """
     failures: list[str] = []
     announced = False
@@ -77,12 +78,12 @@ def evaluate_case(case: Case, folder: Path) -> None:
         Diverged: a training did.
     """
     file = report_of(case, folder)
-    with hold(file.with_suffix(""), "dir"):
+    with hold(file.with_suffix(""), "dir"):  # a folder beside the report: its lock marks this case as taken
         if read_report(case, folder) is not None:
             return
         train_encoder(case.encoder, folder)
         try:
-            case.command.run(settings_to_evaluate(case, folder))
+            case.evaluation.run(settings_to_evaluate(case, folder))
             report = json.loads(file.read_text(encoding="utf-8"))
         except Diverged as error:  # fine-tuning
             write_json(file, {"diverged": str(error), "comparison": provenance(case)})
@@ -96,7 +97,7 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
     Fine-tuning has a run folder for these images and weights alone: a finished one is not taken for one of others.
     """
     config = replace(evaluation_settings(case), out=str(report_of(case, folder)))
-    if case.command.kind != "fine-tuning":
+    if case.evaluation.kind != "fine-tuning":
         return config
     run_folder = folder / "finetuned" / f"{case.slug}-{identity(case)}-{digest_of(provenance(case))}"
     return replace(config, run=replace(config.run, dir=str(run_folder)))
@@ -111,9 +112,9 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
     """
     if encoder.teacher is not None:
         train_encoder(encoder.teacher, folder)
-    if encoder.training is None:
+    if encoder.settings is None:
         return
-    with hold(encoder.weights, "encoder"):  # before the images are loaded, which takes a while
+    with hold(encoder.path, "encoder"):  # before the images are loaded, which takes a while
         pass
     config = settings_to_train(encoder)
     check_beginning(encoder)
@@ -149,7 +150,7 @@ def train_unless_diverged(encoder: Encoder, config: Any, divergence: Path) -> No
 @cache
 def settings_to_train(encoder: Encoder) -> Any:
     """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded."""
-    config = encoder.training
+    config = encoder.settings
     if encoder.entry.compute is not None:
         config = with_compute(encoder.entry.train, config, encoder.entry.compute)
     return replace(config, optim=config.optim.resolved(config.run.steps))
@@ -158,7 +159,7 @@ def settings_to_train(encoder: Encoder) -> Any:
 def check_beginning(encoder: Encoder) -> None:
     """Raise UserError where the encoder exists, and was trained on other images or from other weights than today's."""
     config = settings_to_train(encoder)
-    before = read_record(encoder.weights) or {}
+    before = read_record(encoder.path) or {}
     now = record_images(config.data) or {}
     compared = fingerprint_first_weights(config)
     for split, images in now.items():
@@ -170,6 +171,6 @@ def check_beginning(encoder: Encoder) -> None:
     changed = differences(before, compared)
     if changed:
         raise UserError(
-            f"{encoder.weights} began otherwise than it would now ({'; '.join(changed)}); "
+            f"{encoder.path} began otherwise than it would now ({'; '.join(changed)}); "
             "remove this folder to train anew, or put those back"
         )
