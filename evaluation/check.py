@@ -206,7 +206,7 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
     ]
     for (height, width), count in surveyed.sizes.most_common(8):
         rows.append([f"{height} x {width} pixels", f"{count} images"])
-    names = task.train.names
+    names = task.train.class_names
     for number, share in list(surveyed.classes.items())[:ROWS_SHOWN]:
         name = names[int(number)] if names else number
         rows.append([f"class {name}", f"{share:.1%} of the labelled images"])

@@ -232,7 +232,7 @@ def build_table(batches: Sequence[EmbeddedBatch], images: ImageDataset, identity
     """The rows of some images of a split."""
     features = np.concatenate([batch.features for batch in batches])
     errors = [error or None for batch in batches for error in batch.errors]
-    names = [printable(images.name(index)) for batch in batches for index in batch.indices]
+    names = [printable(images.image_name(index)) for batch in batches for index in batch.indices]
     is_broken = pa.array([error is not None for error in errors])
     rows = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1], mask=is_broken)
     list_type = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing

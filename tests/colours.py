@@ -59,11 +59,12 @@ def seen(path: Path | str, **settings) -> dict[str, dict[str, Seen]]:
     for part in load(path, **settings):
         images = known.setdefault("train" if part.split == "held out" else part.split, {})
         for index in range(len(part)):
-            name = COPIES.sub("", part.name(index)).removeprefix(f"{path}/")
+            name = COPIES.sub("", part.image_name(index)).removeprefix(f"{path}/")
             pixel = part.decode(index, ImagesConfig())[:, 4, 4].numpy()
             number = -1 if part.labels is None else part.labels[index]
             assert name not in images, name
-            images[name] = Seen(int(abs(COLOURS - pixel).sum(1).argmin()), None if number < 0 else part.names[number])
+            colour = int(abs(COLOURS - pixel).sum(1).argmin())
+            images[name] = Seen(colour, None if number < 0 else part.class_names[number])
     return known
 
 

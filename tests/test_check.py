@@ -17,7 +17,7 @@ from mpp.data.survey import Survey
     ],
 )
 def test_classes_are_shown_by_name_largest_first(names, shown, capsys):
-    train = SimpleNamespace(names=names, describe=lambda: "4 images")
+    train = SimpleNamespace(class_names=names, describe=lambda: "4 images")
     task = SimpleNamespace(train=train, held_out=[], config=Config())
     check.print_images(task, Survey(classes={"1": 0.75, "0": 0.25}))
     rows = [line for line in capsys.readouterr().out.splitlines() if "class" in line]

@@ -167,7 +167,7 @@ def test_training_images_that_are_left_out_judge_too(tmp_path, encoder, monkeypa
     options = ["--lrs=0.1", "--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
     finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", *options])
     (task, test), (_, left) = judged
-    names = [{part.name(i) for i in range(len(part))} for part in (task.train, left, test)]
+    names = [{part.image_name(i) for i in range(len(part))} for part in (task.train, left, test)]
     assert len(names[0]) == 40 and not names[0] & names[1] and not (names[0] | names[1]) & names[2]
     assert len(names[0] | names[1]) == len(load_labelled(DataConfig(), task.accelerator)[0])
     found = json.loads((tmp_path / "finetune.json").read_text())["results"][0]

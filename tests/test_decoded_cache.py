@@ -27,7 +27,7 @@ def one_broken(image_folder) -> ImageDataset:
 def test_images_that_are_held_in_memory_are_the_same(one_broken, workers):
     cached = cache_decoded(one_broken, DataConfig(workers=workers))
     for index in range(len(one_broken)):
-        if one_broken.name(index).endswith("01.png"):
+        if one_broken.image_name(index).endswith("01.png"):
             with pytest.raises(UnreadableImage):
                 cached.decode(index, ImagesConfig())
         else:

@@ -60,7 +60,7 @@ def test_names_of_classes_are_text(tmp_path, names):
     """Not one of them is a missing value; numbers are in the order of numbers."""
     save_classes(tmp_path, names)
     train, _ = load(tmp_path)
-    assert train.names == names
+    assert train.class_names == names
     assert labels_of(in_train(tmp_path)) == {(kind, name): 2 for kind, name in enumerate(names)}
 
 

@@ -96,7 +96,7 @@ def test_a_sample_is_the_beginnings_of_shards_in_turn(shards, cache, monkeypatch
         for turn in zip_longest(*beginnings):
             expected += [row for row in turn if row is not None]
     _, known, _ = load(shards, probed=limit)
-    assert [int(known.names[number]) for number in known.labels] == expected[:limit]
+    assert [int(known.class_names[number]) for number in known.labels] == expected[:limit]
 
 
 def test_a_second_start_reads_no_image_and_has_the_same(shards, cache, monkeypatch):

@@ -53,7 +53,7 @@ class Reference:
             others = {*flatten(split)} - {None, *self.classes}
             are_numbers = all(str(value).isdecimal() for value in others)
             self.classes += sorted(others, key=numeric_order if are_numbers else str)
-        self.names = [str(value) for value in self.classes]
+        self.class_names = [str(value) for value in self.classes]
         self.parts = [self.pad(split) for split in classes]
 
     def pad(self, split: list[list]) -> np.ndarray:
@@ -172,7 +172,7 @@ def test_labels_of_every_sort_are_numbered_as_plain_python_would(sort):
                 number_labels(columns)
             continue
         numbered = number_labels(columns)
-        assert numbered.names == expected.names, (sort, other)
+        assert numbered.class_names == expected.class_names, (sort, other)
         for part, expected_part in zip(numbered.parts, expected.parts, strict=True):
             assert part.dtype == np.int64, (sort, other)
             assert part.tolist() == expected_part.tolist(), (sort, other)
@@ -210,21 +210,21 @@ def test_numbers_far_apart_are_numbered_from_zero(column):
     numbered = number_labels([read_labels(datasets.Dataset(table), None, "here")])
     assert numbered.parts[0].tolist() == [0, 2, 0, -1, 1]
     assert numbered.classes == 3
-    assert numbered.names == [str(value) for value in sorted({*column} - {None})]
+    assert numbered.class_names == [str(value) for value in sorted({*column} - {None})]
 
 
 def test_classes_are_those_of_training_and_then_others():
     train = read(Value("string"), ["owl", "10", "9", ""])
     test = read(Value("string"), ["cat", "owl", None, "ant"])
     numbered = number_labels([train, test])
-    assert numbered.names == ["10", "9", "owl", "ant", "cat"]
+    assert numbered.class_names == ["10", "9", "owl", "ant", "cat"]
     assert numbered.classes == 3
     assert [part.tolist() for part in numbered.parts] == [[2, 0, 1, -1], [4, 2, -1, 3]]
 
 
 def test_numbers_that_are_texts_are_sorted_as_numbers():
     numbered = number(Value("string"), ["10", "9", "-1", "011"])
-    assert numbered.names == ["-1", "9", "10", "011"]
+    assert numbered.class_names == ["-1", "9", "10", "011"]
     assert numbered.parts[0].tolist() == [2, 1, 0, 3]
 
 

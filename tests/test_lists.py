@@ -135,7 +135,7 @@ def test_codes_of_countries_are_classes(tmp_path, capsys, name):
     """One of them is NA."""
     listed(tmp_path, [*CODES, *CODES, " "], name)
     train, _ = load(tmp_path)
-    assert train.names == sorted(CODES) and train.classes == 4
+    assert train.class_names == sorted(CODES) and train.classes == 4
     labels = Counter(image.label for image in in_train(tmp_path).values())
     assert labels == {**dict.fromkeys(CODES, 2), None: 1}
     assert "9 train (8 labelled); 4 classes: KE, NA, TZ, ZA" in capsys.readouterr().out
@@ -149,7 +149,7 @@ def test_numbers_are_classes_from_zero_in_their_order(tmp_path, name, labels):
     images = in_train(tmp_path)
     assert colours_by_label(images) == {str(number): kind for kind, number in enumerate(labels)}
     train, _ = load(tmp_path)
-    assert train.names == [str(number) for number in sorted(labels)] and train.classes == 3
+    assert train.class_names == [str(number) for number in sorted(labels)] and train.classes == 3
 
 
 def test_floating_numbers_that_are_whole_are_whole(tmp_path):
@@ -171,7 +171,7 @@ def test_lists_of_labels_stay_several_right_answers(tmp_path, name):
     _, held_out = load(tmp_path, eval_label_column="real")
     answers = []
     for numbers in held_out.labels:
-        answers.append({held_out.names[number] for number in numbers if number >= 0})
+        answers.append({held_out.class_names[number] for number in numbers if number >= 0})
     assert answers == [{"NA", "é"}, set(), {"x", "new"}]
 
 
@@ -184,7 +184,7 @@ def test_labels_that_utf8_lacks_are_escaped(tmp_path, several):
     (tmp_path / "metadata.csv").unlink()
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train, _ = load(tmp_path)
-    assert train.names == ["a\\ud800", "b"]
+    assert train.class_names == ["a\\ud800", "b"]
 
 
 # files ----------------------------------------------------------------------------------------------------------------

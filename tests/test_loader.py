@@ -204,7 +204,7 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
     loader = HeldOutLoader(2, workers=1)
     fine = loader.add(views_of(dataset.select(np.array([0, 1]))))
     deadly = loader.add(views_of(dataset.select(np.array([2, 3]))))
-    deadly_name = dataset.name(3)
+    deadly_name = dataset.image_name(3)
     deadly_data = dataset.rows[3]["image"]["bytes"] or Path(deadly_name).read_bytes()
 
     def deadly_decode(data, config):

@@ -54,7 +54,7 @@ def pack(files: list[Path], parquet: Path) -> Path:
 
 def test_labels_of_the_same_images_in_another_container_are_known(supervised_run, image_folder, tmp_path):
     _, _, train, _ = evaluated_on(supervised_run, image_folder)
-    learned_names = {Path(train.name(index)).name for index in range(len(train))}
+    learned_names = {Path(train.image_name(index)).name for index in range(len(train))}
     files = sorted(image_folder.rglob("*.png"), key=lambda file: file.name)  # in another order
     learned = pack([file for file in files if file.name in learned_names], tmp_path / "learned.parquet")
     with pytest.raises(UserError, match=r"labels of 2 of these 2 test images"):
@@ -65,7 +65,7 @@ def test_labels_of_the_same_images_in_another_container_are_known(supervised_run
 
 def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, tmp_path, capsys):
     _, _, train, _ = evaluated_on(supervised_run, image_folder)
-    learned = Path(train.name(0)).read_bytes()
+    learned = Path(train.image_name(0)).read_bytes()
     images = [encoded(picture(100 + number)) for number in range(200)]
     dataset_of(images, label=[0, 1] * 100).to_parquet(tmp_path / "set" / "train.parquet")
     dataset_of([*images[:100], learned], label=[0, 1] * 50 + [0]).to_parquet(tmp_path / "set" / "test.parquet")

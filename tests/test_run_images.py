@@ -189,7 +189,7 @@ def test_images_that_one_command_compared_are_not_those_of_the_next(of_a_relativ
     (image_folder / "cat").rename(image_folder / "lion")
     data = own_images(of_a_relative_path, f"--data.path={image_folder}", *CUT, "--data.cut_seed=3")
     train, _ = load_images_of(KnnConfig(encoder=str(of_a_relative_path), data=data))
-    names = [train.name(index) for index in range(len(train))]
+    names = [train.image_name(index) for index in range(len(train))]
     assert any("lion" in name for name in names) and not any("cat" in name for name in names)
 
 

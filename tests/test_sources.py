@@ -23,7 +23,7 @@ def rows(count: int = 12, column: str = "image", **more: list) -> datasets.Datas
 
 
 def names_of(dataset: ImageDataset) -> list[str]:
-    return [dataset.name(index) for index in range(len(dataset))]
+    return [dataset.image_name(index) for index in range(len(dataset))]
 
 
 def sizes_of_splits(folder: Path) -> dict[str, int]:
@@ -190,7 +190,7 @@ def test_files_beside_pictures_are_no_images(tmp_path, capsys):
     train, held_out = load_image_datasets(DataConfig(path=str(images), eval_fraction=0.25))
     names = [Path(name).name for name in (*names_of(train), *names_of(held_out))]
     assert sorted(names) == [f"{number}.png" for number in range(9)]
-    assert train.names == ["a", "b", "c"]
+    assert train.class_names == ["a", "b", "c"]
     assert "links to folders of the same tree (2: b/up, c/again)" in capsys.readouterr().err
 
 
@@ -326,7 +326,7 @@ def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path,
             load_image_datasets(DataConfig(path=str(tmp_path)))
     else:
         for dataset in load_image_datasets(DataConfig(path=str(tmp_path))):
-            assert [dataset.names[number] for number in dataset.labels] == ["owl", "cat"] * 2
+            assert [dataset.class_names[number] for number in dataset.labels] == ["owl", "cat"] * 2
 
 
 def write_owls_and_cats(file: Path, names: list[str]) -> None:

@@ -170,7 +170,7 @@ def test_folders_in_a_shard_are_splits_and_classes(tmp_path):
     write_tar(tmp_path / "x.tar", members)
     for path in (tmp_path / "x.tar", tmp_path):
         train, held_out = load(path)
-        assert (len(train), len(held_out), held_out.split, train.names) == (6, 6, "validation", ["a", "b"])
+        assert (len(train), len(held_out), held_out.split, train.class_names) == (6, 6, "validation", ["a", "b"])
         assert train.labels.tolist() == held_out.labels.tolist() == [0] * 3 + [1] * 3
 
 
@@ -240,7 +240,7 @@ def test_a_key_of_json_is_the_label(tmp_path, look, values, labels):
 def test_a_key_of_json_may_hold_several_labels(tmp_path):
     write_with_json(tmp_path / "train.tar", [[0, 1], [], [2]])
     train, _ = load(tmp_path, label_column="kind", eval_split=None)
-    assert {*train.names} == {"0", "1", "2"}
+    assert {*train.class_names} == {"0", "1", "2"}
 
 
 def write_with_json(file: Path, values: list) -> None:
@@ -346,8 +346,8 @@ def test_images_of_a_stream_that_are_kept_may_have_any_name(tmp_path, monkeypatc
         write_tar(tmp_path / "data" / f"train-{number}.tar", samples(range(4), key=f"{NO_UTF8_NAMES[number]}{{}}"))
     _, known, held_out = load_streamed(DataConfig(path=str(tmp_path / "data"), streaming=True), 4, 4)
     for part in (known, held_out):
-        assert [part.names[label] for label in part.labels] == ["0", "1", "2", "0"]
-        assert {part.name(index)[:-5] for index in range(4)} <= {*map(printable, NO_UTF8_NAMES)}
+        assert [part.class_names[label] for label in part.labels] == ["0", "1", "2", "0"]
+        assert {part.image_name(index)[:-5] for index in range(4)} <= {*map(printable, NO_UTF8_NAMES)}
 
 
 def test_far_shards_are_those_of_this_machine(tmp_path):

@@ -23,7 +23,7 @@ def test_unreadable_images_are_named_and_replaced(image_folder):
     (image_folder / "cat" / "text.jpg").write_text("this is no image")
     train, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_fraction=0.01))
     views = views_of(train)
-    names = [train.name(index) for index in range(len(train))]
+    names = [train.image_name(index) for index in range(len(train))]
     broken = {index for index, name in enumerate(names) if name.endswith(("broken.png", "text.jpg"))}
     for index in broken:
         sample = views[0, index]

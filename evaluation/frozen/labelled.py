@@ -45,7 +45,7 @@ def load_labelled(
     accelerator.print(
         f"{describe_source(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by"
     )
-    note_tested(train.labels, held_out.labels, train.names)
+    note_tested(train.labels, held_out.labels, train.class_names)
     if spare == 0:
         return [train, held_out]
     return [train, held_out, all_train.choose(spare, data.eval_seed, after=len(train))]

@@ -172,7 +172,7 @@ def extreme_blocks(subject: Subject, folder: Path) -> list[Block]:
         losses = held_out_losses(task, MAX_IMAGES_PREDICTED)
         for name, indices in best_and_worst(losses).items():
             blocks.append(picture_of_predictions(task, name, indices, len(losses)))
-            rows += [[name, task.held_out.name(index), f"{losses[index]:.3f}"] for index in indices]
+            rows += [[name, task.held_out.image_name(index), f"{losses[index]:.3f}"] for index in indices]
     return [*blocks, Table(["", "image", "loss"], rows, "file names and losses", folded=True)]
 
 

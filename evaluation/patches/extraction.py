@@ -55,7 +55,7 @@ class MaskedViews(ViewDataset):
         try:
             pixels, mask = self.decode_with_mask(index)
         except UnreadableImage as error:
-            failures = [f"{self.dataset.name(index)}: {error}"]
+            failures = [f"{self.dataset.image_name(index)}: {error}"]
             pixels = torch.zeros(self.data.channels, 1, 1)
             mask = torch.zeros(1, 1, dtype=torch.int16)
         note_reading(None)

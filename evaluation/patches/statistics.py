@@ -90,7 +90,7 @@ def images_turned_alone(masked: MaskedImages, data: MaskedDataConfig) -> Iterato
                 continue
             mask = read_cell(masked.masks[index]["mask"], data.read_retries)
             if stored_orientation(mask) not in TURNED:
-                yield images.name(index)
+                yield images.image_name(index)
 
 
 def report_pixels(features: PatchFeatures, data: MaskedDataConfig) -> None:

@@ -251,7 +251,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
         subject.patch_features, query_images, patch, gallery_batches, queries_in_gallery, NEIGHBOURS_SHOWN
     )
     numbers = {name: values.numpy() for name, values in nearest._asdict().items()}
-    numbers["names"] = np.array([gallery.name(index) for index in range(len(gallery))])
+    numbers["names"] = np.array([gallery.image_name(index) for index in range(len(gallery))])
     views = views_for(subject.encoder, gallery, config.data)
     figure = image_figures.plot_neighbours(
         subject.to_pixels(query_images).numpy(),

@@ -45,7 +45,7 @@ def extract_gallery(
         with subject.accelerator.autocast():
             (features,) = subject.encoder(images, representation, [depth])
         batches.append((features.cpu(), subject.to_pixels(images), batch.labels))
-        names += [dataset.name(index) for index in batch.indices.tolist()]
+        names += [dataset.image_name(index) for index in batch.indices.tolist()]
     features, pixels, labels = concatenate(batches)
     if labels.ndim > 1:
         labels = torch.full((len(labels),), -1)

@@ -128,9 +128,9 @@ def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor]
 
 def class_names(train: ImageDataset, classes: int) -> list[str] | None:
     """The name of each output of the head; None: unknown."""
-    if not train.names or len(train.names) < classes:
+    if not train.class_names or len(train.class_names) < classes:
         return None
-    return train.names[:classes]
+    return train.class_names[:classes]
 
 
 def count_classes(splits: Sequence[ImageDataset]) -> int:

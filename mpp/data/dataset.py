@@ -68,7 +68,7 @@ class ImageDataset:
     nothing is labelled."""
     split: str
     """Its name, for messages."""
-    names: list[str] | None = None
+    class_names: list[str] | None = None
     """Names of the classes by number: of training (or declared) first, then of other splits."""
     classes: int = 0
     """Number of classes that occur in training, or are declared."""
@@ -104,7 +104,7 @@ class ImageDataset:
     def describe(self) -> str:
         return f"{len(self)} images"
 
-    def name(self, index: int) -> str:
+    def image_name(self, index: int) -> str:
         """The image's file, or its split and index, for messages."""
         cell = self.rows[index][self.image_column]
         return cell_file_name(cell) or f"{self.split}[{index}]"

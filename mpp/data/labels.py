@@ -99,7 +99,7 @@ class NumberedLabels:
 
     parts: list[NDArray[np.int64] | None]
     """Of each split (n,), or (n, L) where an image has several; padded with -1. None: the split has no labels."""
-    names: list[str]
+    class_names: list[str]
     """Of the classes, by number: those of the first split with labels, then those that only others have."""
     classes: int
     """Number of classes that the first split with labels has, or declares."""

@@ -118,7 +118,7 @@ def build_loader(
     """
     return WatchedLoader(
         dataset,
-        dataset.dataset.name,
+        dataset.dataset.image_name,
         batch_sampler=batch_sampler,
         num_workers=dataset.data.workers,
         collate_fn=collate_fn,
@@ -144,9 +144,9 @@ class HeldOutSets(Dataset):
         number, index = key
         return self.views[number][HELD_OUT_EPOCH, index]
 
-    def name(self, index: int) -> str:
+    def image_name(self, index: int) -> str:
         """Name of an image of the current set, for messages."""
-        return self.current.dataset.name(index)
+        return self.current.dataset.image_name(index)
 
 
 class HeldOutLoader:
@@ -177,7 +177,7 @@ class HeldOutLoader:
     def loader(self) -> WatchedLoader:
         return WatchedLoader(
             self.sets,
-            self.sets.name,
+            self.sets.image_name,
             batch_sampler=self.keys,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,

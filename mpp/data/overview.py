@@ -27,7 +27,7 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     parts += [f"{count} {name} (not used)" for name, count in unused.items()]
     line = f"{source}: {', '.join(parts)}"
     train = splits[0]
-    classes = train.names[: train.classes] if train.names else []
+    classes = train.class_names[: train.classes] if train.class_names else []
     if classes:
         line += f"; {count_classes(len(classes))}: {shortened(classes, SHOWN_CLASSES)}"
     tell(line)
@@ -79,7 +79,7 @@ def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
         what = f"{len(classes)} classes among {len(labels)} labelled training images"
         warn(f"{what}: are these names of images, and not of classes?")
     elif (counts == 1).any():
-        single = [train.names[number] for number in classes[counts == 1]]
+        single = [train.class_names[number] for number in classes[counts == 1]]
         warn(f"{count_classes(len(single))} with one training image: {shortened(single)}")
     warn_of_unknown_classes(train, held_out, classes)
 
@@ -91,8 +91,8 @@ def warn_of_unknown_classes(train: ImageDataset, held_out: ImageDataset, classes
     held_out_classes = np.unique(held_out.labels[held_out.labels >= 0])
     if len(held_out_classes) == 0 or np.isin(held_out_classes, classes).any():
         return
-    names = shortened([train.names[number] for number in held_out_classes])
-    train_names = shortened([train.names[number] for number in classes])
+    names = shortened([train.class_names[number] for number in held_out_classes])
+    train_names = shortened([train.class_names[number] for number in classes])
     what = f"no class of the held-out images ({names}) occurs in training ({train_names})"
     warn(f"{what}: are these folders of sites or dates, and not of classes?")
 

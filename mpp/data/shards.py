@@ -111,7 +111,7 @@ class Shards:
                     yield position, row
                     read += 1
 
-    def name(self, index: int) -> str:
+    def image_name(self, index: int) -> str:
         """Shard and row of an image, for messages."""
         row_mask = (1 << ROW_BITS) - 1
         return f"{self.split} shard {index >> ROW_BITS} row {index & row_mask}"
@@ -147,9 +147,9 @@ class ShardBlock:
         """The image as it is stored."""
         return self.rows[index - self.first][self.shards.image_column]
 
-    def name(self, index: int) -> str:
+    def image_name(self, index: int) -> str:
         """Shard, row and file of an image, for messages."""
-        place = self.shards.name(index)
+        place = self.shards.image_name(index)
         file = cell_file_name(self.cell(index))
         return f"{place} ({file})" if file else place
 

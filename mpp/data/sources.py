@@ -76,7 +76,7 @@ def label_images(config: ImagesConfig, splits: dict[str, datasets.Dataset], imag
     images = []
     for (split, rows), labels in zip(splits.items(), numbered.parts, strict=True):
         rows = images_only(rows, image_column)
-        images.append(ImageDataset(rows, image_column, labels, split, numbered.names, numbered.classes))
+        images.append(ImageDataset(rows, image_column, labels, split, numbered.class_names, numbered.classes))
     return images
 
 

@@ -152,4 +152,4 @@ def streaming_loader(
             raise UserError(f"data.workers is {workers}; a stream is resumed with as many as before ({workers_before})")
         resumed[worker] = Cursor(*cursor)
     batches = StreamedBatches(views, layout, start, stop, resumed)
-    return WatchedLoader(batches, views.dataset.name, batch_size=None, num_workers=views.data.workers)
+    return WatchedLoader(batches, views.dataset.image_name, batch_size=None, num_workers=views.data.workers)

@@ -103,7 +103,7 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
 
     pairs = find_copies(tested, learned)
     for held_out_index, train_index in pairs[:PAIRS_SHOWN]:
-        result.pairs.append((held_out_sample.name(held_out_index), train_sample.name(train_index)))
+        result.pairs.append((held_out_sample.image_name(held_out_index), train_sample.image_name(train_index)))
     sampled_share = result.training / max(len(train), 1)  # also the chance that a copy's original is in the sample
     if sampled_share < 1:
         result.visible = min(1.0, 3 / max(result.held_out * sampled_share, 1e-9))
@@ -125,7 +125,7 @@ def thumbnails(dataset: ImageDataset, data: DataConfig, seconds: float, result: 
         try:
             image = dataset.decode(index, data)  # (C, H, W)
         except UnreadableImage as error:
-            result.broken.append(f"{dataset.name(index)}: {error}")
+            result.broken.append(f"{dataset.image_name(index)}: {error}")
             continue
         height, width = image.shape[-2:]
         result.sizes[height, width] += 1

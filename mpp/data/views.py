@@ -95,7 +95,7 @@ class ViewDataset(Dataset):
                 pixels = self.dataset.decode(candidate, self.data)
                 return candidate, pixels, failures
             except UnreadableImage as error:
-                failures.append(f"{self.dataset.name(candidate)}: {error}")
+                failures.append(f"{self.dataset.image_name(candidate)}: {error}")
                 words = random_words(Stream.REPLACEMENT, self.seed_of(epoch), epoch, index, len(failures))
                 candidate = self.dataset.replacement(int(words[-1]))
         message = f"{len(failures)} images in a row cannot be decoded, such as {failures[0]}"

@@ -113,13 +113,13 @@ class WatchedLoader:
 
     Args:
         dataset: calls `note_reading` with each image before it reads it, and with None after it.
-        name: index of an image -> its name in messages.
+        image_name: index of an image -> its name in messages.
         options: DataLoader's.
     """
 
-    def __init__(self, dataset: Any, name: Callable[[int], str], **options: Any):
+    def __init__(self, dataset: Any, image_name: Callable[[int], str], **options: Any):
         workers = options["num_workers"]
-        self.name = name
+        self.image_name = image_name
         self.has_started = workers == 0
         self.reading = torch.zeros(max(1, workers), 2, dtype=torch.int64).share_memory_()
         warned = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -175,7 +175,11 @@ class WatchedLoader:
 
     def images_read_by(self, processes: Collection[int]) -> list[str]:
         """Names of the images that these processes are reading."""
-        return [self.name(index) for process, index in self.reading.tolist() if process in processes and index >= 0]
+        names = []
+        for process, index in self.reading.tolist():
+            if process in processes and index >= 0:
+                names.append(self.image_name(index))
+        return names
 
 
 def worker_context() -> Any:

@@ -85,7 +85,7 @@ class Probe:
         same_images = all_labelled and len(classified) == len(self.ranked.dataset)
         self.classified = self.ranked if same_images else add(classified)
         self.compared = add(train.choose(config.images, data.eval_seed))
-        note_tested(train.labels, classified.labels, train.names)
+        note_tested(train.labels, classified.labels, train.class_names)
 
     @property
     def image_count(self) -> int:

@@ -38,7 +38,7 @@ class TrainingStep:
         self.model = self.parallel.model
         self.wrapped = self.parallel.wrapped
         self.optimizer = self.parallel.optimizer
-        self.finite = FiniteCheck(self.accelerator, self.optimizer, task.name)
+        self.finite = FiniteCheck(self.accelerator, self.optimizer, task.image_name)
 
     def __call__(self, step: int, batches: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
         """Do step `step` (from 0); its loss, gradient norm and learning rate, and the task's sums if `measure`."""

@@ -168,9 +168,9 @@ class ImageTask:
         """Training images; 0: a stream has an unknown number."""
         return 0 if isinstance(self.train, Shards) else len(self.train)
 
-    def name(self, index: int) -> str:
+    def image_name(self, index: int) -> str:
         """The name by which a user finds a training image."""
-        return self.train.name(index)
+        return self.train.image_name(index)
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
@@ -188,7 +188,8 @@ class ImageTask:
             train = self.train.identify(self.data.read_retries, commit)
         else:
             train = self.identify_split(self.train, commit)
-        train[CLASS_NAMES_FIELD] = self.held_out.names and self.held_out.names[: self.held_out.classes]
+        class_names = self.held_out.class_names
+        train[CLASS_NAMES_FIELD] = class_names and class_names[: self.held_out.classes]
         return {"train": train, "held_out": self.identify_split(self.held_out, commit)}
 
     def identify_split(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
