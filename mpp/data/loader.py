@@ -93,8 +93,8 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
         for step in range(self.start, self.stop):
             for forward in range(self.layout.accumulation_steps):
                 batch = []
-                for number in self.layout.share(forward):
-                    epoch, position = divmod(step * self.layout.images + number, self.size)
+                for image_in_step in self.layout.share(forward):
+                    epoch, position = divmod(step * self.layout.images + image_in_step, self.size)
                     if epoch != order_epoch:
                         order_epoch, order = epoch, permutation(Stream.ORDER, self.seed, epoch, self.size)
                     batch.append((epoch, int(order[position])))
@@ -141,8 +141,8 @@ class HeldOutSets(Dataset):
         """The set that is loaded, or was last: an error that ended its loading still names its images."""
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
-        number, index = key
-        return self.views[number][HELD_OUT_EPOCH, index]
+        set_index, index = key
+        return self.views[set_index][HELD_OUT_EPOCH, index]
 
     def image_name(self, index: int) -> str:
         """Name of an image of the current set, for messages."""
@@ -195,8 +195,8 @@ class HeldOutLoader:
 
     def keys_of(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
         """This process's share of a set in batches of keys."""
-        number = self.sets.views.index(views)
-        keys = [(number, index) for index in range(self.rank, len(views.dataset), self.world_size)]
+        set_index = self.sets.views.index(views)
+        keys = [(set_index, index) for index in range(self.rank, len(views.dataset), self.world_size)]
         return list(BatchSampler(keys, self.batch_size, drop_last=False))
 
     def load(self, views: ViewDataset) -> Iterator[Batch]:

@@ -12,27 +12,27 @@ from mpp.data.listing.tree import Tree
 
 
 class FileIndex:
-    """The images of a tree, numbered from 0, and found by their names from its top or by other spellings of these.
+    """The images of a tree, indexed from 0, and found by their names from its top or by other spellings of these.
 
-    A file outside the tree gets a number when a list names it.
+    A file outside the tree gets an index when a list names it.
     """
 
     def __init__(self, tree: Tree):
         self.root = tree.root
         self.tops = [top.rstrip("/") + "/" for top in (tree.root, os.path.realpath(tree.root))]
         self.paths: list[str] = []
-        self.numbers: dict[str, int] = {}
+        self.index_by_name: dict[str, int] = {}
         """By names from the top, or by paths outside the tree."""
         for folder in tree.folders:
             above = "".join(f"{part}/" for part in folder.parts)
             for file, path in zip(folder.files, folder.paths(), strict=True):
-                self.numbers[above + file] = len(self.paths)
+                self.index_by_name[above + file] = len(self.paths)
                 self.paths.append(path)
         self.tree_size = len(self.paths)
-        """Larger numbers are those of files outside."""
+        """Larger indices are those of files outside."""
 
     def find(self, name: str, folder: str) -> int | None:
-        """The number of a file by the name that a list has for it; None: there is no such file.
+        """The index of a file by the name that a list has for it; None: there is no such file.
 
         `\\` is `/`; composed and decomposed letters are the same; the extension may be missing; so may the folder,
         below that of the list, where one file alone has the name.
@@ -40,33 +40,33 @@ class FileIndex:
         Args:
             folder: of the list, from the top.
         """
-        number = self.numbers.get(f"{folder}/{name}" if folder else name)
-        if number is not None:
-            return number
+        file_index = self.index_by_name.get(f"{folder}/{name}" if folder else name)
+        if file_index is not None:
+            return file_index
         for spelling in dict.fromkeys((name, name.replace("\\", "/"))):
-            number = self.find_spelling(spelling, folder)
-            if number is not None:
-                return number
+            file_index = self.find_spelling(spelling, folder)
+            if file_index is not None:
+                return file_index
         if "/" in name or "\\" in name:
             return None
         return self.by_bare_name.get((folder, compose(name)))
 
     def find_spelling(self, name: str, folder: str) -> int | None:
-        """The number of a file by a name with `/` between folders; None: there is no such file."""
+        """The index of a file by a name with `/` between folders; None: there is no such file."""
         place = self.place(name, folder)
-        if place in self.numbers:
-            return self.numbers[place]
+        if place in self.index_by_name:
+            return self.index_by_name[place]
         composed = compose(place)
-        for numbers in (self.composed, self.without_extensions):
-            if composed in numbers:
-                return numbers[composed]
+        for index_by_spelling in (self.composed, self.without_extensions):
+            if composed in index_by_spelling:
+                return index_by_spelling[composed]
         path = os.path.normpath(os.path.join(self.root, place))
         if not os.path.isfile(path):
             return None
-        if path not in self.numbers:
-            self.numbers[path] = len(self.paths)
+        if path not in self.index_by_name:
+            self.index_by_name[path] = len(self.paths)
             self.paths.append(path)
-        return self.numbers[path]
+        return self.index_by_name[path]
 
     def place(self, name: str, folder: str) -> str:
         """A name from the top, where the file is below it; else an absolute path, or a relative one that leads out."""
@@ -78,24 +78,24 @@ class FileIndex:
 
     @cached_property
     def composed(self) -> dict[str, int]:
-        """Numbers by names with composed letters."""
-        return {compose(place): number for place, number in self.numbers.items()}
+        """Indices by names with composed letters."""
+        return {compose(place): file_index for place, file_index in self.index_by_name.items()}
 
     @cached_property
     def without_extensions(self) -> dict[str, int]:
-        """Numbers by names without their extension, where one file alone has that name."""
-        return only_unique((without_extension(place), number) for place, number in self.composed.items())
+        """Indices by names without their extension, where one file alone has that name."""
+        return only_unique((without_extension(place), file_index) for place, file_index in self.composed.items())
 
     @cached_property
     def by_bare_name(self) -> dict[tuple[str, str], int]:
-        """Numbers by a folder and a file's name below it, with its extension or without, where one alone has it."""
+        """Indices by a folder and a file's name below it, with its extension or without, where one alone has it."""
         pairs = []
-        for place, number in self.composed.items():
+        for place, file_index in self.composed.items():
             folder, _, file = place.rpartition("/")
             spellings = {file, without_extension(file)}
             while folder:
                 folder = folder.rpartition("/")[0]
-                pairs += [((folder, spelling), number) for spelling in spellings]
+                pairs += [((folder, spelling), file_index) for spelling in spellings]
         return only_unique(pairs)
 
 
@@ -105,10 +105,10 @@ def compose(text: str) -> str:
 
 
 def only_unique(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    """Keys -> numbers, without the keys that stand for several numbers."""
-    numbers: dict[Any, int] = {}
+    """Keys -> indices, without the keys that stand for several indices."""
+    index_by_key: dict[Any, int] = {}
     ambiguous = set()
-    for key, number in pairs:
-        if numbers.setdefault(key, number) != number:
+    for key, file_index in pairs:
+        if index_by_key.setdefault(key, file_index) != file_index:
             ambiguous.add(key)
-    return {key: number for key, number in numbers.items() if key not in ambiguous}
+    return {key: file_index for key, file_index in index_by_key.items() if key not in ambiguous}

@@ -74,16 +74,16 @@ def list_by_folders(tree: Tree, config: ImagesConfig) -> Listing:
     image_counts = [len(folder.files) for folder in tree.folders]
     layout = find_layout([folder.parts for folder in tree.folders], image_counts, config.label_folder)
     kept = []
-    for number, folder in enumerate(tree.folders):
-        if layout.splits[number] is None:
+    for folder_index, folder in enumerate(tree.folders):
+        if layout.splits[folder_index] is None:
             tree.left_out.add(IN_NO_SPLIT, folder.first, len(folder.files))
         else:
-            kept.append(number)
-    kept.sort(key=lambda number: split_order(layout.splits[number]))
+            kept.append(folder_index)
+    kept.sort(key=lambda folder_index: split_order(layout.splits[folder_index]))
     paths: list[str] = []
-    for number in kept:
-        paths += tree.folders[number].paths()
-    folder_of_image = pa.array(np.repeat(kept, [image_counts[number] for number in kept]))
+    for folder_index in kept:
+        paths += tree.folders[folder_index].paths()
+    folder_of_image = pa.array(np.repeat(kept, [image_counts[folder_index] for folder_index in kept]))
     columns: dict[str, Any] = {IMAGE: paths, SPLIT: text_column(layout.splits).take(folder_of_image)}
     labels = text_column(layout.classes).take(folder_of_image)
     if labels.null_count < len(labels):
@@ -97,34 +97,34 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
     Where lists have no value, folders are splits and classes.
     """
     listed = ListedFiles(tree, lists, config)
-    folders, numbers_by_folder = keep_listed(tree, listed)
-    image_counts = [len(numbers) for numbers in numbers_by_folder]
+    folders, indices_by_folder = keep_listed(tree, listed)
+    image_counts = [len(file_indices) for file_indices in indices_by_folder]
     layout = find_layout(folders, image_counts, config.label_folder)
     splits: dict[int, str | None] = {}
     labels: dict[int, Any] = {}
-    for numbers, split, name in zip(numbers_by_folder, layout.splits, layout.classes, strict=True):
-        splits |= dict.fromkeys(numbers, split)
-        labels |= dict.fromkeys(numbers, name)
+    for file_indices, split, name in zip(indices_by_folder, layout.splits, layout.classes, strict=True):
+        splits |= dict.fromkeys(file_indices, split)
+        labels |= dict.fromkeys(file_indices, name)
 
     outside = sorted(listed.images - splits.keys(), key=listed.files.paths.__getitem__)
     splits |= dict.fromkeys(outside, "train")
     splits |= listed.values.get(SPLIT, {})
     listed_labels = listed.values.get(listed.label, {})
-    labels |= {number: listed_labels.get(number) for number in listed.with_label_cell}
+    labels |= {file_index: listed_labels.get(file_index) for file_index in listed.with_label_cell}
 
     kept = []
-    for number in itertools.chain(*numbers_by_folder, outside):
-        if splits[number] is None:
-            tree.left_out.add(IN_NO_SPLIT, listed.name(number))
+    for file_index in itertools.chain(*indices_by_folder, outside):
+        if splits[file_index] is None:
+            tree.left_out.add(IN_NO_SPLIT, listed.name(file_index))
         else:
-            kept.append(number)
+            kept.append(file_index)
 
-    columns: dict[str, Any] = {IMAGE: [listed.files.paths[number] for number in kept]}
+    columns: dict[str, Any] = {IMAGE: [listed.files.paths[file_index] for file_index in kept]}
     for column, values in listed.values.items():
         if column != IMAGE:
-            columns[column] = [values.get(number) for number in kept]
-    columns[SPLIT] = [splits[number] for number in kept]
-    columns[listed.label] = to_label_column(labels.get(number) for number in kept)
+            columns[column] = [values.get(file_index) for file_index in kept]
+    columns[SPLIT] = [splits[file_index] for file_index in kept]
+    columns[listed.label] = to_label_column(labels.get(file_index) for file_index in kept)
     if not any(columns[listed.label]):
         del columns[listed.label]
 
@@ -142,26 +142,29 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
 
 
 def keep_listed(tree: Tree, listed: ListedFiles) -> tuple[list[Parts], list[list[int]]]:
-    """The folders of the images that count, and the numbers of these images, folder by folder.
+    """The folders of the images that count, and the indices of these images, folder by folder.
 
-    At and below a list's folder these are the images that a list names; elsewhere all that are not listed as masks.
+    In a folder with a list (its own, or one of a folder above): the images that the list names. In other folders: every
+    file that is not a mask.
     """
     folders = []
-    numbers_by_folder = []
+    indices_by_folder = []
     first = 0
     for folder in tree.folders:
         has_list = not listed.folders.isdisjoint(folders_above(folder))
-        numbers: list[int] = []
-        for number, file in enumerate(folder.files, start=first):
-            if number in listed.images or not (has_list or number in listed.others):
-                numbers.append(number)
-            elif number not in listed.others:
+        file_indices: list[int] = []
+        for file_index, file in enumerate(folder.files, start=first):
+            is_mask = file_index in listed.masks
+            wanted = file_index in listed.images or (not has_list and not is_mask)
+            if wanted:
+                file_indices.append(file_index)
+            elif not is_mask:
                 tree.leave_out("files that no list names", folder.parts, file)
         first += len(folder.files)
-        if numbers:
+        if file_indices:
             folders.append(folder.parts)
-            numbers_by_folder.append(numbers)
-    return folders, numbers_by_folder
+            indices_by_folder.append(file_indices)
+    return folders, indices_by_folder
 
 
 def folders_above(folder: Folder) -> list[str]:

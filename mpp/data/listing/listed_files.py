@@ -20,20 +20,20 @@ from mpp.runtime.output import printable
 
 @dataclass
 class Cells:
-    """The values of the lists of one folder: column -> number of the image -> value."""
+    """The values of the lists of one folder: column -> index of the file -> value."""
 
     values: dict[str, dict[int, Any]] = field(default_factory=lambda: defaultdict(dict))
     conflicts: dict[str, dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
     """Column -> images whose rows have different values."""
 
-    def add(self, column: str, number: int, value: Any) -> None:
+    def add(self, column: str, file_index: int, value: Any) -> None:
         """Add a value; of several the first counts. None is no value."""
-        if value is not None and self.values[column].setdefault(number, value) != value:
-            self.conflicts[column][number] = None
+        if value is not None and self.values[column].setdefault(file_index, value) != value:
+            self.conflicts[column][file_index] = None
 
 
 class ListedFiles:
-    """The files of a tree that lists name, by their number in `files`, and the values of their rows.
+    """The files of a tree that lists name, by their index in `files`, and the values of their rows.
 
     Raises:
         UserError: a list names files that are not there, and `data.missing` refuses that.
@@ -44,8 +44,8 @@ class ListedFiles:
         self.config = config
         self.files = FileIndex(tree)
         self.images: set[int] = set()
-        self.others: set[int] = set()
-        """Files that are listed as masks and the like: no images."""
+        self.masks: set[int] = set()
+        """Masks, and other files that a list names beside an image: they are no images."""
         self.with_label_cell: set[int] = set()
         """Images of a list with a column of labels, whose cells count even if they are blank."""
         self.values: dict[str, dict[int, Any]] = {}
@@ -75,8 +75,8 @@ class ListedFiles:
 
     def read_rows(self, image_list: ImageList, cells: Cells) -> None:
         """Find the files of a list, and take the values of its rows."""
-        numbers = [self.find_image(name, row, image_list) for row, name in enumerate(image_list.files, start=1)]
-        found = [number for number in numbers if number is not None]
+        file_indices = [self.find_image(name, row, image_list) for row, name in enumerate(image_list.files, start=1)]
+        found = [file_index for file_index in file_indices if file_index is not None]
         repetitions = len(found) - len({*found})
         if repetitions:
             list_name = os.path.basename(image_list.path)
@@ -89,15 +89,15 @@ class ListedFiles:
                 values = to_label_column(values)
             if column == SPLIT:
                 values = map(split_of_cell, values)
-            for number, value in zip(numbers, values, strict=True):
-                if number is not None:
-                    cells.add(column, number, value)
+            for file_index, value in zip(file_indices, values, strict=True):
+                if file_index is not None:
+                    cells.add(column, file_index, value)
         for column, names in image_list.others.items():
-            for number, name in zip(numbers, names, strict=True):
-                if number is not None and name is not None:
-                    self.add_other(column, number, str(name), image_list, cells)
+            for file_index, name in zip(file_indices, names, strict=True):
+                if file_index is not None and name is not None:
+                    self.add_other(column, file_index, str(name), image_list, cells)
 
-    def add_other(self, column: str, number: int, name: str, image_list: ImageList, cells: Cells) -> None:
+    def add_other(self, column: str, file_index: int, name: str, image_list: ImageList, cells: Cells) -> None:
         """Take another file of an image, such as its mask.
 
         Only masks have to be there: another column may be called so and name no files.
@@ -106,31 +106,31 @@ class ListedFiles:
         other = self.find(name, image_list) if is_mask else self.files.find(name, image_list.folder)
         if other is None:
             return
-        self.others.add(other)
+        self.masks.add(other)
         if is_mask:
-            cells.add(column, number, self.files.paths[other])
+            cells.add(column, file_index, self.files.paths[other])
 
     def find(self, name: str, image_list: ImageList) -> int | None:
-        """The number of a file by the name that a list has for it; missing files are noted."""
-        number = self.files.find(name, image_list.folder)
-        if number is None and self.config.labels is not None:  # whose names may start from the list's own folder
+        """The index of a file by the name that a list has for it; missing files are noted."""
+        file_index = self.files.find(name, image_list.folder)
+        if file_index is None and self.config.labels is not None:  # whose names may start from the list's own folder
             own_folder = os.path.dirname(os.path.abspath(image_list.path))
-            number = self.files.find(os.path.join(own_folder, name), "")
-        if number is None:
+            file_index = self.files.find(os.path.join(own_folder, name), "")
+        if file_index is None:
             self.missing[image_list.path].append(name)
-        return number
+        return file_index
 
     def find_image(self, name: Any, row: int, image_list: ImageList) -> int | None:
-        """The number of an image by the name that a list has for it, if it can be read."""
+        """The index of an image by the name that a list has for it, if it can be read."""
         if name is None:
             self.missing[image_list.path].append(f"row {row} names none")
             return None
-        number = self.find(str(name), image_list)
-        if number is None or number < self.files.tree_size:
-            return number
-        path = self.files.paths[number]
+        file_index = self.find(str(name), image_list)
+        if file_index is None or file_index < self.files.tree_size:
+            return file_index
+        path = self.files.paths[file_index]
         if extension_of(path) in IMAGE_EXTENSIONS or begins_as_picture(path):
-            return number
+            return file_index
         self.missing[image_list.path].append(f"{name} (which is no image that mpp reads)")
         return None
 
@@ -147,8 +147,8 @@ class ListedFiles:
     def resolve_conflicts(self, cells: Cells) -> None:
         """Take away the labels of images with different ones, and warn of these and of images in several splits."""
         for column in self.label_columns & cells.conflicts.keys():
-            for number in cells.conflicts[column]:
-                cells.values[column][number] = None
+            for file_index in cells.conflicts[column]:
+                cells.values[column][file_index] = None
         problems = {
             self.label: "files that are listed with different labels count as unlabelled",
             SPLIT: "files that are listed in several splits count in the first of these",
@@ -157,11 +157,11 @@ class ListedFiles:
             if column in cells.conflicts:
                 self.warnings.append(f"{problem} ({self.describe_files(cells.conflicts[column])})")
 
-    def describe_files(self, numbers: Iterable[int]) -> str:
+    def describe_files(self, file_indices: Iterable[int]) -> str:
         """The number of files, and the names of the first of them."""
-        names = [self.name(number) for number in numbers]
+        names = [self.name(file_index) for file_index in file_indices]
         return printable(f"{len(names)}: {shortened(names)}")
 
-    def name(self, number: int) -> str:
+    def name(self, file_index: int) -> str:
         """A file's name from the top."""
-        return os.path.relpath(self.files.paths[number], self.tree.root)
+        return os.path.relpath(self.files.paths[file_index], self.tree.root)
