@@ -32,7 +32,7 @@ from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel
 from mpp.models.descriptions import learned_labels
 from mpp.runtime.command import command
-from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, permutation
+from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due
@@ -66,7 +66,7 @@ class Contrastive(ImageTask):
         require(fits, "images of a forward pass", self.images_of_a_pass, allowed)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is told from others")
-        self.held_out_views = self.held_out_loader.add(self.views(evaluated))
+        self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(self.train, config.probe, config.head.pooling)
 
     def check_settings(self) -> None:
@@ -133,7 +133,7 @@ class Contrastive(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        batches = warn_of_unreadable(self.held_out_loader.batches(self.held_out_views), tracker)
+        batches = warn_of_unreadable(self.fixed_view_loader.batches(self.held_out_views), tracker)
         count = len(self.held_out_views.dataset)
         projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
@@ -164,13 +164,13 @@ class Contrastive(ImageTask):
         """Log a picture of the two views of the first held-out images."""
         views = self.views(self.held_out)
         shown = range(min(VIEWS_LOGGED, len(self.held_out)))
-        pairs = torch.stack([views[HELD_OUT_EPOCH, index].images for index in shown])
+        pairs = torch.stack([views[FIXED_VIEW, index].images for index in shown])
         panel = prediction_panel(pairs.movedim(1, 0))
         tracker.log_images(step, "view 1 | view 2", panel[None])
 
     def flops(self) -> int:
         """FLOPs executed per image: its two views through the network, and their similarities to all views."""
-        pair = self.views(self.held_out)[HELD_OUT_EPOCH, 0].images
+        pair = self.views(self.held_out)[FIXED_VIEW, 0].images
         all_views = 2 * self.images_of_a_pass
         similarities = 2 * all_views * self.config.head.outputs  # of one view; a multiply-add is two operations
         model = self.model.eval()  # in training, synchronised batch norms would ask the other processes

@@ -36,9 +36,8 @@ from mpp.data.crops import centre_crop
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
-from mpp.data.loader import build_loader
 from mpp.data.sources import load_splits
-from mpp.data.workers import deaths_explained, note_reading
+from mpp.data.workers import WatchedLoader, deaths_explained, note_reading
 from mpp.errors import UnreadableImage
 from mpp.runtime.command import command
 from mpp.runtime.files import complete
@@ -118,7 +117,13 @@ class Embedder:
         crops = CropsOrErrors(images, self.data, self.img_size)
         batch_size = self.data.batch_size or DEFAULT_BATCH_SIZE
         batches = [list(indices[first : first + batch_size]) for first in range(0, len(indices), batch_size)]
-        loader = build_loader(crops, batches, collate_with_errors)
+        loader = WatchedLoader(
+            crops,
+            images.image_name,
+            batch_sampler=batches,
+            num_workers=self.data.workers,
+            collate_fn=collate_with_errors,
+        )
         for batch, (pixels, errors) in zip(batches, loader, strict=True):
             with torch.no_grad(), self.accelerator.autocast():
                 features = self.compute(pixels.to(self.accelerator.device))

@@ -68,11 +68,11 @@ class Finetuning(Classification):
             checkpoint_activations(encoder, "activation_checkpointing")
         head = zero_head(encoder.head_hidden_size, self.classes)
         self.model = HeadedEncoder(encoder, head, config.pooling, frozen.normalize.mean, frozen.normalize.std)
-        self.held_out_views = self.held_out_loader.add(self.views(self.held_out))
+        self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
         self.left_out_views = None
         left_out = left_out.select(np.flatnonzero(left_out.labels < self.classes))  # the head has no other classes
         if len(left_out) > 0 and not config.on_dev:
-            self.left_out_views = self.held_out_loader.add(self.views(left_out))
+            self.left_out_views = self.fixed_view_loader.add(self.views(left_out))
 
     def load(self, config: OneRunConfig) -> FrozenEncoder:
         """The encoder that training begins from, and its input."""

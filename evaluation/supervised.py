@@ -27,7 +27,7 @@ from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
 from mpp.runtime.command import command
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.flops import executed_flops
 from mpp.training.log import last_evaluation
 from mpp.training.run import train
@@ -45,7 +45,7 @@ class Supervised(Classification):
         self.model = HeadedEncoder(encoder, head, config.head.pooling, mean, std)
         start = config.model.init_from or "random weights"
         self.method = f"Trained with labels, from {start}; the classification head is left out"
-        self.held_out_views = self.held_out_loader.add(self.views(self.held_out))
+        self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
 
 
 class Distilled(Classification):
@@ -65,7 +65,7 @@ class Distilled(Classification):
         mean, std = config.model.normalization(config.data.channels)
         self.model = DistilledEncoder(encoder, head, distill_head, config.head.pooling, mean, std)
         self.teacher = load_teacher(config.distill, self.classes, config.data.channels).to(accelerator.device)
-        self.held_out_views = self.held_out_loader.add(self.views(self.held_out))
+        self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
 
     @property
     def method(self) -> str:
@@ -88,7 +88,7 @@ class Distilled(Classification):
 
     def flops(self) -> int:
         """FLOPs executed per image, the teacher's forward pass included."""
-        crop = collate([self.views(self.train)[HELD_OUT_EPOCH, 0]]).images
+        crop = collate([self.views(self.train)[FIXED_VIEW, 0]]).images
         return super().flops() + executed_flops(self.teacher, crop, backward=False)
 
     def describe_model(self) -> str:

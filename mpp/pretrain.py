@@ -38,7 +38,7 @@ from mpp.models.teachers import Outputs, moving_average_decay, update_moving_ave
 from mpp.models.timm_models import cell_grid
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.health import describe_collapse
@@ -76,7 +76,7 @@ class Pretraining(ImageTask):
                 self.builds_on_labels = True
         train_images = self.load_images(config)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
-        self.held_out_views = self.held_out_loader.add(self.views(evaluated))
+        self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(train_images, config.probe)
 
     def load_images(self, config: Config) -> ImageDataset:
@@ -186,7 +186,7 @@ class Pretraining(ImageTask):
             corruption: of them.
         """
         views = self.views(self.held_out)
-        batch = collate([views[HELD_OUT_EPOCH, index] for index in indices])
+        batch = collate([views[FIXED_VIEW, index] for index in indices])
         outputs, images, corruption = self.outputs(model, batch)
         return outputs.predictions.float(), outputs.targets, images, corruption
 
@@ -203,7 +203,7 @@ class Pretraining(ImageTask):
         return record
 
     def flops(self) -> int:
-        sample = collate([self.views(self.held_out)[HELD_OUT_EPOCH, 0]])
+        sample = collate([self.views(self.held_out)[FIXED_VIEW, 0]])
         return executed_flops(self.model, sample.images, sample.corruption)
 
     def describe_model(self) -> str:
@@ -239,7 +239,7 @@ def reopen(
     Args:
         folder: of a pre-training run.
         source: the images.
-        eval_crop: of the held-out view; None: the run's.
+        eval_crop: of the fixed view; None: the run's.
         held_out_images: the largest number of held-out images, a seeded choice.
     Raises:
         UserError: no pre-training run, or no checkpoint there.

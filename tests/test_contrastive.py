@@ -22,10 +22,10 @@ from evaluation.supervision.simclr import TwoViews, nt_xent
 from mpp.config import DataConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import random_crop
-from mpp.data.loader import BatchLayout, held_out_batches, training_loader
+from mpp.data.loader import BatchLayout, fixed_view_batches, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
-from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, permutation, random_words
+from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation, random_words
 
 
 def by_definition(views: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -104,8 +104,8 @@ def test_without_distortion_a_view_is_a_crop_and_held_out_views_are_of_no_run():
     one, other = two_views(1, distorted=plain), two_views(2, distorted=plain)
     pixels = one.dataset.decode(7, one.data)
     assert torch.equal(one[3, 7].images[1], random_crop(pixels, 32, one.data, 1, 3, 15))
-    fixed = one[HELD_OUT_EPOCH, 7].images
-    assert torch.equal(fixed, other[HELD_OUT_EPOCH, 7].images) and not torch.equal(*fixed)
+    fixed = one[FIXED_VIEW, 7].images
+    assert torch.equal(fixed, other[FIXED_VIEW, 7].images) and not torch.equal(*fixed)
 
 
 def test_views_are_the_same_from_any_number_of_loader_processes():
@@ -114,7 +114,7 @@ def test_views_are_the_same_from_any_number_of_loader_processes():
         views = two_views(workers=workers)
         torch.manual_seed(workers)
         drawn[workers] = [batch.images for batch in training_loader(views, layout, 0, 3)]
-        drawn[workers].append(next(iter(held_out_batches(dataclasses.replace(views, dataset=few), 4))).images)
+        drawn[workers].append(next(iter(fixed_view_batches(dataclasses.replace(views, dataset=few), 4))).images)
     assert drawn[0][0].shape == (4, 2, 3, 32, 32) and drawn[0][0].dtype == torch.uint8
     assert all(torch.equal(*pair) for pair in zip(drawn[0], drawn[2], strict=True))
 

@@ -102,7 +102,7 @@ def test_randaugment_is_torchvisions_and_a_function_of_the_sample():
     assert torch.equal(first[samples.index((1, 2))], RandAugment(magnitude=9)(image))
 
 
-# --- the held-out view ---
+# --- the fixed view ---
 
 
 def test_centre_crop_is_the_centre():
@@ -172,7 +172,7 @@ IMAGE_SIZES = st.tuples(st.integers(30, 120), st.integers(30, 120))
 
 
 def our_view(pixels: np.ndarray, size: tuple[int, int], share: float) -> tuple[Tensor, list[int]]:
-    """The held-out view, and the size to which the image was resized for it."""
+    """The fixed view, and the size to which the image was resized for it."""
     with watched_resizes() as resized:
         view = centre_crop(as_tensor(pixels), size, share)
     return view, list(resized[0].shape[-2:])

@@ -147,7 +147,7 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
 
 def held_out_accuracy(task):
     """That of the mean of the two softmaxes."""
-    batches = list(task.held_out_loader.batches(task.held_out_views))
+    batches = list(task.fixed_view_loader.batches(task.held_out_views))
     answers = torch.cat([task.model(batch.images).softmax(-1).mean(1).argmax(-1) for batch in batches])
     return (answers == torch.cat([batch.labels for batch in batches])).double().mean().item()
 
@@ -221,7 +221,7 @@ def test_a_supervised_runs_teacher_is_what_the_run_evaluated(tmp_path, arguments
     train(folder, *arguments)
     teacher = load_teacher(DistillConfig(teacher=str(folder / "encoder")), 9)
     task = build(*arguments)
-    batches = list(task.held_out_loader.batches(task.held_out_views))
+    batches = list(task.fixed_view_loader.batches(task.held_out_views))
     logits = torch.cat([teacher(batch.images) for batch in batches])
     loss = F.cross_entropy(logits, torch.cat([batch.labels for batch in batches])).item()
     assert loss == pytest.approx(read_metrics(folder, "heldout/loss")[4], rel=1e-5)

@@ -115,7 +115,7 @@ def test_a_changed_model_of_timms_says_what_it_takes(name):
 
 
 def test_the_crop_follows_the_size(tmp_path):
-    """timm's transform resizes as the held-out view at every size that the encoder is loaded for."""
+    """timm's transform resizes as the fixed view at every size that the encoder is loaded for."""
     folder = tmp_path / "0" / "encoder"
     encoder = build_encoder(ModelConfig(depth=1, img_size=32, patch_size=8))
     export_encoder(encoder, folder, 32, *HALVES, 0.875)

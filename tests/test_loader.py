@@ -14,7 +14,7 @@ from conftest import views_of
 
 from mpp.config import DataConfig
 from mpp.data.decoding.decode import decode
-from mpp.data.loader import BatchLayout, HeldOutLoader, TrainingBatchSampler, held_out_batches, training_loader
+from mpp.data.loader import BatchLayout, FixedViewLoader, TrainingBatchSampler, fixed_view_batches, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained, kill_workers
@@ -121,15 +121,15 @@ def test_loading_draws_nothing_from_torchs_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- held-out images ---
+# --- fixed views ---
 
 
-def test_held_out_images_are_each_seen_once():
+def test_images_in_fixed_views_are_each_seen_once():
     _, test = load_image_datasets(DataConfig())
     views = views_of(test.choose(11, 0), workers=0)
     seen = []
     for rank in range(2):
-        batches = held_out_batches(views, batch_size=4, world_size=2, rank=rank)
+        batches = fixed_view_batches(views, batch_size=4, world_size=2, rank=rank)
         assert len(batches) == 2
         for batch in batches:
             seen += batch.indices.tolist()
@@ -139,11 +139,11 @@ def test_held_out_images_are_each_seen_once():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sets_are_loaded_again_and_again(workers):
     train, test = load_image_datasets(DataConfig())
-    loader = HeldOutLoader(4, workers, world_size=2, rank=1)
+    loader = FixedViewLoader(4, workers, world_size=2, rank=1)
     sets = [loader.add(views_of(train.choose(11, 0))), loader.add(views_of(test.choose(5, 0)))]
     for number in (0, 1, 0, 0, 1):
         batches = loader.batches(sets[number])
-        expected = held_out_batches(sets[number], 4, world_size=2, rank=1)
+        expected = fixed_view_batches(sets[number], 4, world_size=2, rank=1)
         for batch, expected_batch in zip(batches, expected, strict=True):
             assert_same_images(batch, expected_batch)
         next(iter(loader.batches(sets[1 - number])))  # a loop that is left early
@@ -151,7 +151,7 @@ def test_sets_are_loaded_again_and_again(workers):
 
 def test_a_set_is_not_loaded_while_another_is():
     train, test = load_image_datasets(DataConfig())
-    loader = HeldOutLoader(4, workers=0)
+    loader = FixedViewLoader(4, workers=0)
     one, other = loader.add(views_of(train.choose(5, 0))), loader.add(views_of(test.choose(5, 0)))
     batches = iter(loader.batches(one))
     next(batches)
@@ -201,7 +201,7 @@ def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(p
 
 def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loads(image_folder, monkeypatch):
     dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
-    loader = HeldOutLoader(2, workers=1)
+    loader = FixedViewLoader(2, workers=1)
     fine = loader.add(views_of(dataset.select(np.array([0, 1]))))
     deadly = loader.add(views_of(dataset.select(np.array([2, 3]))))
     deadly_name = dataset.image_name(3)

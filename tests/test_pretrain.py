@@ -346,7 +346,7 @@ def test_names_that_are_not_utf_8_are_listed_once(pretrain, image_folder, monkey
     """Also after a restart, which knows them by what it wrote."""
     for number in range(3):
         (image_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")
-    monkeypatch.setattr(ImageDataset, "name", lambda self, index: os.fsdecode(b"caf\xe9.png"))
+    monkeypatch.setattr(ImageDataset, "image_name", lambda self, index: os.fsdecode(b"caf\xe9.png"))
     options = (f"--data.path={image_folder}", "--data.eval_fraction=0.01")
     with monkeypatch.context() as context:
         kill_at(context, 3)

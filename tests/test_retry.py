@@ -15,7 +15,7 @@ from mpp.config import DataConfig, ImagesConfig
 from mpp.data import retry
 from mpp.data.columns import decode_cell
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import held_out_batches
+from mpp.data.loader import fixed_view_batches
 from mpp.data.retry import read_with_retries
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
@@ -63,7 +63,7 @@ def test_a_loader_processs_error_is_one_line(image_folder):
     image_folder.rename(image_folder.with_name("elsewhere"))
     views = ViewDataset(dataset, DataConfig(workers=1, read_retries=0), 16)
     with pytest.raises(ReadFailed, match=r"^\S*\.png cannot be read, tried for 0 s: [^\n]*$") as _:
-        list(held_out_batches(views, 4))
+        list(fixed_view_batches(views, 4))
     kill_workers()  # as at exit: pytest holds the error, and with it torch's iterator
     assert not multiprocessing.active_children()
 

@@ -28,7 +28,7 @@ from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_splits
 from mpp.errors import ReadFailed, UnreadableImage, UserError
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
 GREY = 100  # between classes, in images that equal their masks
@@ -69,7 +69,7 @@ def test_image_and_mask_get_the_same_crop(along, size, view, crop):
     rows = dataset_of([encoded(np.repeat(mask[..., None], 3, -1))]).cast_column("image", datasets.Image(decode=False))
     masks = datasets.Dataset.from_dict({"mask": [{"bytes": encoded(mask), "path": None}]})
     views = MaskedViews(ImageDataset(rows, "image", None, "train"), MaskedDataConfig(eval_crop=crop), view, masks=masks)
-    sample = views[HELD_OUT_EPOCH, 0]
+    sample = views[FIXED_VIEW, 0]
     assert sample.labels.shape == view and set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
     apart = (sample.images[0].float() - sample.labels)[1:-1, 1:-1]  # a crop that is one pixel off is apart by 1
     assert apart.abs().max() <= 1 and apart.mean().abs() < 0.3

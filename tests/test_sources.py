@@ -13,7 +13,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.errors import UserError
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 
 
 def rows(count: int = 12, column: str = "image", **more: list) -> datasets.Dataset:
@@ -153,7 +153,7 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
     assert train.labels.tolist() == [0, 1, 2] * 4
     assert test.labels.tolist() == [[0, 2], [-1, -1], [1, -1]] * 4
     assert test.labelled().labels.tolist() == [[0, 2], [1, -1]] * 4
-    assert views_of(test)[HELD_OUT_EPOCH, 0].labels.tolist() == [0, 2]
+    assert views_of(test)[FIXED_VIEW, 0].labels.tolist() == [0, 2]
     for settings, words in (
         (dict(eval_label_column="rael"), r"data\.eval_label_column is rael; .* has image, label, real"),
         (dict(eval_label_column="real", eval_split=None), r"data\.eval_label_column is real; it must be left out"),

@@ -7,14 +7,14 @@ from torch.utils.data import DataLoader
 
 from mpp.config import DataConfig
 from mpp.data.sources import load_image_datasets
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 
 
 def test_held_out_images_have_one_view_and_training_images_one_an_epoch():
     _, test = load_image_datasets(DataConfig())
     views = views_of(test)
     other_views = views_of(test)
-    assert torch.equal(views[HELD_OUT_EPOCH, 3].images, other_views[HELD_OUT_EPOCH, 3].images)
+    assert torch.equal(views[FIXED_VIEW, 3].images, other_views[FIXED_VIEW, 3].images)
     assert not torch.equal(views[0, 3].images, other_views[1, 3].images)
 
 

@@ -15,7 +15,7 @@ from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE, extract_split, views_for, warn_left_out
 from evaluation.frozen.labelled_features import LabelledFeatures
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import held_out_batches
+from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
 
 MAX_ROUNDING_DIFFERENCE = 1e-4
@@ -34,7 +34,7 @@ class Verification(NamedTuple):
     def batches(self, dataset: ImageDataset) -> Iterable[Batch]:
         """Images as an encoder takes them, before its normalisation."""
         views = views_for(self.encoder, dataset, self.config.data)
-        return held_out_batches(views, self.config.data.batch_size or DEFAULT_BATCH_SIZE)
+        return fixed_view_batches(views, self.config.data.batch_size or DEFAULT_BATCH_SIZE)
 
     def file_input(self, images: Tensor) -> Tensor:
         """Images as the file takes them."""

@@ -17,7 +17,7 @@ from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import held_out_batches
+from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
@@ -87,7 +87,7 @@ def extract_split(
     """
     count = len(views.dataset)
     rank, processes = accelerator.process_index, accelerator.num_processes
-    loader = held_out_batches(views, views.data.batch_size or DEFAULT_BATCH_SIZE, processes, rank)
+    loader = fixed_view_batches(views, views.data.batch_size or DEFAULT_BATCH_SIZE, processes, rank)
     shows_progress = progress is not None and accelerator.is_main_process
     batches = RecordedBatches(
         progress_bar(loader, desc=progress, disable=not shows_progress), views.dataset.split, strict

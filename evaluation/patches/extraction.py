@@ -43,7 +43,7 @@ def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = Non
 
 @dataclass(frozen=True)
 class MaskedViews(ViewDataset):
-    """Images in their held-out view; the label of a sample is its mask, cropped alike: (H, W) int16."""
+    """Images in their fixed view; the label of a sample is its mask, cropped alike: (H, W) int16."""
 
     masks: datasets.Dataset | None = None
     """A mask for each image, undecoded, in the column `mask`."""

@@ -16,7 +16,7 @@ from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchBaseline
 from evaluation.patches.masks import MaskedImages
 from mpp.features.reconstructions import as_rgb
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 
 
 def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str]) -> str:
@@ -69,7 +69,7 @@ def draw_predictions(
     count = len(test.images)
     chosen = np.unique(np.linspace(0, count - 1, min(config.images, count)).astype(int))
     views = masked_views(encoder, test, config.data)
-    samples = [views[HELD_OUT_EPOCH, index] for index in chosen.tolist()]
+    samples = [views[FIXED_VIEW, index] for index in chosen.tolist()]
     images = torch.stack([sample.images for sample in samples])
     if images.shape[1] not in (1, 3):
         images = images.float().mean(1, keepdim=True)

@@ -44,7 +44,7 @@ from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.runtime.progress import progress_bar
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.weights import BEST
 
 FILTERS_SHOWN = 28  # as in the paper's figure
@@ -266,7 +266,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
 
 def pixels_of_views(subject: Subject, views: ViewDataset, indices: Tensor) -> NDArray[np.uint8]:
     """Images by their indices (B, k), for display: (B, k, H, W, 3)."""
-    images = torch.stack([views[HELD_OUT_EPOCH, index].images for index in indices.flatten().tolist()])
+    images = torch.stack([views[FIXED_VIEW, index].images for index in indices.flatten().tolist()])
     return subject.to_pixels(images).unflatten(0, indices.shape).numpy()
 
 

@@ -20,7 +20,7 @@ from evaluation.patches.features import patch_features
 from mpp.config import RunConfig, require
 from mpp.config.imports import require_imports
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import held_out_batches
+from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
 from mpp.features.reconstructions import as_rgb
 from mpp.models.timm_models import has_class
@@ -67,7 +67,7 @@ class Subject(NamedTuple):
     def batches(self, dataset: ImageDataset, batch_size: int) -> Iterable[Batch]:
         """Images as the encoder's input, in batches of `data.batch_size` where it is set."""
         views = views_for(self.encoder, dataset, self.config.data)
-        return held_out_batches(views, self.config.data.batch_size or batch_size)
+        return fixed_view_batches(views, self.config.data.batch_size or batch_size)
 
     def image_batches(self, count: int) -> Iterator[Tensor]:
         """A seeded choice of held-out images as the encoder's input, in batches (B, C, H, W) on its device."""

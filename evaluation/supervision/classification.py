@@ -15,7 +15,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.views import Batch, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, is_right
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker
 from mpp.training.task import ImageTask
@@ -87,7 +87,7 @@ class Classification(ImageTask):
         return F.cross_entropy(outputs, target, label_smoothing=self.augment.label_smoothing)
 
     def flops(self) -> int:
-        image = self.views(self.train)[HELD_OUT_EPOCH, 0]
+        image = self.views(self.train)[FIXED_VIEW, 0]
         two = collate([image, image]).images  # over a single image, a batch norm may have no statistics
         return executed_flops(self.model, two) // 2
 

@@ -16,7 +16,7 @@ from evaluation.config import ViewsConfig
 from mpp.config import sides
 from mpp.data import crops
 from mpp.data.views import ViewDataset
-from mpp.runtime.randomness import HELD_OUT_EPOCH
+from mpp.runtime.randomness import FIXED_VIEW
 
 
 @lru_cache
@@ -39,14 +39,14 @@ def distortion(config: ViewsConfig, side: int) -> v2.Transform:
 class TwoViews(ViewDataset):
     """Samples of two views each, (2, C, H, W): a view is a function of (seed, epoch, index, view).
 
-    Held-out images (epoch HELD_OUT_EPOCH) have two such views too, by `data.cut_seed`: the same in every evaluation.
+    The fixed views (epoch FIXED_VIEW) are two such views too, by `data.cut_seed`: the same in every evaluation.
     """
 
     distorted: ViewsConfig = field(default_factory=ViewsConfig)
     costly = True
 
     def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
-        seed = self.data.cut_seed if epoch == HELD_OUT_EPOCH else self.seed
+        seed = self.data.cut_seed if epoch == FIXED_VIEW else self.seed
         return torch.stack([self.one_view(pixels, seed, epoch, 2 * index + number) for number in range(2)])
 
     def one_view(self, pixels: Tensor, seed: int, epoch: int, number: int) -> Tensor:

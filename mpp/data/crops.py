@@ -116,7 +116,7 @@ def to_8_bits(image: Tensor) -> Tensor:
 
 
 def centre_crop(image: Tensor, size: int | ImageSize, share: float, nearest: bool = False) -> Tensor:
-    """Held-out view: resized to cover size / share, then cut to the centre; (C, H, W) to (C, h, w).
+    """Fixed view: resized to cover size / share, then cut to the centre; (C, H, W) to (C, h, w).
 
     Args:
         nearest: take the nearest pixel instead of interpolating, for masks, whose pixels are class numbers.

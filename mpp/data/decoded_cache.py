@@ -9,8 +9,7 @@ from torch.utils.data import Dataset
 
 from mpp.config import DataConfig
 from mpp.data.dataset import DecodedImages, ImageDataset
-from mpp.data.loader import build_loader
-from mpp.data.workers import note_reading
+from mpp.data.workers import WatchedLoader, note_reading
 from mpp.errors import UnreadableImage
 
 IMAGES_PER_BATCH = 64  # that a loader process hands over at a time
@@ -45,7 +44,15 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     parts: list[Tensor] = []
     shapes: list[torch.Size] = []
     size = 0  # bytes
-    for pixels, batch_shapes in build_loader(WholeImages(dataset, data), batches, join_by_type, pin_memory=False):
+    loader = WatchedLoader(
+        WholeImages(dataset, data),
+        dataset.image_name,
+        batch_sampler=batches,
+        num_workers=data.workers,
+        collate_fn=join_by_type,
+        pin_memory=False,
+    )
+    for pixels, batch_shapes in loader:
         parts += [part.clone() for part in pixels]  # the memory of a loader process keeps a file open
         shapes += batch_shapes
         size += sum(part.nbytes for part in pixels)

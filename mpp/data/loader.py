@@ -1,21 +1,23 @@
 """Loaders: how the images of a step are shared out among processes, and the batches that each of them loads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.data.workers import WatchedLoader
 from mpp.errors import UserError
-from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, permutation
+from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the images of a step are shared out: a share to each process in each forward pass, equal but for one."""
+    """How the images of a step are shared out: a share to each process in each forward pass.
+
+    The shares differ by at most one image.
+    """
 
     images: int  # per step: the global batch
     accumulation_steps: int  # forward passes per step
@@ -77,7 +79,10 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
-    """This process's batches of (epoch, index) from step `start` to `stop`: the step is the sampler's only state."""
+    """This process's batches of (epoch, index) from step `start` up to, not including, `stop`.
+
+    The order depends on seed and step alone.
+    """
 
     size: int  # images of the dataset
     seed: int
@@ -102,38 +107,30 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
 
 
 def training_loader(views: ViewDataset, layout: BatchLayout, start: int, stop: int) -> WatchedLoader:
-    """Batches of this process, from step `start` to `stop`."""
+    """Batches of this process, from step `start` up to, not including, `stop`."""
     sampler = TrainingBatchSampler(len(views.dataset), views.seed, layout, start, stop)
-    return build_loader(views, sampler)
+    return view_loader(views, sampler)
 
 
-def build_loader(
-    dataset: Any, batch_sampler: Sampler | list, collate_fn: Callable = collate, **options: Any
-) -> WatchedLoader:
-    """torch's loader over batches of keys.
+def fixed_view_batches(views: ViewDataset, batch_size: int, world_size: int = 1, rank: int = 0) -> WatchedLoader:
+    """This process's share of the images, each as its fixed view, to be loaded once."""
+    keys = [(FIXED_VIEW, index) for index in range(rank, len(views.dataset), world_size)]
+    return view_loader(views, BatchSampler(keys, batch_size, drop_last=False))
 
-    Args:
-        dataset: a dataset by these keys, such as a ViewDataset: its `dataset` names images, its `data` has `workers`.
-        options: DataLoader's.
-    """
+
+def view_loader(views: ViewDataset, batch_sampler: Sampler) -> WatchedLoader:
+    """Load batches of (epoch, index)."""
     return WatchedLoader(
-        dataset,
-        dataset.dataset.image_name,
+        views,
+        views.dataset.image_name,
         batch_sampler=batch_sampler,
-        num_workers=dataset.data.workers,
-        collate_fn=collate_fn,
-        **options,
+        num_workers=views.data.workers,
+        collate_fn=collate,
     )
 
 
-def held_out_batches(views: ViewDataset, batch_size: int, world_size: int = 1, rank: int = 0) -> WatchedLoader:
-    """This process's share of the images in their held-out views, to be loaded once."""
-    keys = [(HELD_OUT_EPOCH, index) for index in range(rank, len(views.dataset), world_size)]
-    return build_loader(views, BatchSampler(keys, batch_size, drop_last=False))
-
-
-class HeldOutSets(Dataset):
-    """Several sets of images in their held-out views, by (set, index); one of them is loaded at a time."""
+class FixedViewSets(Dataset):
+    """Several sets of images, each image as its fixed view, by (set, index). One of the sets is loaded at a time."""
 
     def __init__(self):
         self.views: list[ViewDataset] = []
@@ -142,27 +139,28 @@ class HeldOutSets(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         set_index, index = key
-        return self.views[set_index][HELD_OUT_EPOCH, index]
+        return self.views[set_index][FIXED_VIEW, index]
 
     def image_name(self, index: int) -> str:
         """Name of an image of the current set, for messages."""
         return self.current.dataset.image_name(index)
 
 
-class HeldOutLoader:
-    """Loads sets of images in their held-out views: this process's share of one set at a time, as often as wanted.
+class FixedViewLoader:
+    """Loads sets of images, held-out or training, in fixed views: this process's share of one set at a time.
 
-    Its loader processes stay until it is gone: each evaluation would fork several times, and forking a process that has
-    threads may hang. They know the sets that were added before the first batch.
+    Workers are forked once, before any threads start, because forking a process that has threads may hang. So add all
+    sets before the first batch.
 
     Args:
         workers: loader processes.
     """
 
     def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0):
-        self.sets = HeldOutSets()
+        self.sets = FixedViewSets()
         self.keys: list[list[tuple[int, int]]] = []
-        """Batches of keys of the set that is being loaded, as torch's loader takes them; else none."""
+        """The batch_sampler of torch's loader. It is read when an iteration begins, so its content is replaced for
+        each set; empty while no set is loaded."""
         self.batch_size = batch_size
         self.world_size = world_size
         self.rank = rank
@@ -187,11 +185,11 @@ class HeldOutLoader:
     def start(self) -> None:
         """Start the loader processes, which have nothing to load yet."""
         if self.workers and self.sets.views:
-            list(self.loader)
+            list(self.loader)  # iterating over no batches forks the workers
 
-    def batches(self, views: ViewDataset) -> "HeldOutBatches":
+    def batches(self, views: ViewDataset) -> "FixedViewBatches":
         """This process's share of a set that was added."""
-        return HeldOutBatches(self, views)
+        return FixedViewBatches(self, views)
 
     def keys_of(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
         """This process's share of a set in batches of keys."""
@@ -202,7 +200,7 @@ class HeldOutLoader:
     def load(self, views: ViewDataset) -> Iterator[Batch]:
         """Load this process's share of a set now."""
         if self.keys:
-            raise RuntimeError("a set of held-out images is to be loaded while another one is")
+            raise RuntimeError("a set of images is to be loaded while another one is")
         self.sets.current = views
         self.keys[:] = self.keys_of(views)
         try:
@@ -212,10 +210,10 @@ class HeldOutLoader:
 
 
 @dataclass(frozen=True)
-class HeldOutBatches:
+class FixedViewBatches:
     """This process's batches of one set of a loader, which are loaded anew by each iteration."""
 
-    loader: HeldOutLoader
+    loader: FixedViewLoader
     views: ViewDataset
 
     def __len__(self) -> int:

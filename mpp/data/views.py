@@ -20,7 +20,7 @@ from mpp.data import crops
 from mpp.data.dataset import ImageDataset
 from mpp.data.workers import note_reading
 from mpp.errors import Undecodable, UnreadableImage
-from mpp.runtime.randomness import HELD_OUT_EPOCH, Stream, random_words
+from mpp.runtime.randomness import FIXED_VIEW, Stream, random_words
 
 MAX_REPLACEMENTS = 64  # undecodable images in a row, which do not occur unless half of all images are undecodable
 
@@ -38,9 +38,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class ViewDataset(Dataset):
-    """Samples by (epoch, index): crop, corruption, label. HELD_OUT_EPOCH is the held-out view: a centre crop.
+    """Samples by (epoch, index): crop, corruption, label. The epoch FIXED_VIEW is the fixed view: a centre crop.
 
-    `data` is a DataConfig, or a SourceConfig with an `eval_crop` where only the held-out view is asked for.
+    `data` is a DataConfig, or a SourceConfig with an `eval_crop` where only the fixed view is asked for.
     """
 
     dataset: ImageDataset
@@ -65,12 +65,12 @@ class ViewDataset(Dataset):
         return Batch(crop, drawn, label, torch.tensor(shown_index), unreadable)
 
     def seed_of(self, epoch: int) -> int:
-        """Seed of an epoch's samples: that of held-out views is the same for runs of other seeds."""
-        return self.data.cut_seed if epoch == HELD_OUT_EPOCH else self.seed
+        """Seed of an epoch's samples: that of fixed views is the same for runs of other seeds."""
+        return self.data.cut_seed if epoch == FIXED_VIEW else self.seed
 
     def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
         """The crop of an image (C, H, W), perhaps augmented: (C, h, w), h x w being `img_size`."""
-        if epoch == HELD_OUT_EPOCH:
+        if epoch == FIXED_VIEW:
             return crops.centre_crop(pixels, self.img_size, self.data.eval_crop)
         crop = crops.random_crop(pixels, self.img_size, self.data, self.seed, epoch, index)
         return crops.augment(crop, self.randaugment, self.seed, epoch, index)

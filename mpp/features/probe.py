@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpp.config import DataConfig, ImageSize, ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import HeldOutLoader
+from mpp.data.loader import FixedViewLoader
 from mpp.data.overview import note_tested
 from mpp.data.views import ViewDataset
 from mpp.features.frozen import extract, features_at, stages
@@ -58,7 +58,7 @@ class Probe:
     def __init__(
         self,
         accelerator: Accelerator,
-        loader: HeldOutLoader,
+        loader: FixedViewLoader,
         train_images: ImageDataset,
         held_out: ImageDataset,
         data: DataConfig,

@@ -92,7 +92,7 @@ def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
 
     Args:
         img_size: size of the input: a side, or height and width.
-        share: share of the shorter side in the held-out view.
+        share: share of the shorter side in the fixed view.
     """
     height, width = sides(img_size)
     if height != width:
@@ -110,7 +110,7 @@ def describe_changes(model: nn.Module, changes: dict[str, Any], eval_crop: float
 
     Args:
         changes: arguments of `timm.create_model` for this model.
-        eval_crop: share of the shorter side in mpp's held-out view; None: crop_pct stays.
+        eval_crop: share of the shorter side in mpp's fixed view; None: crop_pct stays.
     """
     description = model.pretrained_cfg
     published_channels, *published_size = description["input_size"]

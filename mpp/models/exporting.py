@@ -37,7 +37,7 @@ def export_encoder(
         folder: complete or absent: written aside, synced to disk and renamed.
         img_size: size of the training images: a side, or height and width.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
-        crop_pct: share of the shorter side in the held-out view; timm gets `timm_crop_pct` of it.
+        crop_pct: share of the shorter side in the fixed view; timm gets `timm_crop_pct` of it.
         card: text of README.md; empty: no such file.
         how_read: settings for reading pixels from files, where they are not the defaults.
         label_names: names of the learned classes in the order of their numbers, for timm's

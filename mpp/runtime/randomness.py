@@ -11,8 +11,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-HELD_OUT_EPOCH = 2**64 - 1
-"""The epoch of held-out images: their corruption is the same in every evaluation."""
+FIXED_VIEW = 2**64 - 1
+"""The epoch of fixed views: their crop and corruption are the same in every evaluation."""
 
 
 class Stream(IntEnum):

@@ -15,7 +15,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.decoded_cache import cache_decoded
 from mpp.data.hub import cached_commit
 from mpp.data.identity import CLASS_NAMES_FIELD, identify_images
-from mpp.data.loader import BatchLayout, HeldOutLoader, training_loader
+from mpp.data.loader import BatchLayout, FixedViewLoader, training_loader
 from mpp.data.shards import Shards
 from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch, ViewDataset
@@ -59,7 +59,7 @@ class ImageTask:
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
-        self.held_out_loader = HeldOutLoader(layout.largest, data.workers, layout.world_size, layout.rank)
+        self.fixed_view_loader = FixedViewLoader(layout.largest, data.workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
 
     @property
@@ -93,7 +93,7 @@ class ImageTask:
             return None
         return Probe(
             self.accelerator,
-            self.held_out_loader,
+            self.fixed_view_loader,
             train_images,
             self.held_out,
             data=self.data,
@@ -110,7 +110,7 @@ class ImageTask:
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
         """This process's batches from step `start` on; a stream continues from its cursors."""
-        self.held_out_loader.start()
+        self.fixed_view_loader.start()
         if self.data.streaming:
             return streaming_loader(self.views(self.train), self.layout, start, self.run.steps, cursors)
         return training_loader(self.training_views(start), self.layout, start, self.run.steps)
@@ -130,9 +130,9 @@ class ImageTask:
 
     @torch.no_grad()
     def measure_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> dict[str, float]:
-        """Mean loss and the scalars of `describe`, over views that `held_out_loader` reads; `model` is in eval mode."""
+        """Mean loss and the scalars of `describe`, over views of `fixed_view_loader`; `model` is in eval mode."""
         sums: Sums = {}
-        for batch in self.held_out_loader.batches(views):
+        for batch in self.fixed_view_loader.batches(views):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
