@@ -89,7 +89,7 @@ def check(config: Config) -> Path:
         surveyed = None
         if not isinstance(task.train, Shards):
             surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
-        feed = Feed(task.batches(0, {}), layout.accumulation_steps)
+        feed = Feed(task.batches(0, {}))
         timing, batches = time_steps(task, config, feed)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")
@@ -111,7 +111,7 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, l
     batches: list[Batch] = []
     begin, steps = time.perf_counter(), 0
     for step in range(min(1 + MAX_TIMED_STEPS, config.run.steps)):
-        passes = feed.take()
+        passes = [feed.take() for _ in range(task.layout.accumulation_steps)]
         training_step(step, passes, measure=False)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

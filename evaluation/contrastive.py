@@ -50,6 +50,8 @@ class Contrastive(ImageTask):
     So are the statistics of batch norms: by those of one process, the two views of an image would know each other.
     """
 
+    communicates_each_pass = True
+
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config = config

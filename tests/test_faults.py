@@ -502,12 +502,21 @@ def images(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("processes", "back"), [(1, True), (1, False), (2, True), (2, False)])
-def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undisturbed, processes, back):
+@pytest.mark.parametrize(
+    ("processes", "back", "accumulation"),
+    [
+        (1, True, []),
+        (1, False, []),
+        (2, True, []),
+        (2, False, []),
+        pytest.param(2, False, ["--data.batch_size=1"], id="2-False-in the middle of a step"),
+    ],
+)
+def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undisturbed, processes, back, accumulation):
     """A mount drops. It comes back while reads are tried again, or only after the run has ended."""
     away = images.with_name("away")
     options = [*TINY, RARE, f"--data.path={images}", "--data.cache_gb=0", "--data.workers=2", "--run.steps=60"]
-    options += ["--data.eval_fraction=0.1", "--run.checkpoint_every=1000"]
+    options += ["--data.eval_fraction=0.1", "--run.checkpoint_every=1000", *accumulation]
     whole, cut = undisturbed(*options, processes=processes), tmp_path / "cut"
     options.append(f"--data.read_retries={8 if back else 1}")
     prepare = partial(wait_at, 20, tmp_path / "gone")

@@ -22,7 +22,7 @@ from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
 from mpp.training.feed import MIN_IMAGES, RECENT_IMAGES, Feed
-from mpp.training.step import TrainingStep
+from mpp.training.loop import Loop
 
 
 @pytest.fixture
@@ -68,16 +68,16 @@ def test_a_loader_processs_error_is_one_line(image_folder):
     assert not multiprocessing.active_children()
 
 
-def before_step(monkeypatch, step: int, act: Callable[[], object]) -> None:
-    """Call `act` just before `step` (from 0)."""
-    update = TrainingStep.__call__
+def after_images_of(monkeypatch, step: int, act: Callable[[], object]) -> None:
+    """Call `act` when the images of `step` (from 0) are taken, before its last forward pass."""
+    agree = Loop.end_unless_agreed
 
-    def act_first(self, number, *args, **options):
+    def act_first(self, number, *args):
         if number == step:
             act()
-        return update(self, number, *args, **options)
+        agree(self, number, *args)
 
-    monkeypatch.setattr(TrainingStep, "__call__", act_first)
+    monkeypatch.setattr(Loop, "end_unless_agreed", act_first)
 
 
 def assert_same_run(run: Path, other: Path, *metrics: str) -> None:
@@ -102,7 +102,7 @@ def test_a_folder_that_goes_away(pretrain, tmp_path, image_folder, monkeypatch, 
         if next(pause_numbers) == back_after:
             elsewhere.rename(image_folder)
 
-    before_step(monkeypatch, 2, lambda: image_folder.rename(elsewhere))
+    after_images_of(monkeypatch, 2, lambda: image_folder.rename(elsewhere))
     monkeypatch.setattr(retry.time, "sleep", fake_sleep)
     if back_after is None:
         with pytest.raises(ReadFailed, match=r"cannot be read, tried for 15 s: .*a checkpoint after step 3 is written"):
@@ -124,7 +124,7 @@ def test_an_evaluation_that_failed_is_done_when_the_run_goes_on(
     whole = pretrain(*options, dir=tmp_path / "whole")
     elsewhere = image_folder.with_name("gone")
     with monkeypatch.context() as patch:
-        before_step(patch, step, lambda: image_folder.rename(elsewhere))  # after its own images are read
+        after_images_of(patch, step, lambda: image_folder.rename(elsewhere))
         with pytest.raises(ReadFailed, match=rf"cannot be read, .*a checkpoint after step {step + 1} is written"):
             pretrain(*options)
     elsewhere.rename(image_folder)
@@ -140,7 +140,7 @@ def fake_batch(good: int, bad: int) -> SimpleNamespace:
 def test_most_of_the_latest_images_count_and_not_the_whole_life():
     fine = itertools.repeat(fake_batch(64, 0), 2000)
     broken = itertools.repeat(fake_batch(64, 100))
-    feed = Feed(itertools.chain(fine, broken), 1)
+    feed = Feed(itertools.chain(fine, broken))
     for _ in range(2000):
         feed.take()
     message = rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png: broken"
@@ -155,7 +155,7 @@ def test_most_of_the_latest_images_count_and_not_the_whole_life():
 def test_a_few_broken_images_end_nothing():
     begin = [fake_batch(0, MIN_IMAGES - 1), fake_batch(64, 0)]
     rest = itertools.repeat(fake_batch(51, 49), 50)
-    feed = Feed(itertools.chain(begin, rest), 1)
+    feed = Feed(itertools.chain(begin, rest))
     for _ in range(30):
         feed.take()
 

@@ -12,9 +12,9 @@ without it):
   is for.
 - The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal. Nor is
   SIGHUP ever: a closed terminal sends it, its shell passes it on, and it comes again when the shell ends.
-- The agreement before each step. Signals do not reach all processes in the same step, and images can be missing on one
-  alone. A process that stops by itself leaves the others waiting for its gradients. They agree over gloo, on the host:
-  no step waits for a GPU.
+- The agreement in each step, before processes wait for each other. Signals do not reach all processes in the same step,
+  and images can be missing on one alone. A process that stops by itself leaves the others waiting for its gradients.
+  They agree over gloo, on the host: no step waits for a GPU.
 - The early marker. Many steps of a GPU are compiled, checkpoints are compared, datasets are indexed before processes
   agree for the first time, and a launcher kills after 30 seconds: what was asked to stop has the marker at once.
 """
@@ -42,7 +42,7 @@ ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent
 
 
 class Ending(IntEnum):
-    """Why all processes stop before a step."""
+    """Why all processes stop before a step is done."""
 
     NONE = 0
     SIGNAL = 1
@@ -161,7 +161,7 @@ class Preemption:
             return None
 
     def agreed(self, own: Ending = Ending.NONE) -> Ending:
-        """Whether to stop before this step, and why: the gravest reason, on every process. To be called once a step.
+        """Whether to stop before this step is done, and why: the gravest reason, on every process.
 
         Args:
             own: why this process cannot do the step.

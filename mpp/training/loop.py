@@ -1,7 +1,7 @@
-"""The training loop of every training task: `Loop.train` takes the steps, each an `TrainingStep`.
+"""The training loop of every training task: `Loop.train` takes the steps, each by `TrainingStep`.
 
-It knows a model, a loss, batches, an optimiser and a schedule, and not their meaning. Its state is the step, the
-weights and the optimiser's state, so a killed run resumes exactly.
+The loop works for any task. A checkpoint holds all its state, so a killed run resumes exactly: the step, the weights,
+the optimiser's state and, for a stream, how far it is read.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from mpp.runtime.progress import progress_bar
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
-from mpp.training.checkpoint import resume, save
+from mpp.training.checkpoint import Cursors, resume, save
 from mpp.training.feed import Feed
 from mpp.training.history import EVALUATED, series
 from mpp.training.log import Speed, Tracker, read_history
@@ -43,25 +43,27 @@ class Loop:
     def __init__(self, task: ImageTask, config: Any, folder: Path, flops: int, preemption: Preemption):
         self.task = task
         self.accelerator = task.accelerator
-        self.run = config.run
-        self.optim = config.optim
+        self.run_config = config.run
+        self.optim_config = config.optim
         self.folder = folder
         self.flops = flops
         self.preemption = preemption
-        self.training_step = TrainingStep(task, self.optim)
+        self.training_step = TrainingStep(task, self.optim_config)
         self.model = self.training_step.model
-        self.optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
-        self.start, self.cursors = resume(self.accelerator, folder, self.model, self.optimizer)
+        self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
+        self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
         self.saved_step = self.start  # of the newest checkpoint
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
-        self.feed = Feed(batches, task.layout.accumulation_steps)
-        if self.run.compile:
+        self.feed = Feed(batches)
+        self.cursors_of_step: Cursors = {}
+        """How far a stream will be read when the step is done."""
+        if self.run_config.compile:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
-        self.watch = Watch(task, self.tracker, self.run, self.optim)
+        self.watch = Watch(task, self.tracker, self.run_config, self.optim_config)
         self.speed = Speed(flops, task.layout.images, self.accelerator.device)
         self.bar = progress_bar(
-            total=self.run.steps,
+            total=self.run_config.steps,
             initial=self.start,
             unit="step",
             desc="training",
@@ -74,22 +76,21 @@ class Loop:
         Raises:
             Diverged: a loss or gradient that is not finite; nothing was updated by it.
             ReadFailed: images cannot be read; the checkpoint is written.
-            UserError: most images cannot be decoded, or the task refuses to continue; the checkpoint is written. Or it
-                cannot be.
+            UserError: most images cannot be decoded, or the task refuses to continue, and a checkpoint is written; or a
+                checkpoint cannot be written.
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
-        run = self.run
+        run = self.run_config
         if self.start == 0:
             self.evaluate_untrained()
         elif due(self.start, run.eval_every, run.steps) and not self.has_evaluation(self.start):
             self.evaluate(self.start)  # it failed when this step was done
         self.preemption.finish_steps()
         for step in range(self.start, run.steps):
-            batches = self.next_batches(step)
             done = step + 1
             logged = due(done, run.log_every, run.steps)
-            values, sums = self.training_step(step, batches, measure=logged)
-            self.count_step(batches)
+            values, sums = self.training_step(step, self.batches_of_step(step), measure=logged)
+            self.count_step()
             if logged:
                 scalars = self.log_step(done, values, sums)
                 self.end_if_refused(done, scalars)
@@ -102,31 +103,45 @@ class Loop:
             if self.accelerator.is_main_process:
                 self.task.export(model, self.folder)
 
-    def next_batches(self, step: int) -> list[Batch]:
-        """This process's batches of step `step`; on a signal, or without images on any process, all end the run."""
-        batches, failure = self.preemption.wait_for(self.feed.try_take) or ([], None)
-        if failure:
-            ending = Ending.FAILURE
-        elif batches:
-            ending = Ending.NONE
-        else:
-            ending = Ending.SIGNAL  # it came while images were waited for
-        ending = self.preemption.agreed(ending)
-        if ending is Ending.FAILURE:
-            self.fail(step, failure)
-        if ending is Ending.SIGNAL:
-            self.close_with_checkpoint(step)
-            self.preemption.leave(f"after step {step}; a checkpoint is written" if step else "before its first step")
-        return batches
+    def batches_of_step(self, step: int) -> Iterator[Batch]:
+        """This process's batches of a step, each taken when its forward pass is about to begin.
 
-    def count_step(self, batches: list[Batch]) -> None:
-        """Count a step that is done: note how far a stream is read, and images that could not be decoded."""
-        for batch in batches:
+        Before processes communicate, which is in the last pass as a rule, all agree to go on. Where one of them lacks
+        its batch, or a signal came, the passes so far are dropped on all, and the run ends as before the step.
+        """
+        passes = self.task.layout.accumulation_steps
+        each_pass = self.task.communicates_each_pass or self.training_step.parallel.communicates_each_pass
+        self.cursors_of_step = {}
+        for number in range(passes):
+            batch, failure = self.preemption.wait_for(self.feed.try_take) or (None, None)
+            if batch is None or each_pass or number == passes - 1:
+                self.end_unless_agreed(step, batch, failure)
+            self.tracker.warn_unreadable(batch.unreadable)
             if batch.cursor is not None:
                 worker, *cursor = batch.cursor.tolist()
-                self.cursors[worker] = cursor
+                self.cursors_of_step[worker] = cursor
+            yield batch
+
+    def end_unless_agreed(self, step: int, batch: Batch | None, failure: UserError | None) -> None:
+        """End the run, with a checkpoint, if a signal came or a process lacks its batch of this step."""
+        ending = Ending.NONE
+        if failure:
+            ending = Ending.FAILURE
+        elif batch is None:
+            ending = Ending.SIGNAL  # it came while images were waited for
+        ending = self.preemption.agreed(ending)
+        if ending is Ending.NONE:
+            return
+        self.training_step.drop_passes()
+        if ending is Ending.FAILURE:
+            self.fail(step, failure)
+        self.close_with_checkpoint(step)
+        self.preemption.leave(f"after step {step}; a checkpoint is written" if step else "before its first step")
+
+    def count_step(self) -> None:
+        """Note that a step is done, and how far a stream is read."""
+        self.cursors |= self.cursors_of_step
         self.speed.count_step()
-        self.tracker.warn_unreadable(self.feed.undecoded)
         self.bar.update()
 
     def log_step(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> dict[str, float]:
@@ -164,7 +179,7 @@ class Loop:
             broadcast(buffer)  # each process has its own batch norm statistics; the main process's are exported
         with self.held_out_reading(done), self.averaged_model() as model:
             self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
-            if self.run.keep_best and self.accelerator.is_main_process and self.watch.is_best():
+            if self.run_config.keep_best and self.accelerator.is_main_process and self.watch.is_best():
                 self.task.export(model, self.folder, BEST)
         with self.speed.paused():
             self.watch.report(done)
@@ -189,32 +204,32 @@ class Loop:
     @contextmanager
     def averaged_model(self) -> Iterator[nn.Module]:
         """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
-        averages = nullcontext() if self.optim.average is None else averaged_weights(self.optimizer)
+        averages = nullcontext() if self.optim_config.average is None else averaged_weights(self.torch_optimizer)
         with averages, self.training_step.parallel.whole_model() as model:
             yield model
 
-    def save(self, step: int) -> None:
+    def save(self, done: int) -> None:
         """Write a checkpoint, unless it is there; the steps before it are verified to be finite."""
-        if step == self.saved_step:
+        if done == self.saved_step:
             return
         self.training_step.finite.verify()
         with self.speed.paused():
-            keep = self.run.keep_checkpoints
-            save(self.accelerator, self.folder, step, self.model, self.optimizer, self.cursors, keep)
-        self.saved_step = step
+            keep = self.run_config.keep_checkpoints
+            save(self.accelerator, self.folder, done, self.model, self.torch_optimizer, self.cursors, keep)
+        self.saved_step = done
 
-    def close_with_checkpoint(self, step: int) -> None:
+    def close_with_checkpoint(self, done: int) -> None:
         """Close the progress bar and write a checkpoint: the caller then ends the run before its last step."""
         self.bar.close()
-        self.save(step)
+        self.save(done)
 
-    def fail(self, step: int, failure: UserError | None) -> NoReturn:
+    def fail(self, done: int, failure: UserError | None) -> NoReturn:
         """Write a checkpoint, then raise on every process the failure of any of them to read images."""
-        self.close_with_checkpoint(step)
+        self.close_with_checkpoint(done)
         if self.preemption.asked_of_any():  # the images may be there when the run is started again
-            self.preemption.leave(f"after step {step}, while images could not be read")
+            self.preemption.leave(f"after step {done}, while images could not be read")
         error = next(each for each in gather_object([failure]) if each)
-        saved = f"a checkpoint after step {step} is written, " if step else ""
+        saved = f"a checkpoint after step {done} is written, " if done else ""
         raise type(error)(f"{error}; {saved}and the same command goes on")
 
 

@@ -35,6 +35,8 @@ class Parallel(Protocol):
     wrapped: nn.Module
     """The model, or its wrapper, that a step calls."""
     optimizer: AcceleratedOptimizer
+    communicates_each_pass: bool
+    """Whether the processes wait for each other in each forward pass, and not in the last one of a step alone."""
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         """The model with its present weights, unsharded, which a process may call alone: to evaluate and export."""
@@ -66,6 +68,8 @@ def start_compilers(device: torch.device) -> None:
 class Replicated:
     """One process, or several by DDP, as Accelerate prepares them."""
 
+    communicates_each_pass = False
+
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         if run.compile:
             model.compile()
@@ -90,6 +94,8 @@ class Sharded:
 
     Weights are kept and gathered in float32, so that they are computed with as DDP's are, under autocast.
     """
+
+    communicates_each_pass = True
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         self.device = accelerator.device

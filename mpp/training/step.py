@@ -1,7 +1,7 @@
 """One optimiser step: `TrainingStep`, and the check that what it does is finite."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpp.config import OptimConfig
 from mpp.data.views import Batch
@@ -30,26 +31,38 @@ class TrainingStep:
 
     def __init__(self, task: ImageTask, optim: OptimConfig):
         self.task = task
-        self.optim = optim
+        self.optim_config = optim
         self.accelerator = task.accelerator
         self.layout = task.layout
-        self.run = task.run
-        self.parallel = prepare(task.model, self.accelerator, optim, self.run)
+        self.run_config = task.run
+        self.parallel = prepare(task.model, self.accelerator, optim, self.run_config)
         self.model = self.parallel.model
         self.wrapped = self.parallel.wrapped
         self.optimizer = self.parallel.optimizer
         self.finite = FiniteCheck(self.accelerator, self.optimizer, task.image_name)
+        self.earlier_statistics: list[tuple[Tensor, Tensor]] = []
+        """Running statistics of batch norms, and their values before the step."""
 
-    def __call__(self, step: int, batches: list[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
-        """Do step `step` (from 0); its loss, gradient norm and learning rate, and the task's sums if `measure`."""
+    def __call__(self, step: int, batches: Iterable[Batch], measure: bool) -> tuple[dict[str, Tensor | float], Sums]:
+        """Do one step.
+
+        Args:
+            step: from 0.
+            batches: one for each forward pass; the next one is taken when its pass begins.
+            measure: whether the task's sums are wanted.
+        Returns:
+            Scalars (loss, gradient norm, learning rate, and the task's own); the task's sums, empty unless `measure`.
+        """
         self.wrapped.train()
-        rate = learning_rate(self.optim, step, self.run.steps)
+        rate = learning_rate(self.optim_config, step, self.run_config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
-        losses, sums = self.accumulate_gradients(step, batches, measure)
-        norm = whole_tensor(self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim.clip or math.inf))
+        losses, indices, sums = self.accumulate_gradients(step, batches, measure)
+        norm = whole_tensor(
+            self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim_config.clip or math.inf)
+        )
         loss = self.accelerator.reduce(sum(losses), "mean")
-        self.finite.record(step, loss, norm, losses, batches)
+        self.finite.record(step, loss, norm, losses, indices)
         if measure or self.finite.verifies_each_step:  # otherwise later: reading the flag waits for a GPU
             self.finite.verify()
         self.optimizer.step()
@@ -57,31 +70,50 @@ class TrainingStep:
         values = {"loss": loss, "optim/lr": rate, "optim/grad_norm": norm}
         return values | self.task.after_step(self.model, step), sums
 
-    def accumulate_gradients(self, step: int, batches: list[Batch], measure: bool) -> tuple[list[Tensor], Sums]:
+    def accumulate_gradients(
+        self, step: int, batches: Iterable[Batch], measure: bool
+    ) -> tuple[list[Tensor], list[Tensor], Sums]:
         """Forward and backward passes; processes share gradients in the last one.
 
         Returns:
-            This process's losses by forward pass, each divided so that their sum is its loss of the step; and the
-            task's sums if `measure`.
+            By forward pass this process's losses, each divided so that their sum is its loss of the step, and the
+            indices of its images; and the task's sums if `measure`.
         """
-        losses = []
+        losses: list[Tensor] = []
+        indices: list[Tensor] = []
         sums: Sums = {}
+        last = self.layout.accumulation_steps - 1
+        self.keep_statistics()
         for number, batch in enumerate(batches):
-            torch.manual_seed(self.seed_of(step, number))  # dropout has no state: it is a function of the place
-            last = number == len(batches) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+            torch.manual_seed(self.seed_of(step, number))  # so that a resumed run repeats dropout
+            with nullcontext() if number == last else self.accelerator.no_sync(self.wrapped):
                 loss, measured = self.task.loss(self.wrapped, batch, measure)
                 loss = loss / self.layout.loss_divisor(number)
                 self.accelerator.backward(loss)
             losses.append(loss.detach())
+            indices.append(batch.indices)
             sums = add_sums(sums, measured)
-        return losses, sums
+        return losses, indices, sums
+
+    def keep_statistics(self) -> None:
+        """Keep the running statistics of batch norms, which each forward pass changes, if a step has several passes."""
+        if self.layout.accumulation_steps == 1:
+            return
+        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        buffers = [buffer for norm in norms for buffer in norm.buffers()]
+        self.earlier_statistics = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def drop_passes(self) -> None:
+        """Undo the passes of a step that is not finished: the model is as before the step."""
+        self.optimizer.zero_grad()
+        for buffer, earlier in self.earlier_statistics:
+            buffer.copy_(earlier)
 
     def seed_of(self, step: int, number: int) -> int:
         """The seed of everything that is drawn inside the model: distinct for (seed, step, forward pass, rank)."""
         place = number * self.layout.world_size + self.layout.rank
-        word = random_words(Stream.MODEL, self.run.seed, step, place, 1)[0]
-        return int(word >> np.uint64(1))
+        word = random_words(Stream.MODEL, self.run_config.seed, step, place, 1)[0]
+        return int(word >> np.uint64(1))  # 63 bits
 
 
 class UnverifiedStep(NamedTuple):
@@ -116,11 +148,10 @@ class FiniteCheck:
             optimizer.optimizer.grad_scale = None
             optimizer.optimizer.found_inf = self.broken
 
-    def record(self, step: int, loss: Tensor, norm: Tensor, losses: list[Tensor], batches: list[Batch]) -> None:
-        """Record a step: its loss and gradient norm; this process's losses and batches, by forward pass."""
+    def record(self, step: int, loss: Tensor, norm: Tensor, losses: list[Tensor], indices: list[Tensor]) -> None:
+        """The loss and the gradient's norm of a step; this process's losses and images' indices, by forward pass."""
         finite = torch.stack([loss, norm]).isfinite().all()
         self.broken.masked_fill_(~finite, 1.0)
-        indices = [batch.indices for batch in batches]
         self.unverified.append(UnverifiedStep(step, self.broken.clone(), torch.stack(losses), indices))
 
     def verify(self) -> None:

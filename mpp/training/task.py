@@ -45,6 +45,8 @@ class ImageTask:
     randaugment = 0
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
+    communicates_each_pass = False
+    """Whether the loss of a forward pass needs the images of all processes."""
     learns_labels = False
     """Whether it learns from the training images' labels."""
     label_names: list[str] | None = None

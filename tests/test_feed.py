@@ -1,0 +1,137 @@
+"""Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from conftest import TINY, read_metrics
+
+from evaluation import supervised
+from mpp.data.loader import BatchLayout
+from mpp.errors import ReadFailed
+from mpp.runtime.signals import Ending
+from mpp.training.feed import Feed
+from mpp.training.loop import Loop
+from mpp.training.step import TrainingStep
+
+PASSES = 4
+ACCUMULATION = "--data.batch_size=2"  # four passes of the tests' eight images
+
+
+def test_each_batch_is_taken_when_its_pass_begins(pretrain, monkeypatch):
+    events = []
+    take, agree = Feed.take, Loop.end_unless_agreed
+
+    def noted_take(self):
+        events.append("take")
+        return take(self)
+
+    def noted_agreement(self, *args):
+        events.append("agree")
+        agree(self, *args)
+
+    monkeypatch.setattr(Feed, "take", noted_take)
+    monkeypatch.setattr(Loop, "end_unless_agreed", noted_agreement)
+    monkeypatch.setattr(TrainingStep, "seed_of", lambda *_: events.append("pass") or 0)
+    pretrain("--run.steps=1", ACCUMULATION)
+    assert events == [*["take", "pass"] * 3, "take", "agree", "pass"]
+
+
+def fail_in_the_middle(monkeypatch, step: int) -> None:
+    """Images of the third pass of a step (from 0) cannot be read."""
+    take = Feed.take
+    taken = []
+
+    def failing_take(self):
+        taken.append(None)
+        if len(taken) == PASSES * step + 3:
+            raise ReadFailed("images cannot be read")
+        return take(self)
+
+    monkeypatch.setattr(Feed, "take", failing_take)
+
+
+@pytest.mark.parametrize("model", [[], ["--model.name=test_resnet"]], ids=["ViT", "batch norm"])
+def test_a_step_without_all_of_its_images_is_dropped_whole(tmp_path, monkeypatch, model):
+    options = [word for word in TINY if not word.startswith("--probe") and not (model and "model." in word)]
+
+    def run(name: str) -> bytes:
+        folder = tmp_path / name
+        supervised.main([*options, *model, "--model.img_size=32", ACCUMULATION, f"--run.dir={folder}"])
+        return (folder / "encoder" / "model.safetensors").read_bytes()
+
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        fail_in_the_middle(patch, step=1)
+        with pytest.raises(ReadFailed, match="a checkpoint after step 1 is written"):
+            run("cut")
+    assert run("cut") == whole
+    assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
+
+
+class SimulatedClock:
+    """A loader and a device by a clock of their own: the loader works ahead, the device works off its queue.
+
+    Args:
+        load: seconds a batch, of all loader processes together.
+        compute: seconds a forward and backward pass.
+        ahead: batches that are loaded before they are taken, at most.
+
+    The host is one pass ahead of the device: a GPU's queue holds a thousand kernels, and a pass has hundreds.
+    """
+
+    def __init__(self, load: float, compute: float, ahead: int):
+        self.load, self.compute, self.ahead = load, compute, ahead
+        self.host = 0.0
+        self.device = 0.0
+        self.idle = 0.0
+        self.loaded_at: list[float] = []
+        self.taken_at: list[float] = []
+
+    def batches(self) -> Iterator[SimpleNamespace]:
+        """Batches, each when it is loaded."""
+        while True:
+            number = len(self.loaded_at)
+            begin = self.loaded_at[-1] if number else 0.0
+            if number >= self.ahead:
+                begin = max(begin, self.taken_at[number - self.ahead])
+            self.loaded_at.append(begin + self.load)
+            self.host = max(self.host, self.loaded_at[-1])
+            self.taken_at.append(self.host)
+            yield SimpleNamespace(images=[0] * 8, unreadable=[], cursor=None)
+
+    def compute_pass(self) -> None:
+        """Queue a pass on the device."""
+        self.host = max(self.host, self.device - self.compute)
+        self.idle += max(0.0, self.host - self.device)
+        self.device = max(self.host, self.device) + self.compute
+
+    def wait_for_device(self) -> None:
+        """The host reads a number of the device."""
+        self.host = max(self.host, self.device)
+
+
+def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> float:
+    """Share of the time that the simulated device is idle, with a loader 1.1 times as fast as the device."""
+    clock = SimulatedClock(load=1.0, compute=1.1, ahead=ahead)
+    loop = SimpleNamespace(
+        task=SimpleNamespace(layout=BatchLayout.of(8 * passes, 8, 1, 0), communicates_each_pass=False),
+        training_step=SimpleNamespace(parallel=SimpleNamespace(communicates_each_pass=False)),
+        preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda ending: ending or Ending.NONE),
+        tracker=SimpleNamespace(warn_unreadable=lambda _: None),
+        feed=Feed(clock.batches()),
+    )
+    loop.end_unless_agreed = lambda *args: Loop.end_unless_agreed(loop, *args)
+    for step in range(steps):
+        for _ in Loop.batches_of_step(loop, step):
+            clock.compute_pass()
+        if step == 0:
+            clock.idle = 0.0  # the first batch is waited for in any case
+        if (step + 1) % log_every == 0:
+            clock.wait_for_device()
+    return clock.idle / clock.device
+
+
+@pytest.mark.parametrize(("passes", "ahead"), [(32, 24), (32, 4), (4, 4)])
+def test_a_device_is_not_idle_while_a_loader_keeps_up(passes, ahead):
+    assert idle_share(passes, log_every=20, ahead=ahead) < 0.02
