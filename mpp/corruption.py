@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpp.config import CorruptionConfig, Grid, require
 from mpp.errors import UserError
-from mpp.runtime.randomness import RandomNumbers, Stream, uniforms
+from mpp.runtime.randomness import DrawUniform, Stream, uniforms
 
 Positions = NDArray[np.int64]
 MIN_RECTANGLE_PATCHES = 16  # of `blockwise`, as in BEiT
@@ -40,7 +40,7 @@ class Corruption(NamedTuple):
     kinds: Tensor  # (B, K) int64: a Kind each
     sources: Tensor  # (B, K) int64: the position whose embedding a patch gets (its own, where it is kept)
     shifts: Tensor  # (B, K) int64: 0: the source is in the same image; else a random number that chooses another image
-    dropped: Tensor  # (B, U) int64, ascending: others that are masked, too, but not predicted; mostly U is 0
+    hidden: Tensor  # (B, U) int64, ascending: further patches that are masked but not predicted; mostly U is 0
 
     def to(self, device: torch.device) -> "Corruption":
         """The same on a device."""
@@ -62,17 +62,17 @@ def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
     return corrupted
 
 
-# --- patterns: (config, grid, random numbers) -> positions of the corrupted patches (K,) ---
+# --- patterns: (config, grid, draw_uniform) -> positions of the corrupted patches (K,) ---
 
 
-def random_patches(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
+def random_patches(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
     """Any K patches."""
     patches = math.prod(grid)
-    order = np.argsort(numbers(patches), kind="stable")
+    order = np.argsort(draw_uniform(patches), kind="stable")
     return order[: corrupted_count(config.rate, patches)]
 
 
-def square_blocks(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
+def square_blocks(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
     """Squares of `block` x `block` patches on their own grid, all or nothing (SimMIM).
 
     The rate is that of the squares: K is block**2 times floor(rate * squares + 1/2).
@@ -85,13 +85,13 @@ def square_blocks(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) 
     fits = rows % side == 0 == columns % side and side < max(grid)
     require(fits, "corruption.block", side, f"a divisor of the grid of patches ({rows} x {columns}), and smaller")
     squares = np.zeros((rows // side, columns // side), bool)
-    order = np.argsort(numbers(squares.size), kind="stable")
+    order = np.argsort(draw_uniform(squares.size), kind="stable")
     squares.flat[order[: corrupted_count(config.rate, squares.size, "blocks")]] = True
     patches = squares.repeat(side, 0).repeat(side, 1)
     return np.flatnonzero(patches)
 
 
-def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
+def blockwise(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
     """Rectangles anywhere, one after the other, until K patches are in one (BEiT, algorithm 1; MaskFeat).
 
     A rectangle has 16 patches or more, up to the number left to corrupt, and is from 0.3 to 1 / 0.3 times as high as
@@ -101,7 +101,7 @@ def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> P
     corrupted = np.zeros(grid, bool)
     count = corrupted_count(config.rate, corrupted.size)
     while (left := count - np.count_nonzero(corrupted)) > 0:
-        area_number, ratio_number, row_number, column_number = numbers(4)
+        area_number, ratio_number, row_number, column_number = draw_uniform(4)
         area = min(MIN_RECTANGLE_PATCHES, count) + area_number * max(left - MIN_RECTANGLE_PATCHES, 0)
         ratio = MIN_RECTANGLE_RATIO ** (1 - 2 * ratio_number)  # its logarithm is uniform, as in BEiT's code
         inside = rectangle(grid, area, ratio, row_number, column_number)
@@ -110,7 +110,7 @@ def blockwise(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> P
     return np.flatnonzero(corrupted)
 
 
-def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> Positions:
+def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
     """Rectangles of 0.15 to 0.2 of the patches anywhere, until K patches are in one (I-JEPA's targets).
 
     A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. The last one is
@@ -119,7 +119,7 @@ def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> 
     corrupted = np.zeros(grid, bool)
     count = corrupted_count(config.rate, corrupted.size)
     while (left := count - np.count_nonzero(corrupted)) > 0:
-        area_number, ratio_number, row_number, column_number, corner_number = numbers(5)
+        area_number, ratio_number, row_number, column_number, corner_number = draw_uniform(5)
         area = (0.15 + 0.05 * area_number) * corrupted.size
         ratio = 0.75 * 2**ratio_number
         inside = rectangle(grid, area, ratio, row_number, column_number)
@@ -129,7 +129,7 @@ def multiblock(config: CorruptionConfig, grid: Grid, numbers: RandomNumbers) -> 
     return np.flatnonzero(corrupted)
 
 
-PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, RandomNumbers], Positions]] = {
+PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, DrawUniform], Positions]] = {
     "random": random_patches,
     "blocks": square_blocks,
     "blockwise": blockwise,
@@ -172,12 +172,18 @@ def reading_rank(grid: Grid, number: float) -> NDArray[np.int64]:
     return rank
 
 
-def positions_to_drop(config: CorruptionConfig, grid: Grid, positions: Positions, numbers: RandomNumbers) -> Positions:
-    """Positions (U,) that are neither seen nor predicted: those along an edge, of all but the corrupted ones."""
-    others = np.setdiff1d(np.arange(math.prod(grid)), positions)
-    seen = max(1, round(config.context * len(others)))
-    rank = reading_rank(grid, numbers(1)[0])[others]
-    return np.sort(others[np.argsort(rank)[: len(others) - seen]])
+def positions_to_hide(
+    config: CorruptionConfig, grid: Grid, positions: Positions, draw_uniform: DrawUniform
+) -> Positions:
+    """Positions (U,) hidden but not predicted.
+
+    Of the patches that are not corrupted, 1 - context are hidden, beginning at an edge.
+    """
+    uncorrupted = np.setdiff1d(np.arange(math.prod(grid)), positions)
+    context_size = max(1, round(config.context * len(uncorrupted)))
+    rank = reading_rank(grid, draw_uniform(1)[0])[uncorrupted]
+    from_edge = uncorrupted[np.argsort(rank)]
+    return np.sort(from_edge[: len(uncorrupted) - context_size])
 
 
 def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int) -> Corruption:
@@ -191,14 +197,14 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
         raise UserError(
             f"corruption.pattern is {config.pattern}; it must be one of {known}, or registered by --import FILE"
         )
-    numbers = uniforms(Stream.CORRUPTION, seed, epoch, index)
+    draw_uniform = uniforms(Stream.CORRUPTION, seed, epoch, index)
     patches = math.prod(grid)
-    positions = np.sort(PATTERNS[config.pattern](config, grid, numbers))
+    positions = np.sort(PATTERNS[config.pattern](config, grid, draw_uniform))
     count = len(positions)
-    # The order in which the numbers are drawn is part of the result.
-    kind_numbers = numbers(count)
-    source_numbers = numbers(count)
-    shift_numbers = numbers(count)
+    # The order in which the numbers are drawn is part of the result: a pattern's hidden patches are drawn last.
+    kind_numbers = draw_uniform(count)
+    source_numbers = draw_uniform(count)
+    shift_numbers = draw_uniform(count)
 
     kinds = np.digitize(kind_numbers, [config.mask, config.mask + config.random])
     if config.source == "batch":  # any patch of another image
@@ -211,10 +217,10 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     is_random = kinds == Kind.RANDOM
     sources = np.where(is_random, others, positions)
     shifts = np.where(is_random, shifts, 0)
-    dropped = np.empty(0, np.int64)
+    hidden = np.empty(0, np.int64)
     if config.pattern == "multiblock":
-        dropped = positions_to_drop(config, grid, positions, numbers)
-    parts = (positions, kinds.astype(np.int64), sources, shifts, dropped)
+        hidden = positions_to_hide(config, grid, positions, draw_uniform)
+    parts = (positions, kinds.astype(np.int64), sources, shifts, hidden)
     return Corruption(*map(torch.from_numpy, parts))
 
 
@@ -226,7 +232,7 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
         mask_token: (D,) the learnable [mask].
         corruption: of this batch.
     Returns:
-        (B, N, D). Patches that are not corrupted, or kept, are unchanged; those that are dropped are [mask].
+        (B, N, D). Patches that are not corrupted, or kept, are unchanged; those that are hidden are [mask].
     """
     batch, patches, width = embeddings.shape
     images = source_images(corruption, batch)  # (B, K)
@@ -235,10 +241,10 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     is_masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
     replaced = torch.where(is_masked, mask_token.to(embeddings.dtype), replaced)
     embeddings = embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)
-    if corruption.dropped.shape[1] == 0:
+    if corruption.hidden.shape[1] == 0:
         return embeddings
-    blank = mask_token.to(embeddings.dtype).expand(*corruption.dropped.shape, -1)
-    return embeddings.scatter(1, corruption.dropped[..., None].expand(-1, -1, width), blank)
+    blank = mask_token.to(embeddings.dtype).expand(*corruption.hidden.shape, -1)
+    return embeddings.scatter(1, corruption.hidden[..., None].expand(-1, -1, width), blank)
 
 
 def source_images(corruption: Corruption, batch: int) -> Tensor:

@@ -5,6 +5,7 @@ and its accuracy. (Targets that are features come from a teacher, mpp/models/tea
 or in float32: it runs outside autocast. To add an objective, write a subclass of Objective and name it in OBJECTIVES.
 
 Images (B, C, H, W) have values from 0 to 255, uint8 or float32. B images, K patches, P side of a patch, C channels.
+S softmaxes give a colour: one, or one for each channel.
 """
 
 import math
@@ -86,7 +87,7 @@ class Objective:
         """Predictions and targets as pixels: see `paint`."""
         return self.paint(self.decide(predictions), clean), self.paint(targets, clean)
 
-    def labels(self, targets: Tensor) -> Tensor:
+    def colour_classes(self, targets: Tensor) -> Tensor:
         """Colour classes of targets, (B, K, cells * S) int64, where there is a palette.
 
         Accuracy is the share of correct classes.
@@ -110,12 +111,10 @@ class GridColor(Objective):
     """Classify the mean colour of each cell of a grid over the patch. Accuracy: the share of correct cells."""
 
     shown = "colours of a grid over each patch"
-    grid: int | None = None
-    """Cells of a patch's side; None: `objective.grid`."""
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
-        self.grid = self.grid or config.grid
+        self.grid = self.grid_side(config)
         if patch_size % self.grid:
             raise UserError(f"objective.grid is {self.grid}; it must divide the patch size ({patch_size})")
         self.palette = Palette(channels, config.bits, config.factorized)
@@ -123,6 +122,10 @@ class GridColor(Objective):
             raise too_many_colours(config.bits, channels)
         self.classes = self.palette.classes
         self.outputs = self.classes * self.palette.softmaxes * self.grid**2
+
+    def grid_side(self, config: ObjectiveConfig) -> int:
+        """Cells along a side of the patch."""
+        return config.grid
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         patches = patches_at(images, positions, self.patch_size)
@@ -138,7 +141,7 @@ class GridColor(Objective):
     def decide(self, predictions: Tensor) -> Tensor:
         return predictions.unflatten(-1, (-1, self.classes)).argmax(-1)
 
-    def labels(self, targets: Tensor) -> Tensor:
+    def colour_classes(self, targets: Tensor) -> Tensor:
         return targets
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
@@ -172,7 +175,9 @@ class MeanColor(GridColor):
     """
 
     shown = "mean colours"
-    grid = 1
+
+    def grid_side(self, config: ObjectiveConfig) -> int:
+        return 1
 
 
 class Pixels(Objective):
@@ -200,7 +205,7 @@ class Pixels(Objective):
         patches = predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size))
         return unscale_pixels(patches)
 
-    def labels(self, targets: Tensor) -> Tensor:
+    def colour_classes(self, targets: Tensor) -> Tensor:
         largest_sum = 255 * self.patch_size**2
         return self.palette.classify(sum_pixels(targets), largest_sum)
 
@@ -247,8 +252,8 @@ class NormalizedPixels(Pixels):
 class Hog(Objective):
     """Regress the histograms of oriented gradients of the patch's cells, in each colour channel (MaskFeat).
 
-    No accuracy: a histogram of edges has no colour. Pictures show a line for each orientation, along its edge and as
-    bright as its share is long; red, green and blue are the three channels.
+    No accuracy: a histogram of edges has no colour. Pictures draw a line for each orientation, along the edge. The
+    larger the orientation's share of the histogram, the brighter the line. Red, green and blue are the three channels.
     """
 
     shown = "HOG, as its edges"
@@ -345,16 +350,18 @@ OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int, int], Objective]] = {
 }
 
 
-def build_objective(config: ObjectiveConfig, patch_size: int, channels: int = 3, width: int | None = None) -> Objective:
+def build_objective(
+    config: ObjectiveConfig, patch_size: int, channels: int = 3, teacher_width: int | None = None
+) -> Objective:
     """The objective of the settings.
 
     Args:
-        width: of the teacher's features, if they are the targets.
+        teacher_width: width of the teacher's features, for the objective `features`.
     Raises:
         UserError: no such objective, or one that does not fit the patch size or the channels.
     """
-    if width is not None:
-        return TeacherFeatures(config, patch_size, channels, width)
+    if config.name == "features":
+        return TeacherFeatures(config, patch_size, channels, teacher_width)
     if config.name not in OBJECTIVES:
         known = ", ".join([*OBJECTIVES, "features"])
         raise UserError(f"objective.name is {config.name}; it must be one of {known}, or registered by --import FILE")

@@ -234,7 +234,7 @@ def test_gradients_reach_the_mask_and_the_source():
         kinds=torch.tensor([[Kind.MASK, Kind.RANDOM]]),
         sources=torch.tensor([[0, 2]]),
         shifts=torch.tensor([[0, 0]]),
-        dropped=torch.empty(1, 0, dtype=torch.int64),
+        hidden=torch.empty(1, 0, dtype=torch.int64),
     )
     corrupt(embeddings, mask_token, of_batch).sum().backward()
     assert mask_token.grad.tolist() == [1, 1]

@@ -88,8 +88,8 @@ def test_measures_against_a_loop(name):
         sums = add_sums(sums, measure(objective, predictions[half], images[half], part))
     result = summarize(sums)
 
-    truth = objective.labels(objective.targets(images, torch.arange(16).expand(6, -1)))
-    guess = objective.labels(objective.decide(predictions))
+    truth = objective.colour_classes(objective.targets(images, torch.arange(16).expand(6, -1)))
+    guess = objective.colour_classes(objective.decide(predictions))
     patches = patchify(images, 4)
     right = {kind: [] for kind in Kind}
     copied = []
@@ -107,7 +107,7 @@ def test_measures_against_a_loop(name):
                 exact_mean = (patches[b, first].double() + patches[b, second].double()) / 2
                 mean_patch = torch.floor(exact_mean + 0.5).to(torch.uint8)
                 mean_targets = objective.targets(mean_patch[None], torch.zeros(1, 1).long())
-                mixed.append(share_equal(objective.labels(mean_targets)[0, 0], true_labels))
+                mixed.append(share_equal(objective.colour_classes(mean_targets)[0, 0], true_labels))
                 colors += true_labels.tolist()
     mean = statistics.fmean
     assert result["accuracy"] == pytest.approx(mean(right[Kind.MASK]))

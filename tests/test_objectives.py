@@ -192,7 +192,7 @@ def test_painted_targets_have_the_labels_of_the_targets(name):
     assert painted.shape == (2, 3, 3, side, side)
     assert painted.dtype == torch.uint8
     if tested.palette is not None:
-        assert torch.equal(tested.labels(targets_of(tested, painted)), tested.labels(targets))
+        assert torch.equal(tested.colour_classes(targets_of(tested, painted)), tested.colour_classes(targets))
 
 
 def test_unknown_objective_lists_the_known():

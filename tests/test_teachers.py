@@ -111,11 +111,11 @@ def test_the_student_sees_nothing_of_what_is_hidden_and_the_teacher_gets_no_grad
     """Hidden pixels change the targets and no prediction. No gradient flows to the teacher, or through it."""
     model, objective, images, corruption = model_of(network, pattern="multiblock", context=0.5)
     model.eval()
-    hidden = torch.cat([corruption.positions, corruption.dropped], 1)
-    assert corruption.dropped.shape == (3, 4)
-    assert hidden.sort().values.diff().min() > 0
+    unseen = torch.cat([corruption.positions, corruption.hidden], 1)
+    assert corruption.hidden.shape == (3, 4)
+    assert unseen.sort().values.diff().min() > 0
     patches = images.unfold(2, 8, 8).unfold(3, 8, 8).clone()  # (B, C, 4, 4, 8, 8)
-    for of_image, places in zip(patches, hidden.tolist(), strict=True):
+    for of_image, places in zip(patches, unseen.tolist(), strict=True):
         for place in places:
             row, column = divmod(place, 4)
             of_image[:, row, column] = 255 - of_image[:, row, column]
@@ -131,8 +131,8 @@ def test_the_student_sees_nothing_of_what_is_hidden_and_the_teacher_gets_no_grad
     assert all(parameter.grad is None for parameter in model.teacher.parameters())
     gradients = pixels.grad.unfold(2, 8, 8).unfold(3, 8, 8)
     moved = gradients.abs().amax((1, 4, 5)).flatten(1) > 0  # (B, 16)
-    assert not moved.gather(1, hidden).any()
-    assert moved.sum() == 3 * (16 - hidden.shape[1])
+    assert not moved.gather(1, unseen).any()
+    assert moved.sum() == 3 * (16 - unseen.shape[1])
 
 
 def test_targets_do_not_depend_on_the_mask_dropout_or_drop_path():
@@ -272,17 +272,17 @@ def test_patterns_of_ijepa():
             drawn = draw(config, grid, 0, 0, index)
             assert len(drawn.positions) == math.floor(patches / 2 + 0.5)
             visible = patches - len(drawn.positions)
-            context = visible - len(drawn.dropped)
+            context = visible - len(drawn.hidden)
             assert context == round(0.85 * visible)
-            assert len(torch.cat([drawn.positions, drawn.dropped]).unique()) == patches - context
+            assert len(torch.cat([drawn.positions, drawn.hidden]).unique()) == patches - context
             assert drawn.positions.diff().min() > 0
             seen[0, drawn.positions] += 1
-            seen[1, drawn.dropped] += 1
+            seen[1, drawn.hidden] += 1
             seen[2] += 1
-        predicted, dropped = (seen[:2] / 300).unflatten(1, grid)
+        predicted, hidden = (seen[:2] / 300).unflatten(1, grid)
         assert predicted.min() > 0
-        assert dropped.max() > 0 or context == visible
-        for part in (predicted, dropped):  # no corner or edge is another
+        assert hidden.max() > 0 or context == visible
+        for part in (predicted, hidden):  # no corner or edge is another
             assert (part - part.flip(0)).abs().mean() < 0.07
             assert (part - part.flip(1)).abs().mean() < 0.07
     high = CorruptionConfig(pattern="multiblock", rate=0.95, **ALL_MASKED)

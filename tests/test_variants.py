@@ -313,8 +313,8 @@ def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks(
     kept = torch.full_like(positions, int(Kind.KEEP))
     assert not masking.masked_tokens(Corruption(positions, kept, positions, zeros, none)).any()
     others = positions[:, 1:]
-    one_dropped = Corruption(others, zeros[:, 1:], others, zeros[:, 1:], positions[:, :1])
-    assert torch.equal(masking.masked_tokens(one_dropped).view(7, 7), hidden)
+    one_hidden = Corruption(others, zeros[:, 1:], others, zeros[:, 1:], positions[:, :1])
+    assert torch.equal(masking.masked_tokens(one_hidden).view(7, 7), hidden)
 
 
 @pytest.mark.parametrize("kind", ["relative", "every", "stride, rope", "axial"])

@@ -22,14 +22,14 @@ DISTANCES_PER_BLOCK = 2**22  # between patches of several images: bounds the mem
 ACCURACIES = {"mask": "accuracy", "random": "accuracy_random", "keep": "accuracy_keep"}  # kind of corruption -> scalar
 
 
-def nearest_visible(positions: Tensor, grid: Grid, dropped: Tensor | None = None) -> Tensor:
+def nearest_visible(positions: Tensor, grid: Grid, hidden: Tensor | None = None) -> Tensor:
     """For each corrupted patch the two nearest visible ones: (B, K) positions to (B, K, 2) positions.
 
     Nearest on a grid of N = rows x columns patches, centre to centre; of equally near ones the first in reading order.
     Where only one patch is visible, it is both.
 
     Args:
-        dropped: (B, U) positions that are not visible either.
+        hidden: (B, U) positions that are not visible either.
     """
     rows, columns = grid
     patches = rows * columns
@@ -39,7 +39,7 @@ def nearest_visible(positions: Tensor, grid: Grid, dropped: Tensor | None = None
     column = place % columns
     squared_distances = (row[:, None] - row) ** 2 + (column[:, None] - column) ** 2  # (N, N)
 
-    unseen = positions if dropped is None else torch.cat([positions, dropped], 1)
+    unseen = positions if hidden is None else torch.cat([positions, hidden], 1)
     is_unseen = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
     is_unseen.scatter_(1, unseen, True)
     penalties = is_unseen.int() * beyond  # (B, N)
@@ -73,14 +73,14 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
     """
     if objective.palette is None:
         return {}
-    truth = objective.labels(objective.targets(images, corruption.positions))  # (B, K, cells * S)
+    truth = objective.colour_classes(objective.targets(images, corruption.positions))  # (B, K, cells * S)
 
-    def share_right(labels: Tensor) -> Tensor:
+    def share_right(classes: Tensor) -> Tensor:
         """Share of each patch's cells that are right, (B, K)."""
-        return (labels == truth).double().mean(-1)
+        return (classes == truth).double().mean(-1)
 
     sums = {}
-    right = share_right(objective.labels(objective.decide(predictions)))
+    right = share_right(objective.colour_classes(objective.decide(predictions)))
     for kind in Kind:
         of_kind = corruption.kinds == kind
         name = kind.name.lower()
@@ -90,15 +90,15 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
     masked = corruption.kinds == Kind.MASK
     height, width = images.shape[-2:]
     grid = (height // objective.patch_size, width // objective.patch_size)
-    first, second = nearest_visible(corruption.positions, grid, corruption.dropped).unbind(-1)
-    copied = objective.labels(objective.targets(images, first))
+    first, second = nearest_visible(corruption.positions, grid, corruption.hidden).unbind(-1)
+    copied = objective.colour_classes(objective.targets(images, first))
     sums["right_nearest"] = (share_right(copied) * masked).sum()
 
     first_patches = patches_at(images, first, objective.patch_size)
     second_patches = patches_at(images, second, objective.patch_size)
     row = mean_in_a_row(first_patches, second_patches)
     all_of_row = torch.arange(truth.shape[1], device=images.device).expand(truth.shape[:2])
-    mixed = objective.labels(objective.targets(row, all_of_row))
+    mixed = objective.colour_classes(objective.targets(row, all_of_row))
     sums["right_two_nearest"] = (share_right(mixed) * masked).sum()
     sums["colors"] = objective.palette.count(truth[masked])
     return sums

@@ -72,8 +72,8 @@ class MaskedAutoencoder(nn.Module):
         checkpointed = self.training and encoder.grad_checkpointing
         tokens = encoder._pos_embed(encoder.patch_embed(self.normalize(images)))  # (B, prefix + N, D)
         corrupted = encoder.num_prefix_tokens + corruption.positions
-        dropped = encoder.num_prefix_tokens + corruption.dropped
-        visible = complement(torch.cat([corrupted, dropped], dim=1), tokens.shape[1])
+        hidden = encoder.num_prefix_tokens + corruption.hidden
+        visible = complement(torch.cat([corrupted, hidden], dim=1), tokens.shape[1])
 
         seen = encoder.norm_pre(gather_tokens(tokens, visible))  # (B, V, D)
         seen = run_blocks(encoder.blocks, seen, checkpointed)

@@ -40,11 +40,11 @@ def random_words(stream: Stream, seed: int, epoch: int, index: int, count: int) 
     return philox(stream, seed, epoch, index).random_raw(count)
 
 
-RandomNumbers = Callable[[int], NDArray[np.float64]]
-"""A function of a count: the next numbers in [0, 1), shape (count,)."""
+DrawUniform = Callable[[int], NDArray[np.float64]]
+"""A function that draws the next `count` uniform numbers in [0, 1), shape (count,)."""
 
 
-def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> RandomNumbers:
+def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> DrawUniform:
     """An endless sequence of uniform numbers in [0, 1), where the count is not known beforehand."""
     source = philox(stream, seed, epoch, index)
 
