@@ -19,6 +19,9 @@ from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 class Config:
     """Masked patch prediction pre-training. The defaults were found by a search on the birds: configs/search.md."""
 
+    # Config overrides the fields' defaults for pre-training: the number of steps, the crop area and the optimiser. An
+    # override wins over the default in the field.
+
     run: RunConfig = field(default_factory=lambda: RunConfig(steps=1200))
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -7,12 +7,13 @@ from typing import Any, Literal
 from mpp.config.checks import check_bounds, require
 from mpp.config.fields import SEED_END, group, setting
 
-HOW_READ = ("channels", "bands", "range", "nodata")  # whichever images an encoder is shown
+HOW_READ = ("channels", "bands", "range", "nodata")
+"""Settings that an exported encoder keeps, whatever images it is later shown."""
 
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """The images: where they are."""
+    """The images: where they are, and how a file becomes pixels."""
 
     path: str | None = None
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
@@ -54,7 +55,7 @@ class ImagesConfig:
 
     def __post_init__(self):
         if isinstance(self.nodata, float) and not math.isfinite(self.nodata):
-            object.__setattr__(self, "nodata", "nan")  # which equals itself
+            object.__setattr__(self, "nodata", "nan")  # a string, because nan != nan would make every resume differ
         check_bounds(self, "data.")
         if self.bands is not None:
             allowed = f"{self.channels} numbers from 1, one for each channel"
@@ -77,7 +78,10 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class SourceConfig(ImagesConfig):
-    """The images: where they come from."""
+    """The images: where they are, how they are read, which are held out, and how they are loaded.
+
+    Adds splits, the held-out cut and loading to ImagesConfig.
+    """
 
     split: str = "train"
     """Split to train on."""
@@ -86,9 +90,10 @@ class SourceConfig(ImagesConfig):
     eval_fraction: float = setting(0.05, above=0, below=1, needs={"eval_split": ("auto", None)})
     """Share of the images that the seeded cut holds out."""
     cut_seed: int = setting(0, at_least=0, below=SEED_END)
-    """Seed of the held-out images: the cut, the choice of eval_images, their corruption. Replicates share it."""
+    """Seed of everything held out: the cut, the choice of eval_images, their corruption. Replicates share it."""
     eval_seed: int = setting(0, at_least=0, below=SEED_END)
-    """Seed of train_images and of fine-tuning's dev split: not the run's, so that other runs see the same images."""
+    """Seed of the choice of training images (train_images, probe.images) and of fine-tuning's dev split. It is not
+    run.seed, so that runs of other seeds see the same images."""
     eval_label_column: str | None = None
     """Column of the held-out split's labels, where it is another; lists are several right answers (ImageNet ReaL)."""
     train_images: int | None = setting(None, at_least=1)
@@ -97,13 +102,16 @@ class SourceConfig(ImagesConfig):
     """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64
     (pictures: 4)."""
     workers: int = setting(2, at_least=0, operational=True)
-    """Loader processes per training process, and as many more that stay for its evaluations. 0: the training process
-    loads; where one or two threads of a CPU train on decoded images (data.cache_gb), it loads these anyway."""
+    """Loader processes of each training process; as many more serve its evaluations. 0: the training process loads. It
+    also loads the training images if one or two CPU threads train on cached images (data.cache_gb)."""
 
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """The images: where they come from and how they are cropped."""
+    """The images: where they are, and how they are read, held out, loaded, cropped, cached and streamed.
+
+    Adds crops, caching and streaming to SourceConfig, for training.
+    """
 
     crop_area: tuple[float, float] = setting((0.4, 1.0), above=0, at_most=1)
     """Range of the training crop's area, as a share of the image's (the inception crop of the paper: 0.05 to 1)."""

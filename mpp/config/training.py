@@ -53,13 +53,16 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser: warm-up, decay, clipping, averaging. Pre-training has other defaults: see `Config`."""
+    """The optimiser: warm-up, decay, clipping, averaging.
+
+    The defaults in the fields are for Adam. `Config` overrides some of them for pre-training, with Muon.
+    """
 
     name: Literal["muon", "adam", "sgd"] = "adam"
     """muon: orthogonalised momentum for the blocks' matrices (Jordan et al., 2024), and timm's NAdamW for all else:
     Adam with Nesterov's momentum, decoupled weight decay and an eps of 1e-7; adam: with decoupled weight decay and an
     eps of 1e-8, the paper's; sgd: with momentum, the paper's for fine-tuning."""
-    lr: float = setting(3e-3, above=0)
+    lr: float = setting(3e-3, above=0)  # for Adam; pre-training has 1e-2 for Muon
     """Base learning rate, reached after the warm-up. It never depends on the number of processes. Muon's is at Adam's
     scale (Liu et al., 2025)."""
     adam_scale: float = setting(1.0, above=0, needs={"name": "muon"})
