@@ -1,6 +1,5 @@
 """Supervised pre-training and fine-tuning: the same loop, other tasks."""
 
-import itertools
 import json
 
 import numpy as np
@@ -37,43 +36,70 @@ SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
+    """The encoder folder of a tiny untrained ViT."""
     torch.manual_seed(0)
     small = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
+    model = timm.create_model("vit_base_patch16_224", **small)
     folder = tmp_path_factory.mktemp("run") / "encoder"
-    export_encoder(timm.create_model("vit_base_patch16_224", **small), folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(model, folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
     return folder
+
+
+@pytest.fixture
+def finetunings(monkeypatch):
+    """The tasks that fine-tuning builds, in their order."""
+    tasks = []
+    build = finetune.Finetuning.__init__
+
+    def build_and_note(task, *arguments, **options):
+        build(task, *arguments, **options)
+        tasks.append(task)
+
+    monkeypatch.setattr(finetune.Finetuning, "__init__", build_and_note)
+    return tasks
+
+
+def train_supervised(folder, *arguments):
+    supervised.main([*BASE, *arguments, f"--run.dir={folder}"])
+    return folder
+
+
+def fine_tune(folder, encoder, *arguments):
+    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={folder}", *arguments])
+
+
+def read_report(folder):
+    return json.loads((folder / "finetune.json").read_text())
+
+
+def weights_of(folder):
+    return (folder / "encoder" / "model.safetensors").read_bytes()
 
 
 def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     birds = ["fowl", "owl", "parrot", "penguin", "raptor", "seabird", "songbird", "wader", "waterfowl"]
-    supervised.main([*BASE, *SMALL, f"--run.dir={tmp_path / 'run'}"])
-    folder = tmp_path / "run"
-    assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
-        *(
-            "config.yaml",
-            "data.json",
-            "metrics.jsonl",
-            "verdict.json",
-            "checkpoints",
-            "encoder",
-            "supervised.json",
-            ".lock",
-        )
-    }
+    folder = train_supervised(tmp_path / "run", *SMALL)
+    files = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
+    documents = {"config.yaml", "data.json", "metrics.jsonl", "verdict.json", "supervised.json"}
+    assert files == documents | {"checkpoints", "encoder", ".lock"}
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert 0 <= read_metrics(folder, "heldout/accuracy")[4] <= 1
     assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds
-    assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
+    encoder = mpp.load_encoder(folder)
+    assert encoder(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
+    assert encoder.pretrained_cfg["label_names"] == birds
+    assert learned_labels(str(folder))
     assert "held-out accuracy (%)" in capsys.readouterr().out
     title, tags = title_and_tags(folder / "encoder")
-    assert title == "run: encoder trained with labels" and "self-supervised" not in tags
+    assert title == "run: encoder trained with labels"
+    assert "self-supervised" not in tags
     assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
-    assert learned_labels(str(folder)) and mpp.load_encoder(folder).pretrained_cfg["label_names"] == birds
 
 
-def test_the_largest_class_is_what_a_constant_gets_right():
+def test_the_largest_class_is_the_accuracy_of_a_constant():
     assert largest_class_share(np.array([2, 0, 2, 1])) == 0.5
-    assert largest_class_share(np.array([[2, 0], [0, -1], [1, -1]])) == pytest.approx(2 / 3)  # any of a row is right
+    several_right = np.array([[2, 0], [0, -1], [1, -1]])
+    assert largest_class_share(several_right) == pytest.approx(2 / 3)  # any of a row is right
 
 
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")
@@ -82,194 +108,225 @@ MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9",
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--head.kind=linear", "--head.pooling=mean"),
-        ("--optim.average=0.9", "--optim.name=muon"),
-        (*MIXED, "--optim.layer_decay=0.7", "--model.drop_path=0.1"),
+        pytest.param(("--head.kind=linear", "--head.pooling=mean"), id="linear head"),
+        pytest.param(("--optim.average=0.9", "--optim.name=muon"), id="average, Muon"),
+        pytest.param((*MIXED, "--optim.layer_decay=0.7", "--model.drop_path=0.1"), id="modern recipe"),
     ],
 )
-def test_supervised_goes_on_with_the_same_bits(tmp_path, monkeypatch, arguments):
-    def run(name):
-        supervised.main([*BASE, *SMALL, *arguments, "--model.dropout=0.1", f"--run.dir={tmp_path / name}"])
-        return (tmp_path / name / "encoder" / "model.safetensors").read_bytes()
-
-    whole = run("whole")
+def test_supervised_training_resumes_with_the_same_bits(tmp_path, monkeypatch, arguments):
+    arguments = (*SMALL, *arguments, "--model.dropout=0.1")
+    whole = train_supervised(tmp_path / "whole", *arguments)
+    killed = tmp_path / "killed"
     with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
         kill_at(context, 3)
-        run("killed")
-    assert run("killed") == whole
-    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
+        train_supervised(killed, *arguments)
+    train_supervised(killed, *arguments)
+    assert weights_of(killed) == weights_of(whole)
+    assert read_metrics(killed) == read_metrics(whole)
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnetv2_50x1_bit", marks=pytest.mark.faults), "vit_tiny_r_s16_p8_224"])
 def test_resnets_and_hybrids_train(tmp_path, name):
     arguments = [f"--model.name={name}", "--model.img_size=32", "--run.steps=1", "--optim.global_batch_size=2"]
-    supervised.main([*BASE, *arguments, "--data.eval_images=2", f"--run.dir={tmp_path / 'run'}"])
-    assert read_metrics(tmp_path / "run")[1] == pytest.approx(np.log(9), rel=1e-5)
-    assert mpp.load_encoder(tmp_path / "run").num_features > 0
+    folder = train_supervised(tmp_path / "run", *arguments, "--data.eval_images=2")
+    assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)
+    assert mpp.load_encoder(folder).num_features > 0
 
 
 @pytest.mark.parametrize("name", ["test_convnext", "test_mambaout", "hgnet_tiny", "test_resnet", "levit_128s"])
-def test_what_is_not_a_vit_is_pooled_as_timm_does(name):
+def test_other_models_than_vits_are_pooled_as_timm_does(name):
     """Some have their last norm, or a layer, after pooling; a parameter that is not used ends two processes."""
-    encoder, size = supervised.build_backbone(ModelConfig(name=name, img_size=None if "levit" in name else 64))
+    img_size = None if "levit" in name else 64
+    encoder, size = supervised.build_backbone(ModelConfig(name=name, img_size=img_size))
     images = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
     model = HeadedEncoder(encoder, torch.nn.Identity(), "auto", (0.5,) * 3, (0.5,) * 3).eval()
     expected = encoder((images / 255 - 0.5) / 0.5)
     assert expected.shape == (2, encoder.head_hidden_size)
     torch.testing.assert_close(model(images), expected)
-    (found,) = features_at(encoder, model.normalize(images), [len(stages(encoder))], "mean")
-    torch.testing.assert_close(found, expected)
+    last_depth = len(stages(encoder))
+    (features,) = features_at(encoder, model.normalize(images), [last_depth], "mean")
+    torch.testing.assert_close(features, expected)
     model(images).square().sum().backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+    unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert unused == []
 
 
 def test_a_batch_norm_over_one_place_trains_and_is_not_averaged(tmp_path):
     """At 32 pixels a ResNet's last map is 1 x 1: of one image, as FLOPs may be counted of, it has no deviation."""
-    arguments = [*BASE, "--model.name=resnet10t", "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
+    arguments = ["--model.name=resnet10t", "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
     with pytest.raises(ValueError, match=r"optim\.average is 0\.9; for this model it must be null: the batch norms'"):
-        supervised.main([*arguments, "--optim.average=0.9", f"--run.dir={tmp_path / 'averaged'}"])
-    supervised.main([*arguments, f"--run.dir={tmp_path / 'run'}"])
-    assert read_metrics(tmp_path / "run", "compute/pflop")[1] > 0
+        train_supervised(tmp_path / "averaged", *arguments, "--optim.average=0.9")
+    folder = train_supervised(tmp_path / "run", *arguments)
+    assert read_metrics(folder, "compute/pflop")[1] > 0
 
 
 def test_a_resnet_has_no_depth_to_set(tmp_path):
     with pytest.raises(ValueError, match=r"model\.depth is 3; it must be null with resnetv2_50x1_bit"):
-        supervised.main([*BASE, "--model.name=resnetv2_50x1_bit", "--model.depth=3", f"--run.dir={tmp_path / 'run'}"])
+        train_supervised(tmp_path / "run", "--model.name=resnetv2_50x1_bit", "--model.depth=3")
 
 
 def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, capsys):
-    arguments = [*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path / 'run'}", "--lrs=[0.01,0.1]"]
-    arguments = [a for a in arguments if "global_batch" not in a and "warmup" not in a]
-    finetune.main([*arguments, "--optim.global_batch_size=8"])
-    runs = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
-    report = json.loads((tmp_path / "run" / "finetune.json").read_text())
-    best = report["results"][0]["lr"]
+    default_warmup = [word for word in BASE if "warmup" not in word]
+    arguments = [*default_warmup, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=[0.01,0.1]"]
+    finetune.main(arguments)
+    runs = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    report = read_report(tmp_path)
+    (result,) = report["results"]
+    best = result["lr"]
     assert runs == ["dev_lr_0.01", "dev_lr_0.1", f"lr_{best:g}"]
-    on_dev = {row["lr"]: row["accuracy"] for row in report["dev"]}
-    assert best == max(on_dev, key=on_dev.get)
+    dev_accuracies = {row["lr"]: row["accuracy"] for row in report["dev"]}
+    assert best == max(dev_accuracies, key=dev_accuracies.get)
     for name in runs:
-        losses = read_metrics(tmp_path / "run" / name)
+        losses = read_metrics(tmp_path / name)
         assert losses[1] == pytest.approx(np.log(9), rel=1e-5)  # the zero-initialised layer
-        assert list(read_metrics(tmp_path / "run" / name, "heldout/accuracy")) == [4]  # looked at once
-    assert report["results"][0]["accuracy"] == read_metrics(tmp_path / "run" / runs[-1], "heldout/accuracy")[4]
+        assert list(read_metrics(tmp_path / name, "heldout/accuracy")) == [4]  # evaluated once
+    assert result["accuracy"] == read_metrics(tmp_path / runs[-1], "heldout/accuracy")[4]
     assert "test accuracy (%)" in capsys.readouterr().out
-    before = (tmp_path / "run" / "finetune.json").read_bytes()
-    finetune.main([*arguments, "--optim.global_batch_size=8"])  # finished: nothing is trained again
-    assert (tmp_path / "run" / "finetune.json").read_bytes() == before
+    before = (tmp_path / "finetune.json").read_bytes()
+    finetune.main(arguments)  # finished: nothing is trained again
+    assert (tmp_path / "finetune.json").read_bytes() == before
     assert "is finished" in capsys.readouterr().out
 
 
-def test_training_images_that_are_left_out_judge_too(tmp_path, encoder, monkeypatch):
-    judged, judge = [], Classification.measure_views
-    monkeypatch.setattr(
-        Classification, "measure_views", lambda task, *a: judged.append((task, a[1].dataset)) or judge(task, *a)
-    )
-    options = ["--lrs=0.1", "--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
-    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", *options])
-    (task, test), (_, left) = judged
-    names = [{part.image_name(i) for i in range(len(part))} for part in (task.train, left, test)]
-    assert len(names[0]) == 40 and not names[0] & names[1] and not (names[0] | names[1]) & names[2]
-    assert len(names[0] | names[1]) == len(load_labelled(DataConfig(), task.accelerator)[0])
-    found = json.loads((tmp_path / "finetune.json").read_text())["results"][0]
-    assert found["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[4]
+def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch):
+    calls = []
+    measure_views = Classification.measure_views
+
+    def measure_and_note(task, model, views, tracker):
+        calls.append((task, views.dataset))
+        return measure_views(task, model, views, tracker)
+
+    monkeypatch.setattr(Classification, "measure_views", measure_and_note)
+    options = ["--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
+    fine_tune(tmp_path, encoder, "--lrs=0.1", *options)
+    (task, test_images), (_, left_out_images) = calls
+    train = names_of(task.train)
+    test = names_of(test_images)
+    left_out = names_of(left_out_images)
+    assert len(train) == 40
+    assert train.isdisjoint(left_out)
+    assert test.isdisjoint(train | left_out)
+    assert len(train | left_out) == len(load_labelled(DataConfig(), task.accelerator)[0])
+    (result,) = read_report(tmp_path)["results"]
+    assert result["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[4]
 
 
-def test_left_out_images_of_a_class_that_nothing_else_has_are_not_judged(tmp_path, encoder):
+def names_of(images):
+    return {images.image_name(index) for index in range(len(images))}
+
+
+def seed_whose_left_out_images_have_a_class_alone(settings):
+    """The first seed by which the other splits have no image of a class."""
+    for seed in range(20):
+        data = DataConfig(**settings, cut_seed=seed, eval_seed=seed)
+        train, test, left_out = load_labelled(data, Accelerator(), spare=9)
+        if left_out.labels.max() > max(train.labels.max(), test.labels.max()):
+            return seed
+    raise AssertionError("no such seed")
+
+
+def test_left_out_images_of_a_class_of_no_other_split_are_not_evaluated(tmp_path, encoder):
     for number, name in enumerate("ababababababc"):
         file = tmp_path / "images" / name / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(encoded(picture(number)))
-    of_images = {"path": str(tmp_path / "images"), "eval_fraction": 0.2, "train_images": 4}
-    of_seeds = [of_images | {"cut_seed": seed, "eval_seed": seed} for seed in range(20)]
-    splits = (load_labelled(DataConfig(**chosen), Accelerator(), spare=9) for chosen in of_seeds)
-    alone = (left.labels.max() > max(train.labels.max(), test.labels.max()) for train, test, left in splits)
-    images = [f"--data.{key}={value}" for key, value in next(itertools.compress(of_seeds, alone)).items()]
-    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path / 'run'}", "--lrs=0.1", *images])
-    assert json.loads((tmp_path / "run" / "finetune.json").read_text())["results"][0]["dev_accuracy"] <= 1
+    settings = {"path": str(tmp_path / "images"), "eval_fraction": 0.2, "train_images": 4}
+    seed = seed_whose_left_out_images_have_a_class_alone(settings)
+    settings |= {"cut_seed": seed, "eval_seed": seed}
+    images = [f"--data.{key}={value}" for key, value in settings.items()]
+    fine_tune(tmp_path / "run", encoder, "--lrs=0.1", *images)
+    (result,) = read_report(tmp_path / "run")["results"]
+    assert result["dev_accuracy"] <= 1
 
 
 def test_finetunings_rates_are_lrs(tmp_path, encoder):
     with pytest.raises(ValueError, match=r"optim\.lr is 0\.5; .* left out: the rates of fine-tuning are lrs"):
-        finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--optim.lr=0.5"])
+        fine_tune(tmp_path, encoder, "--optim.lr=0.5")
 
 
 def test_rates_are_compared_over_dev_steps(tmp_path, encoder):
-    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=[0.01,0.1]", "--dev_steps=3"])
+    fine_tune(tmp_path, encoder, "--lrs=[0.01,0.1]", "--dev_steps=3")
     folders = {path.name: path for path in tmp_path.iterdir() if path.is_dir()}
     for name, folder in folders.items():
-        assert list(read_metrics(folder, "heldout/accuracy")) == [3 if name.startswith("dev") else 4]
+        last_step = 3 if name.startswith("dev") else 4
+        assert list(read_metrics(folder, "heldout/accuracy")) == [last_step]
     best = next(name for name in folders if name.startswith("lr"))
-    short, whole = (read_metrics(folders[name], "optim/lr")[3] for name in (f"dev_{best}", best))
-    assert 0 < short < whole  # a whole schedule of its own, not a part of the longer one
+    dev_rate = read_metrics(folders[f"dev_{best}"], "optim/lr")[3]
+    rate = read_metrics(folders[best], "optim/lr")[3]
+    assert 0 < dev_rate < rate  # a whole schedule of its own, not a part of the longer one
 
 
-def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, monkeypatch):
+def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, monkeypatch, finetunings):
     kill_at(monkeypatch, 0)
-    seen = []
-    build = finetune.Finetuning.__init__
-    monkeypatch.setattr(
-        finetune.Finetuning, "__init__", lambda self, *a, **k: (build(self, *a, **k), seen.append(self))[0]
-    )
-    arguments = [*BASE, f"--encoder={encoder}", "--img_size=48", "--lrs=0.01"]
     for init in ("encoder", "random"):
         with pytest.raises(BaseException, match="killed"):
-            finetune.main([*arguments, f"--init={init}", f"--run.dir={tmp_path / init}"])
+            fine_tune(tmp_path / init, encoder, "--img_size=48", "--lrs=0.01", f"--init={init}")
     source = load_file(encoder / "model.safetensors")
+    tuned, random = (task.model.encoder.state_dict() for task in finetunings)
     expected = timm.layers.resample_abs_pos_embed(source["pos_embed"], (6, 6), num_prefix_tokens=1)
-    weights = seen[0].model.encoder.state_dict()
-    torch.testing.assert_close(weights["pos_embed"], expected)
-    assert torch.equal(weights["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
-    random = seen[1].model.encoder.state_dict()
+    torch.testing.assert_close(tuned["pos_embed"], expected)
+    assert torch.equal(tuned["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
     assert not torch.equal(random["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
-    assert all(parameter.requires_grad for parameter in seen[0].model.parameters())
+    assert all(parameter.requires_grad for parameter in finetunings[0].model.parameters())
 
 
-@pytest.mark.parametrize("init", ["encoder", "random"])
-def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init):
-    small = dict(img_size=32, patch_size=8, width=16, depth=2, heads=2)
-    source = build_encoder(ModelConfig(**small, position="sincos_2d"))
+@pytest.mark.parametrize(
+    ("init", "training"),
+    [pytest.param("encoder", "fine-tuned", id="encoder"), pytest.param("random", "trained", id="random")],
+)
+def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init, training):
+    source = build_encoder(ModelConfig(img_size=32, patch_size=8, width=16, depth=2, heads=2, position="sincos_2d"))
     export_encoder(source, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 0.875)
-    finetune.main([*BASE, f"--encoder={tmp_path}", f"--init={init}", "--lrs=0.1", f"--run.dir={tmp_path / 'run'}"])
-    tuned, untuned = load_frozen_encoder(str(tmp_path / "run/lr_0.1")).model, source.state_dict()
-    same = {name for name, tensor in tuned.state_dict().items() if torch.equal(tensor, untuned[name])}
-    assert same == {"pos_embed"}
-    title, tags = title_and_tags(tmp_path / "run/lr_0.1/encoder")
-    how = {"encoder": "fine-tuned", "random": "trained"}[init]
-    assert title == f"lr_0.1: encoder {how} with labels" and "self-supervised" not in tags
+    fine_tune(tmp_path / "run", tmp_path, f"--init={init}", "--lrs=0.1")
+    run = tmp_path / "run" / "lr_0.1"
+    untuned = source.state_dict()
+    tuned = load_frozen_encoder(str(run)).model.state_dict()
+    unchanged = {name for name, tensor in tuned.items() if torch.equal(tensor, untuned[name])}
+    assert unchanged == {"pos_embed"}
+    title, tags = title_and_tags(run / "encoder")
+    assert title == f"lr_0.1: encoder {training} with labels"
+    assert "self-supervised" not in tags
+
+
+def loss_and_kept_bytes(model):
+    """A loss of the model, and the bytes that are kept for its gradients beside the weights."""
+    sizes = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    images = torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32) % 256
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(images).square().mean()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return loss, sum(size for address, size in sizes.items() if address not in weights)
 
 
 @pytest.mark.parametrize("name", [None, "test_efficientnet_gn"], ids=["vit", "convolutional"])
-def test_activation_checkpointing_fine_tunes_the_same_with_less_memory(tmp_path, encoder, monkeypatch, name):
+def test_activation_checkpointing_fine_tunes_the_same_with_less_memory(
+    tmp_path, encoder, monkeypatch, finetunings, name
+):
     kill_at(monkeypatch, 0)
-    tasks, results, kept = [], [], []
-    build = finetune.Finetuning.__init__
-
-    def noted(task, *arguments, **keywords):
-        build(task, *arguments, **keywords)
-        tasks.append(task)
-
-    monkeypatch.setattr(finetune.Finetuning, "__init__", noted)
     start = "random" if name else "encoder"  # of a name there are no weights here
-    arguments = [*BASE, f"--encoder={name or encoder}", "--img_size=32", "--drop_path=0.3", "--lrs=0.01"]
-    arguments += [f"--init={start}"]
-    for again in ("false", "true"):
+    arguments = ["--img_size=32", "--drop_path=0.3", "--lrs=0.01", f"--init={start}"]
+    results = []
+    kept = []
+    for checkpointed in ("false", "true"):
         with pytest.raises(BaseException, match="killed"):
-            finetune.main([*arguments, f"--activation_checkpointing={again}", f"--run.dir={tmp_path / again}"])
-        model, storages = tasks[-1].model.train(), {}
+            option = f"--activation_checkpointing={checkpointed}"
+            fine_tune(tmp_path / checkpointed, name or encoder, *arguments, option)
+        model = finetunings[-1].model.train()
         torch.manual_seed(1)
         torch.nn.init.normal_(model.head.weight)
-
-        def keep(tensor, storages=storages):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32) % 256).square().mean()
+        loss, kept_bytes = loss_and_kept_bytes(model)
         loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        kept.append(sum(size for place, size in storages.items() if place not in weights))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True)) and results[0][1].any()
+        kept.append(kept_bytes)
+    for plain, checkpointed in zip(*results, strict=True):
+        assert torch.equal(plain, checkpointed)
+    assert results[0][1].any()
     assert kept[1] < 0.7 * kept[0]
 
 
@@ -277,9 +334,9 @@ def test_activation_checkpointing_is_refused_where_a_model_has_none(tmp_path):
     arguments = ["--encoder=test_resnet", "--init=random", "--activation_checkpointing=true", "--lrs=0.01"]
     with pytest.raises(ValueError, match=r"^activation_checkpointing is True; .* its batch norms would see"):
         finetune.main([*BASE, *arguments, f"--run.dir={tmp_path / 'tuned'}"])
-    for settings in (dict(name="resnet10t"), dict(name="vit_small_resnet26d_224")):
+    for name in ("resnet10t", "vit_small_resnet26d_224"):
         with pytest.raises(ValueError, match=r"^model\.activation_checkpointing is True; .* batch norms would see"):
-            build_backbone(ModelConfig(**settings, activation_checkpointing=True))
+            build_backbone(ModelConfig(name=name, activation_checkpointing=True))
     with pytest.raises(ValueError, match=r"^it is True; it must be false: timm has none for this model"):
         checkpoint_activations(torch.nn.Linear(2, 2), "it")
 
@@ -287,29 +344,36 @@ def test_activation_checkpointing_is_refused_where_a_model_has_none(tmp_path):
 def test_finetunings_defaults_are_the_papers():
     config = finetune.FinetuneConfig()
     optim = config.optim
-    assert (optim.name, optim.momentum_or_default(), optim.schedule, optim.clip) == ("sgd", 0.9, "cosine", 1.0)
-    assert optim.weight_decay == 0 and config.lrs == (0.001, 0.003, 0.01, 0.03)
+    assert optim.name == "sgd"
+    assert optim.momentum_or_default() == 0.9
+    assert optim.schedule == "cosine"
+    assert optim.clip == 1.0
+    assert optim.weight_decay == 0
+    assert config.lrs == (0.001, 0.003, 0.01, 0.03)
 
 
 def test_dev_split_is_cut_from_train():
-    train, test = (part.labelled() for part in load_image_datasets(DataConfig()))
-    kept, dev = train.cut(0.1, 0, "dev")
-    names = [{part.rows[i]["image"]["bytes"] for i in range(len(part))} for part in (kept, dev, test)]
-    assert len(kept) == 387 and len(dev) == 43
-    assert not names[0] & names[1] and not names[1] & names[2]
+    train, test = load_image_datasets(DataConfig())
+    kept, dev = train.labelled().cut(0.1, 0, "dev")
+    assert len(kept) == 387
+    assert len(dev) == 43
+    assert files_of(dev).isdisjoint(files_of(kept))
+    assert files_of(dev).isdisjoint(files_of(test.labelled()))
+
+
+def files_of(images):
+    return {images.rows[index]["image"]["bytes"] for index in range(len(images))}
 
 
 def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, monkeypatch):
-    def run(name):
-        finetune.main([*BASE, f"--encoder={encoder}", "--lrs=0.1", f"--run.dir={tmp_path / name}"])
-        return (tmp_path / name / "lr_0.1" / "encoder" / "model.safetensors").read_bytes()
-
-    whole = run("whole")
+    fine_tune(tmp_path / "whole", encoder, "--lrs=0.1")
     with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
         kill_at(context, 3)
-        run("killed")
-    assert len(complete_checkpoints(tmp_path / "killed" / "lr_0.1")) == 1
-    assert run("killed") == whole
+        fine_tune(tmp_path / "killed", encoder, "--lrs=0.1")
+    run = tmp_path / "killed" / "lr_0.1"
+    assert len(complete_checkpoints(run)) == 1
+    fine_tune(tmp_path / "killed", encoder, "--lrs=0.1")
+    assert weights_of(run) == weights_of(tmp_path / "whole" / "lr_0.1")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -317,7 +381,8 @@ def test_polyak_average_by_hand(optimizer):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     config = OptimConfig(name=optimizer, lr=0.1, average=0.8)
-    built, average = build_optimizer(model, config), None
+    built = build_optimizer(model, config)
+    average = None
     for step in range(1, 60):
         model(torch.randn(4, 3)).square().sum().backward()
         built.step()
@@ -331,34 +396,39 @@ def test_polyak_average_by_hand(optimizer):
 
 
 def classification(augment, batch=4):
-    """A task on the birds, whose model is one linear layer on the pixels."""
-    data, run = DataConfig(), RunConfig()
+    """A task on the birds, a model of one linear layer on the pixels, and a batch."""
+    data = DataConfig()
     accelerator = Accelerator(cpu=True)
-    task = Classification(
-        accelerator, BatchLayout(batch, 1, 1, 0), run, data, augment, load_labelled(data, accelerator)
-    )
+    layout = BatchLayout(batch, 1, 1, 0)
+    splits = load_labelled(data, accelerator)
+    task = Classification(accelerator, layout, RunConfig(), data, augment, splits)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, task.classes))
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (batch, 3, 8, 8), generator=generator, dtype=torch.uint8)
-    return task, model, Batch(images, None, torch.tensor([0, 3, 3, 8])[:batch], torch.arange(batch), [])
+    labels = torch.tensor([0, 3, 3, 8])[:batch]
+    return task, model, Batch(images, None, labels, torch.arange(batch), [])
 
 
 def test_mixup_by_hand():
     task, model, batch = classification(AugmentConfig(mixup=0.8, label_smoothing=0.1))
     model[1].weight.data /= 100
     torch.manual_seed(7)
-    share = torch.distributions.Beta(torch.tensor([0.8]), torch.tensor([0.8])).sample().item()
-    mixed = [
-        share * part + (1 - share) * part.roll(1, 0) for part in (batch.images.float(), F.one_hot(batch.labels, 9))
-    ]
-    target = 0.9 * mixed[1] + 0.1 / 9
+    alpha = torch.tensor([0.8])
+    share = torch.distributions.Beta(alpha, alpha).sample().item()
+    images = batch.images.float()
+    classes = F.one_hot(batch.labels, 9)
+    mixed_images = share * images + (1 - share) * images.roll(1, 0)
+    mixed_classes = share * classes + (1 - share) * classes.roll(1, 0)
+    target = 0.9 * mixed_classes + 0.1 / 9
     torch.manual_seed(7)
     model.train()
     loss, sums = task.loss(model, batch, True)
-    torch.testing.assert_close(loss, -(target * model(mixed[0]).log_softmax(-1)).sum(-1).mean())
-    assert sums["images"] == 4  # what is right counts against the image's own label
-    plain = F.cross_entropy(model.eval()(batch.images.float()), batch.labels)
-    torch.testing.assert_close(task.loss(Scaled(model).eval(), batch, False)[0], plain)  # none of it where it is judged
+    expected = -(target * model(mixed_images).log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(loss, expected)
+    assert sums["images"] == 4  # an answer is right if it is the image's own label
+    plain = F.cross_entropy(model.eval()(images), batch.labels)
+    evaluated, _ = task.loss(Scaled(model).eval(), batch, False)
+    torch.testing.assert_close(evaluated, plain)  # without mixing and smoothing
 
 
 class Scaled(torch.nn.Module):
@@ -377,9 +447,12 @@ def test_cutmix_takes_a_part_of_the_image_before():
     for seed in range(20):
         torch.manual_seed(seed)
         images, target = task.mix(batch.images.float(), batch.labels)
-        own, other = (images == part for part in (batch.images, batch.images.roll(1, 0)))
-        assert (own | other).all() and (target.sum(-1) - 1).abs().max() < 1e-6
-        assert target[0, 0].item() == pytest.approx(own[0].all(0).double().mean().item(), abs=0.05)
+        is_own = images == batch.images
+        is_other = images == batch.images.roll(1, 0)
+        assert (is_own | is_other).all()
+        assert (target.sum(-1) - 1).abs().max() < 1e-6
+        share = is_own[0].all(0).double().mean().item()
+        assert target[0, 0].item() == pytest.approx(share, abs=0.05)
 
 
 def test_mixing_needs_two_images():
@@ -387,30 +460,27 @@ def test_mixing_needs_two_images():
         classification(AugmentConfig(mixup=0.8), batch=1)
 
 
-def test_finetuning_takes_the_modern_recipe(tmp_path, encoder, monkeypatch):
-    seen = []
-    build = finetune.Finetuning.__init__
-    monkeypatch.setattr(
-        finetune.Finetuning, "__init__", lambda self, *a, **k: (build(self, *a, **k), seen.append(self))[0]
-    )
+def test_finetuning_takes_the_modern_recipe(tmp_path, encoder, finetunings):
     modern = [*MIXED, "--drop_path=0.2", "--optim.name=adam", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05"]
     with pytest.raises(ValueError, match=r"optim\.layer_decay is 0\.65; it must be null with init random"):
         finetune.main([*BASE, *modern, "--init=random"])
-    finetune.main([*BASE, f"--encoder={encoder}", "--lrs=0.001", *modern, f"--run.dir={tmp_path / 'run'}"])
-    assert seen[0].model.encoder.blocks[-1].drop_path1.drop_prob == pytest.approx(0.2)
-    assert len(read_metrics(tmp_path / "run" / "lr_0.001")) == 4
+    fine_tune(tmp_path, encoder, "--lrs=0.001", *modern)
+    last_block = finetunings[0].model.encoder.blocks[-1]
+    assert last_block.drop_path1.drop_prob == pytest.approx(0.2)
+    assert len(read_metrics(tmp_path / "lr_0.001")) == 4
 
 
 def test_labels_are_needed(tmp_path, image_folder):
     for number, file in enumerate(image_folder.rglob("*.png")):
         file.rename(image_folder / f"{number}.png")
     with pytest.raises(ValueError, match=r"no labels; name their column by data\.label_column"):
-        supervised.main([*BASE, *SMALL, f"--data.path={image_folder}", f"--run.dir={tmp_path / 'run'}"])
+        train_supervised(tmp_path / "run", *SMALL, f"--data.path={image_folder}")
     assert not (tmp_path / "run").exists()
 
 
 def test_vits_are_built_as_in_pre_training():
     encoder, size = supervised.build_backbone(ModelConfig(depth=1, img_size=32))
-    assert size == (32, 32) and encoder.embed_dim == 128
+    assert size == (32, 32)
+    assert encoder.embed_dim == 128
     with pytest.raises(ValueError, match="vit_bose_patch16_224"):
         supervised.build_backbone(ModelConfig(name="vit_bose_patch16_224"))

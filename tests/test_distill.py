@@ -67,8 +67,19 @@ def build(*arguments):
     return supervised.build_task(with_teacher_digest(config), Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
 
 
+def random_pixels():
+    return torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+
+
+def held_out_answers(task, classify):
+    """Outputs of `classify` for the held-out images, and their labels."""
+    batches = list(task.fixed_view_loader.batches(task.held_out_views))
+    outputs = torch.cat([classify(batch.images) for batch in batches])
+    return outputs, torch.cat([batch.labels for batch in batches])
+
+
 def test_hard_loss_by_hand():
-    outputs = torch.tensor([[[3.0, 1.0], [1.0, 4.0]]]).log()  # 3/4 for class 0; 4/5 for what the teacher finds, 1
+    outputs = torch.tensor([[[3.0, 1.0], [1.0, 4.0]]]).log()  # 3/4 for class 0; 4/5 for the teacher's answer, 1
     taught = torch.tensor([[-2.0, 5.0]])
     expected = -(0.7 * torch.tensor(3 / 4).log() + 0.3 * torch.tensor(4 / 5).log())
     loss = distillation_loss(outputs, torch.tensor([0]), taught, DistillConfig(kind="hard", weight=0.3))
@@ -84,12 +95,14 @@ def test_soft_loss_by_hand():
     torch.testing.assert_close(loss, expected)
 
 
-class Says(nn.Module):
-    """A network that says what it was told to."""
+class FakeNetwork(nn.Module):
+    """A network with a fixed answer to all images."""
 
     def __init__(self, answer):
         super().__init__()
-        self.answer, self.num_classes, self.in_chans = answer, 7, 3
+        self.answer = answer
+        self.num_classes = 7
+        self.in_chans = 3
         self.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
 
     def forward(self, images):
@@ -102,10 +115,18 @@ class Says(nn.Module):
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_loss_is_timms(kind):
     torch.manual_seed(0)
-    outputs, taught, target = torch.randn(5, 2, 7), torch.randn(5, 7), torch.randint(7, (5,))
-    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
-    options = dict(criterion=smoothed, distill_type=kind, task_loss_weight=0.6, temperature=3.0, verbose=False)
-    reference = TokenDistillationTask(Says(outputs.unbind(1)), Says(taught), **options)
+    outputs = torch.randn(5, 2, 7)
+    taught = torch.randn(5, 7)
+    target = torch.randint(7, (5,))
+    reference = TokenDistillationTask(
+        FakeNetwork(outputs.unbind(1)),
+        FakeNetwork(taught),
+        criterion=nn.CrossEntropyLoss(label_smoothing=0.1),
+        distill_type=kind,
+        task_loss_weight=0.6,
+        temperature=3.0,
+        verbose=False,
+    )
     config = DistillConfig(kind=kind, weight=0.4)
     loss = distillation_loss(outputs, target, taught, config, label_smoothing=0.1)
     torch.testing.assert_close(loss, reference(torch.zeros(5, 3, 8, 8), target)["loss"])
@@ -116,17 +137,32 @@ def test_the_softmaxes_of_both_heads_are_averaged():
     torch.testing.assert_close(average_heads(outputs).exp(), outputs.softmax(-1).mean(1))
 
 
-@pytest.mark.faults
-def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teacher, monkeypatch):
+@pytest.fixture
+def distillations(monkeypatch):
+    """The tasks that distillation builds, in their order."""
     tasks = []
-    built = supervised.Distilled.__init__
-    monkeypatch.setattr(supervised.Distilled, "__init__", lambda self, *a: (built(self, *a), tasks.append(self))[0])
-    folder, pixels = tmp_path / "run", torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    build = supervised.Distilled.__init__
+
+    def build_and_note(task, *arguments):
+        build(task, *arguments)
+        tasks.append(task)
+
+    monkeypatch.setattr(supervised.Distilled, "__init__", build_and_note)
+    return tasks
+
+
+@pytest.mark.faults
+def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teacher, distillations):
+    folder = tmp_path / "run"
+    pixels = random_pixels()
     train(folder, f"--distill.teacher={teacher}", "--distill.kind=soft", "--model.mean=[0.3,0.4,0.5]")
-    model, encoder = tasks[0].model.eval(), timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
+    (task,) = distillations
+    model = task.model.eval()
+    encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
     assert type(encoder) is VisionTransformerDistilled
-    tokens = encoder.forward_features(model.normalize(pixels))
-    torch.testing.assert_close(tokens, model.encoder.forward_features(model.normalize(pixels)))
+    normalized = model.normalize(pixels)
+    tokens = encoder.forward_features(normalized)
+    torch.testing.assert_close(tokens, model.encoder.forward_features(normalized))
     assert tokens.shape == (2, 2 + 16, 16)
     both = torch.stack([model.head(tokens[:, 0]), model.distill_head(tokens[:, 1])], 1)
     torch.testing.assert_close(model(pixels), both)
@@ -136,28 +172,27 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
     with safe_open(complete_checkpoints(folder)[-1] / "model.safetensors", framework="pt") as file:
         names = file.keys()
     assert {name.split(".")[0] for name in names} == {"encoder", "head", "distill_head"}
-    assert read_metrics(folder, "heldout/accuracy")[4] == held_out_accuracy(tasks[0])
+    outputs, labels = held_out_answers(task, model)
+    mean_probabilities = outputs.softmax(-1).mean(1)
+    accuracy = (mean_probabilities.argmax(-1) == labels).double().mean().item()
+    assert read_metrics(folder, "heldout/accuracy")[4] == accuracy
     title, tags = title_and_tags(folder / "encoder")
-    assert title.endswith("distilled from a classifier") and "self-supervised" not in tags
+    assert title.endswith("distilled from a classifier")
+    assert "self-supervised" not in tags
     assert "(B, 2 + N, D)" in (folder / "encoder" / "README.md").read_text()
     finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tmp_path / 'fine'}"])
     weights = load_file(tmp_path / "fine" / "lr_0.1" / "encoder" / "model.safetensors")
-    assert weights["pos_embed"].shape == (1, 2 + 36, 16) and "dist_token" in weights
-
-
-def held_out_accuracy(task):
-    """That of the mean of the two softmaxes."""
-    batches = list(task.fixed_view_loader.batches(task.held_out_views))
-    answers = torch.cat([task.model(batch.images).softmax(-1).mean(1).argmax(-1) for batch in batches])
-    return (answers == torch.cat([batch.labels for batch in batches])).double().mean().item()
+    assert weights["pos_embed"].shape == (1, 2 + 36, 16)
+    assert "dist_token" in weights
 
 
 MIXED = ("--augment.mixup=0.8", "--augment.label_smoothing=0.1", "--head.kind=linear", "--head.pooling=mean")
+SOFT = ("--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1")
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("arguments", [MIXED, ("--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1")])
-def test_a_killed_distillation_goes_on_with_the_same_bits(tmp_path, teacher, monkeypatch, arguments):
+@pytest.mark.parametrize("arguments", [pytest.param(MIXED, id="mixed"), pytest.param(SOFT, id="soft")])
+def test_a_killed_distillation_resumes_with_the_same_bits(tmp_path, teacher, monkeypatch, arguments):
     arguments = (*arguments, "--model.dropout=0.1", f"--distill.teacher={teacher}")
     whole = train(tmp_path / "whole", *arguments)
     with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
@@ -168,19 +203,19 @@ def test_a_killed_distillation_goes_on_with_the_same_bits(tmp_path, teacher, mon
 
 
 @pytest.mark.faults
-def test_a_run_goes_on_with_a_teacher_that_moved_and_with_no_other(tmp_path, teacher, monkeypatch):
-    place, run = tmp_path / "teacher", tmp_path / "run"
-    shutil.copytree(teacher, place)
+def test_a_run_resumes_with_a_teacher_that_moved_and_with_no_other(tmp_path, teacher, monkeypatch):
+    moved = tmp_path / "teacher"
+    run = tmp_path / "run"
+    shutil.copytree(teacher, moved)
     kill_at(monkeypatch, 1)
-    for folder in (teacher, place):
+    for folder in (teacher, moved):
         with pytest.raises(BaseException, match="killed"):
             train(run, f"--distill.teacher={folder}")
-    weights = load_file(place / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, place / "model.safetensors")
-    with pytest.raises(UserError, match=r"another config: distill\.teacher_sha256 differ"):
-        train(run, f"--distill.teacher={place}")
-    with pytest.raises(UserError, match=r"another config: distill\.teacher_sha256 differ"):
-        train(run)
+    weights = load_file(moved / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, moved / "model.safetensors")
+    for options in ([f"--distill.teacher={moved}"], []):
+        with pytest.raises(UserError, match=r"another config: distill\.teacher_sha256 differ"):
+            train(run, *options)
     with pytest.raises(UserError, match=r"distill\.teacher_sha256 is [0-9a-f]{64}; it must be [0-9a-f]{64}"):
         supervised.main([f"--config={run / 'config.yaml'}"])
 
@@ -188,67 +223,81 @@ def test_a_run_goes_on_with_a_teacher_that_moved_and_with_no_other(tmp_path, tea
 def test_the_teacher_sees_the_students_crop_and_does_not_learn(teacher):
     task = build(f"--distill.teacher={teacher}", "--augment.mixup=0.8")
     before = {name: tensor.clone() for name, tensor in task.teacher.state_dict().items()}
-    seen = []
+    inputs = []
     for module in (task.model, task.teacher):
-        module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     task.model.train()
-    loss, _ = task.loss(task.model, next(iter(task.batches(0, {}))), False)
+    batch = next(iter(task.batches(0, {})))
+    loss, _ = task.loss(task.model, batch, False)
     loss.backward()
-    assert torch.equal(*seen) and seen[0].is_floating_point()  # mixed
-    assert all(torch.equal(tensor, before[name]) for name, tensor in task.teacher.state_dict().items())
+    of_student, of_teacher = inputs
+    assert torch.equal(of_student, of_teacher)
+    assert of_student.is_floating_point()  # mixed
+    for name, tensor in task.teacher.state_dict().items():
+        assert torch.equal(tensor, before[name])
     assert not any(parameter.requires_grad for parameter in task.teacher.parameters())
-    assert all(head[2].weight.grad.abs().max() > 0 for head in (task.model.head, task.model.distill_head))
+    for head in (task.model.head, task.model.distill_head):
+        assert head[2].weight.grad.abs().max() > 0
 
 
 def test_a_teacher_of_timms_normalises_and_resizes_for_itself(teacher):
-    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    pixels = random_pixels()
     model = timm.create_model(f"local-dir:{teacher}", pretrained=True).eval()
     resized = F.interpolate(pixels.float(), (40, 40), mode="bilinear", antialias=True) / 255
-    mean, std = (torch.tensor(part).view(3, 1, 1) for part in ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4)))
+    mean = torch.tensor((0.4, 0.5, 0.6)).view(3, 1, 1)
+    std = torch.tensor((0.2, 0.3, 0.4)).view(3, 1, 1)
     taught = load_teacher(DistillConfig(teacher=str(teacher)), 9)(pixels)
     torch.testing.assert_close(taught, model((resized - mean) / std))
 
 
+OTHER_NETWORK = ("--head.kind=linear", "--head.pooling=mean", "--model.position=sincos_2d", "--optim.average=0.5")
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--optim.name=muon",),
-        ("--head.kind=linear", "--head.pooling=mean", "--model.position=sincos_2d", "--optim.average=0.5"),
-    ],
+    "arguments", [pytest.param(("--optim.name=muon",), id="Muon"), pytest.param(OTHER_NETWORK, id="other network")]
 )
-def test_a_supervised_runs_teacher_is_what_the_run_evaluated(tmp_path, arguments):
+def test_a_supervised_runs_teacher_is_the_network_that_the_run_evaluated(tmp_path, arguments):
     folder = tmp_path / "run"
     train(folder, *arguments)
     teacher = load_teacher(DistillConfig(teacher=str(folder / "encoder")), 9)
-    task = build(*arguments)
-    batches = list(task.fixed_view_loader.batches(task.held_out_views))
-    logits = torch.cat([teacher(batch.images) for batch in batches])
-    loss = F.cross_entropy(logits, torch.cat([batch.labels for batch in batches])).item()
+    logits, labels = held_out_answers(build(*arguments), teacher)
+    loss = F.cross_entropy(logits, labels).item()
     assert loss == pytest.approx(read_metrics(folder, "heldout/loss")[4], rel=1e-5)
+
+
+def linear(weights, name, features):
+    """The output of a linear layer, by its weights in a checkpoint."""
+    return F.linear(features, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def check_taught(run, answer):
+    """Check that a run teaches `answer(weights, tokens)`, by the weights of its newest checkpoint."""
+    teacher = load_teacher(DistillConfig(teacher=str(run)), 9)
+    weights = load_file(complete_checkpoints(run)[-1] / "model.safetensors")
+    pixels = random_pixels()
+    tokens = load_frozen_encoder(str(run)).model.forward_features(teacher.network.normalize(pixels))
+    torch.testing.assert_close(teacher(pixels), answer(weights, tokens))
+
+
+def mean_of_heads(weights, tokens):
+    logits = []
+    for number, name in enumerate(("head", "distill_head")):
+        hidden = linear(weights, f"{name}.0", tokens[:, number]).tanh()
+        logits.append(linear(weights, f"{name}.2", hidden))
+    return torch.stack(logits).softmax(-1).mean(0).log()
+
+
+def linear_head(weights, tokens):
+    return linear(weights, "head", tokens[:, 0])
 
 
 @pytest.mark.faults
 def test_fine_tuned_and_distilled_runs_teach_too(tmp_path, teacher):
-    train(tmp_path / "first", f"--distill.teacher={teacher}")
-    finetune.main([*BASE, f"--encoder={tmp_path / 'first'}", "--lrs=0.1", f"--run.dir={tmp_path / 'fine'}"])
-    for run in (tmp_path / "first", tmp_path / "fine" / "lr_0.1"):
-        taught = load_teacher(DistillConfig(teacher=str(run)), 9)
-        weights = load_file(complete_checkpoints(run)[-1] / "model.safetensors")
-        pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-        tokens = load_frozen_encoder(str(run)).model.forward_features(taught.network.normalize(pixels))
-        if run.name == "first":
-            heads = []
-            for number, name in enumerate(("head", "distill_head")):
-                hidden = F.linear(tokens[:, number], *layer(weights, f"{name}.0")).tanh()
-                heads.append(F.linear(hidden, *layer(weights, f"{name}.2")))
-            expected = torch.stack(heads).softmax(-1).mean(0).log()
-        else:
-            expected = F.linear(tokens[:, 0], *layer(weights, "head"))
-        torch.testing.assert_close(taught(pixels), expected)
-
-
-def layer(weights, name):
-    return weights[f"{name}.weight"], weights[f"{name}.bias"]
+    distilled = tmp_path / "first"
+    train(distilled, f"--distill.teacher={teacher}")
+    finetune.main([*BASE, f"--encoder={distilled}", "--lrs=0.1", f"--run.dir={tmp_path / 'fine'}"])
+    check_taught(distilled, mean_of_heads)
+    check_taught(tmp_path / "fine" / "lr_0.1", linear_head)
 
 
 def test_flops_count_the_teachers_forward_pass(teacher):
@@ -262,17 +311,23 @@ def test_flops_count_the_teachers_forward_pass(teacher):
 
 @pytest.mark.parametrize("position", ["learned", "sincos_2d"])
 def test_a_student_starts_from_a_pre_training_run(finished_run, position):
-    config = ModelConfig(**NUMBERS | dict(img_size=48, position=position, init_from=str(finished_run)))
+    numbers = NUMBERS | dict(img_size=48)
+    config = ModelConfig(**numbers, position=position, init_from=str(finished_run))
     torch.manual_seed(1)
-    plain = build_encoder(config).state_dict()  # resampled as ever
+    plain = build_encoder(config).state_dict()  # resampled as in pre-training
     student = build_student(config)
-    weights, own = student.state_dict(), {"pos_embed", "dist_token"}
-    assert weights.keys() == plain.keys() | own
-    assert all(torch.equal(weights[name], tensor) for name, tensor in plain.items() if name not in own)
-    positions, fixed = weights["pos_embed"], position == "sincos_2d"
-    assert torch.equal(torch.cat([positions[:, :1], positions[:, 2:]], 1), plain["pos_embed"])
+    weights = student.state_dict()
+    assert weights.keys() == plain.keys() | {"pos_embed", "dist_token"}
+    for name, tensor in plain.items():
+        if name != "pos_embed":
+            assert torch.equal(weights[name], tensor)
+    positions = weights["pos_embed"]
+    without_token = torch.cat([positions[:, :1], positions[:, 2:]], 1)
+    assert torch.equal(without_token, plain["pos_embed"])
     assert weights["dist_token"].std() == pytest.approx(0.02, rel=0.6)
-    assert bool((positions[:, 1] == 0).all()) == fixed and ("pos_embed" in dict(student.named_buffers())) == fixed
+    is_fixed = position == "sincos_2d"
+    assert bool((positions[:, 1] == 0).all()) == is_fixed
+    assert ("pos_embed" in dict(student.named_buffers())) == is_fixed
 
 
 def test_a_student_starts_from_a_distilled_run(tmp_path, teacher):
@@ -280,57 +335,59 @@ def test_a_student_starts_from_a_distilled_run(tmp_path, teacher):
     source = load_file(tmp_path / "encoder" / "model.safetensors")
     weights = build_student(ModelConfig(**NUMBERS, init_from=str(tmp_path))).state_dict()
     assert weights.keys() == source.keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in source.items())
+    for name, tensor in source.items():
+        assert torch.equal(weights[name], tensor)
 
 
-def test_a_student_is_the_named_vit_with_one_token_more():
-    numbers = dict(depth=1, img_size=32)
-    for name in ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"):
-        config = ModelConfig(name=name, dropout=0.1, activation_checkpointing=True, **numbers)
-        student = build_student(config)
-        assert type(student) is VisionTransformerDistilled and student.embed_dim == 192
-        assert student.pos_drop.p == 0.1 and student.grad_checkpointing
-        set_attention(student, fused=False)
-        assert student(torch.zeros(1, 3, 32, 32)).shape == (1, 192)
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+def test_a_student_is_the_named_vit_with_one_token_more(name):
+    config = ModelConfig(name=name, dropout=0.1, activation_checkpointing=True, depth=1, img_size=32)
+    student = build_student(config)
+    assert type(student) is VisionTransformerDistilled
+    assert student.embed_dim == 192
+    assert student.pos_drop.p == 0.1
+    assert student.grad_checkpointing
+    set_attention(student, fused=False)
+    assert student(torch.zeros(1, 3, 32, 32)).shape == (1, 192)
 
 
 @pytest.mark.parametrize("name", ["resnetv2_50x1_bit", "vit_tiny_r_s16_p8_224", "vit_small_patch14_reg4_dinov2"])
-def test_what_is_no_plain_vit_is_no_student(name):
+def test_other_models_than_plain_vits_are_no_students(name):
     numbers = dict(img_size=28) if "dinov2" in name else {}
     with pytest.raises(UserError, match=f"model.name is {name}; it must be a plain ViT with distill.teacher"):
         build_student(ModelConfig(name=name, **numbers))
 
 
+def check_refused(folder, reason):
+    with pytest.raises(UserError, match=reason):
+        build(f"--distill.teacher={folder}")
+
+
 @pytest.mark.faults
 def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher):
-    a_teacher = "it must be the folder of a finished supervised or fine-tuned run, or a timm folder with"
-    refused = {
-        save_timm(tmp_path / "ten", 10): "which knows 10 classes; these images have 9",
-        save_timm(tmp_path / "headless", 0): a_teacher,
-        finished_run: a_teacher,  # it has no labels
-    }
-    for folder, reason in refused.items():
-        with pytest.raises(UserError, match=f"distill.teacher is {folder}[;,] {reason}"):
-            build(f"--distill.teacher={folder}")
-    for folder, reason in {tmp_path / "nowhere": "it must be a folder", tmp_path: "no encoder at"}.items():
-        with pytest.raises(UserError, match=reason):
-            build(f"--distill.teacher={folder}")
+    ten = save_timm(tmp_path / "ten", 10)
+    check_refused(ten, f"distill.teacher is {ten}, which knows 10 classes; these images have 9")
+    a_teacher = "the folder of a finished supervised or fine-tuned run, or a timm folder with"
+    headless = save_timm(tmp_path / "headless", 0)
+    for folder in (headless, finished_run):  # the run has no labels
+        check_refused(folder, f"distill.teacher is {folder}; it must be {a_teacher}")
+    check_refused(tmp_path / "nowhere", "it must be a folder")
+    check_refused(tmp_path, "no encoder at")
     train(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(UserError, match="a run whose newest checkpoint is there and whole"):
-        build(f"--distill.teacher={tmp_path / 'run'}")
+    check_refused(tmp_path / "run", "a run whose newest checkpoint is there and whole")
 
 
 def test_a_teacher_that_knows_the_test_labels_is_refused(tmp_path, image_folder):
     images = (f"--data.path={image_folder}", "--data.eval_split=null", "--data.eval_fraction=0.25")
     train(tmp_path / "teacher", *images)
-    told = f"--distill.teacher={tmp_path / 'teacher'}"
-    assert build(*images, told).classes == 2
+    teacher = f"--distill.teacher={tmp_path / 'teacher'}"
+    assert build(*images, teacher).classes == 2
     with pytest.raises(UserError, match=r"distill\.teacher is .*trained with the labels of \d of these 3 test images"):
-        build(*images, told, "--data.cut_seed=1")
+        build(*images, teacher, "--data.cut_seed=1")
 
 
-def test_settings_are_read_without_a_look_at_the_teacher(tmp_path):
+def test_settings_are_parsed_without_reading_the_teacher(tmp_path):
     config = parse(supervised.SupervisedConfig, [f"--distill.teacher={tmp_path / 'nowhere'}"])
     assert config.distill.teacher_sha256 is None
     with pytest.raises(UserError, match=r"distill\.teacher is .*nowhere; it must be a folder"):
@@ -338,9 +395,8 @@ def test_settings_are_read_without_a_look_at_the_teacher(tmp_path):
 
 
 def test_a_comparison_knows_a_training_by_the_weights_of_its_teacher(tmp_path, teacher):
-    entry = EncoderEntry(
-        "student", str(tmp_path / "run"), train="supervised", train_options={"distill.teacher": str(teacher)}
-    )
+    options = {"distill.teacher": str(teacher)}
+    entry = EncoderEntry("student", str(tmp_path / "run"), train="supervised", train_options=options)
     config = training_settings(entry, 0)
     assert config.distill.teacher_sha256 == sha256_of(teacher / "model.safetensors")
     assert relevant_settings(config)["distill.teacher_sha256"] == config.distill.teacher_sha256

@@ -1,4 +1,4 @@
-"""Patches judged by masks: crops that agree, figures against scikit-learn, both readings against closed forms."""
+"""Patches evaluated on masks: crops that agree, scores against scikit-learn, both readings against closed forms."""
 
 import json
 from pathlib import Path
@@ -32,30 +32,66 @@ from mpp.runtime.randomness import FIXED_VIEW
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
 GREY = 100  # between classes, in images that equal their masks
+TRAIN_FILE = "train-00000-of-00001.parquet"
+TEST_FILE = "test-00000-of-00001.parquet"
 
 
 def blocks(seed: int, size: tuple[int, int]) -> np.ndarray:
     """A mask (H, W) of a few large blocks of the classes 0, 1, 2."""
     rng = np.random.default_rng(seed)
+    height, width = size
     mask = np.zeros(size, np.uint8)
     for number in (1, 2):
-        top, left = (int(rng.integers(0, side // 2)) for side in size)
-        mask[top : top + size[0] // 2, left : left + size[1] // 2] = number
+        top = int(rng.integers(0, height // 2))
+        left = int(rng.integers(0, width // 2))
+        mask[top : top + height // 2, left : left + width // 2] = number
     return mask
 
 
+MASK = blocks(0, (8, 9))
+
+
+def in_rgb(mask: np.ndarray) -> np.ndarray:
+    """An image (H, W, 3) whose three channels equal a mask."""
+    return np.repeat(mask[..., None], 3, -1)
+
+
+def cell(data: bytes | None) -> dict:
+    """A file as an undecoded column of images has it."""
+    return {"bytes": data, "path": None}
+
+
+def images_with_masks(images: list[bytes], masks: list[bytes], mask_column: str) -> datasets.Dataset:
+    """A dataset of image files, and a column of mask files."""
+    cells = {"image": [cell(data) for data in images], mask_column: [cell(data) for data in masks]}
+    features = datasets.Features({"image": datasets.Image(), mask_column: datasets.Image()})
+    return datasets.Dataset.from_dict(cells, features)
+
+
+def undecoded_images(images: list[bytes]) -> ImageDataset:
+    rows = dataset_of(images).cast_column("image", datasets.Image(decode=False))
+    return ImageDataset(rows, "image", None, "train")
+
+
+def undecoded_masks(masks: list[bytes]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"mask": [cell(data) for data in masks]})
+
+
+def replace_masks(file: Path, cells: list[dict]) -> None:
+    """Write other masks, undecoded, into the column `classes` of a Parquet file."""
+    rows = datasets.Dataset.from_parquet(str(file)).remove_columns("classes")
+    rows = rows.add_column("classes", cells, feature=datasets.Image(decode=False))
+    rows.cast_column("classes", datasets.Image()).to_parquet(file)
+
+
 def masked_parquet(folder, count: int = 16, size: tuple[int, int] = (40, 48)) -> str:
-    """A set of images that equal their masks."""
+    """A folder of images that equal their masks, half of them held out."""
     masks = [blocks(seed, size) for seed in range(count)]
-    cells = [{"bytes": encoded(mask), "path": None} for mask in masks]
-    rows = dataset_of([encoded(np.repeat(mask[..., None] * GREY, 3, -1)) for mask in masks])
-    rows = datasets.Dataset.from_dict(
-        {"image": [row["image"] for row in rows.cast_column("image", datasets.Image(decode=False))], "classes": cells},
-        datasets.Features({"image": datasets.Image(), "classes": datasets.Image()}),
-    )
+    images = [encoded(in_rgb(mask * GREY)) for mask in masks]
+    rows = images_with_masks(images, [encoded(mask) for mask in masks], "classes")
     folder.mkdir()
-    rows.select(range(count // 2)).to_parquet(folder / "train-00000-of-00001.parquet")
-    rows.select(range(count // 2, count)).to_parquet(folder / "test-00000-of-00001.parquet")
+    rows.select(range(count // 2)).to_parquet(folder / TRAIN_FILE)
+    rows.select(range(count // 2, count)).to_parquet(folder / TEST_FILE)
     return str(folder)
 
 
@@ -66,29 +102,35 @@ def masked_parquet(folder, count: int = 16, size: tuple[int, int] = (40, 48)) ->
 def test_image_and_mask_get_the_same_crop(along, size, view, crop):
     """Of a mask whose classes are the numbers of its rows, or columns, and an image that equals it."""
     mask = np.indices(size)[along].astype(np.uint8)
-    rows = dataset_of([encoded(np.repeat(mask[..., None], 3, -1))]).cast_column("image", datasets.Image(decode=False))
-    masks = datasets.Dataset.from_dict({"mask": [{"bytes": encoded(mask), "path": None}]})
-    views = MaskedViews(ImageDataset(rows, "image", None, "train"), MaskedDataConfig(eval_crop=crop), view, masks=masks)
+    images = undecoded_images([encoded(in_rgb(mask))])
+    masks = undecoded_masks([encoded(mask)])
+    views = MaskedViews(images, MaskedDataConfig(eval_crop=crop), view, masks=masks)
     sample = views[FIXED_VIEW, 0]
-    assert sample.labels.shape == view and set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
-    apart = (sample.images[0].float() - sample.labels)[1:-1, 1:-1]  # a crop that is one pixel off is apart by 1
-    assert apart.abs().max() <= 1 and apart.mean().abs() < 0.3
+    assert sample.labels.shape == view
+    assert set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
+    difference = sample.images[0].float() - sample.labels
+    inner = difference[1:-1, 1:-1]  # a crop that is one pixel off differs by 1
+    assert inner.abs().max() <= 1
+    assert inner.mean().abs() < 0.3
 
 
 @pytest.mark.parametrize("ignored", [True, False])
-def test_figures_are_scikit_learns(ignored):
+def test_scores_are_scikit_learns(ignored):
     rng = np.random.default_rng(0)
     truth = rng.choice([0, 1, 2, 4, 5], (7, 9, 11))  # nothing is of class 3
     predicted = rng.choice([0, 1, 2, 4], (7, 9, 11))
     truth[0, :4] = IGNORED_CLASS if ignored else 5
-    scores = score_confusion(count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6), np.arange(6))
+    confusion = count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6)
+    scores = score_confusion(confusion, np.arange(6))
     counted = truth != IGNORED_CLASS
-    truth, predicted = truth[counted], predicted[counted]
+    truth = truth[counted]
+    predicted = predicted[counted]
     present = np.union1d(truth, predicted)
     mean_iou = jaccard_score(truth, predicted, average="macro", labels=present)
     assert scores["accuracy"] == pytest.approx(mean_iou, abs=1e-12)
     assert scores["pixel_accuracy"] == pytest.approx(accuracy_score(truth, predicted), abs=1e-12)
-    ious = dict(zip(present.tolist(), jaccard_score(truth, predicted, average=None, labels=present), strict=True))
+    expected_ious = jaccard_score(truth, predicted, average=None, labels=present)
+    ious = dict(zip(present.tolist(), expected_ious, strict=True))
     for number, iou in enumerate(scores["iou"]):
         if number in ious:
             assert iou == pytest.approx(ious[number], abs=1e-12)
@@ -106,14 +148,21 @@ def test_shares_of_patches_are_counted():
 
 
 def some_features(seed: int = 0) -> PatchFeatures:
-    """Features of 2 x 3 patches, each of one class, and their masks."""
+    """Features of 2 x 3 patches, each of one class, and their masks: 20 images to train on, 6 to test on."""
     rng = np.random.default_rng(seed)
     parts = []
     for count in (20, 6):
         classes = rng.integers(0, 3, (count, 2, 3))
-        features = rng.normal(size=(count, 2, 3, 5)) + 3 * np.eye(5)[classes]
-        parts += [features.astype(np.float32), classes.repeat(4, 1).repeat(4, 2).astype(np.int16)]
+        noise = rng.normal(size=(count, 2, 3, 5))
+        features = noise + 3 * np.eye(5)[classes]
+        masks = classes.repeat(4, 1).repeat(4, 2)
+        parts += [features.astype(np.float32), masks.astype(np.int16)]
     return PatchFeatures(*parts)
+
+
+def of_unit_length(features: np.ndarray) -> np.ndarray:
+    rows = features.reshape(-1, features.shape[-1])
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 def test_votes_are_those_of_scikit_learns_neighbours():
@@ -121,12 +170,17 @@ def test_votes_are_those_of_scikit_learns_neighbours():
     config = SegmentationConfig(readings="knn", neighbours=5)
     bank, labels = choose_labelled_patches(features, config, 3)
     known = features.train_masks[:, ::4, ::4].flatten()
-    assert labels.tolist() == known.tolist() and bank.shape == (120, 5)
+    assert labels.tolist() == known.tolist()
+    assert bank.shape == (120, 5)
     votes = neighbour_votes(torch.from_numpy(features.test), bank, labels, 3, config)
-    train, test = (part.reshape(-1, 5) for part in (features.train, features.test))
-    train, test = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (train, test))
-    classifier = KNeighborsClassifier(5, weights=lambda far: np.exp((1 - far**2 / 2 - 1) / 0.07))
-    expected = classifier.fit(train, known).predict_proba(test).reshape(6, 2, 3, 3)
+
+    def vote_weights(distances):
+        cosines = 1 - distances**2 / 2
+        return np.exp((cosines - 1) / 0.07)
+
+    classifier = KNeighborsClassifier(5, weights=vote_weights)
+    classifier.fit(of_unit_length(features.train), known)
+    expected = classifier.predict_proba(of_unit_length(features.test)).reshape(6, 2, 3, 3)
     np.testing.assert_allclose(votes.movedim(1, -1).numpy(), expected, atol=1e-5)
 
 
@@ -134,35 +188,42 @@ def test_patches_without_a_class_have_no_vote_and_few_are_a_choice():
     features = some_features()
     features.train_masks[:, :4] = IGNORED_CLASS
     bank, labels = choose_labelled_patches(features, SegmentationConfig(patches=1000), 3)
-    assert len(bank) == 60 and bank.tolist() == features.train[:, 1].reshape(-1, 5).tolist()
+    assert len(bank) == 60
+    assert bank.tolist() == features.train[:, 1].reshape(-1, 5).tolist()
     bank, labels = choose_labelled_patches(features, SegmentationConfig(patches=7), 3)
     assert len(bank) == len(labels) == 7
 
 
-def test_what_is_ignored_teaches_nothing():
-    logits, masks = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randint(0, 3, (2, 4, 4))
+def test_ignored_pixels_teach_nothing():
+    logits = torch.randn(2, 3, 4, 4, requires_grad=True)
+    masks = torch.randint(0, 3, (2, 4, 4))
     masks[0, :2] = IGNORED_CLASS
-    masked_loss(logits, masks).backward()
-    assert logits.grad[0, :, :2].abs().max() == 0 and logits.grad[0, :, 2:].abs().min() > 0
-    expected = torch.nn.functional.cross_entropy(logits.detach().movedim(1, -1)[masks >= 0], masks[masks >= 0])
-    assert masked_loss(logits, masks).item() == pytest.approx(expected.item(), rel=1e-6)
+    loss = masked_loss(logits, masks)
+    loss.backward()
+    assert logits.grad[0, :, :2].abs().max() == 0
+    assert logits.grad[0, :, 2:].abs().min() > 0
+    counted = masks >= 0
+    expected = torch.nn.functional.cross_entropy(logits.detach().movedim(1, -1)[counted], masks[counted])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert masked_loss(logits, torch.full_like(masks, IGNORED_CLASS)).item() == 0
 
 
-def test_a_linear_reading_learns_what_is_linear_and_its_rate_is_chosen_on_train():
+def test_a_linear_reading_learns_linear_classes_and_its_rate_is_chosen_on_train():
     config = SegmentationConfig(steps=60, lr=(1e-5, 1e-2), seeds=(0, 1), images_a_step=4, data=MaskedDataConfig())
     features = some_features()
     results = segmentation.evaluate(features, config)
     linear = [result for result in results if result["case"] == "linear"]
-    assert [result["lr"] for result in linear] == [1e-2, 1e-2] and len({result["accuracy"] for result in linear}) == 2
+    assert [result["lr"] for result in linear] == [1e-2, 1e-2]
+    assert len({result["accuracy"] for result in linear}) == 2
     assert min(result["pixel_accuracy"] for result in results) > 0.75  # upsampled, edges of patches are blurred
-    other = segmentation.evaluate(features._replace(test_masks=features.test_masks[::-1].copy()), config)
+    other_test = features._replace(test_masks=features.test_masks[::-1].copy())
+    other = segmentation.evaluate(other_test, config)
     assert other[0]["dev_accuracy"] == linear[0]["dev_accuracy"]  # test has no part in it
 
 
 @pytest.mark.parametrize("reading", ["linear", "knn"])
-def test_what_no_training_mask_shows_is_never_predicted(reading):
-    """Nor is what is ignored; a class of the test masks alone is all missed."""
+def test_a_class_without_a_training_pixel_is_never_predicted(reading):
+    """Nor is the ignored one; a class of the test masks alone is all missed."""
     features = some_features()
     features.train_masks[features.train_masks == 1] = 3
     features.test_masks[:, :4] = 5
@@ -172,99 +233,111 @@ def test_what_no_training_mask_shows_is_never_predicted(reading):
     predictions = {}
     (result,) = segmentation.evaluate(features, config, predictions)
     assert set(predictions[reading].unique().tolist()) == {2, 3}
-    assert result["iou"][0] is None and result["iou"][4] is None and result["iou"][5] == 0
+    assert result["iou"][0] is None
+    assert result["iou"][4] is None
+    assert result["iou"][5] == 0
 
 
 def test_depth_is_chosen_on_a_part_of_train():
-    good, bad = some_features(), some_features(1)
-    noise = PatchFeatures(np.random.default_rng(2).normal(size=bad.train.shape).astype(np.float32), *bad[1:])
+    good = some_features()
+    labels = some_features(1)
+    random_features = np.random.default_rng(2).normal(size=labels.train.shape)
+    bad = labels._replace(train=random_features.astype(np.float32))
     config = SegmentationConfig(readings="knn", depth="dev")
     report = evaluate_by_depth(
-        config, {1: noise, 2: good}, lambda of_depth: segmentation.evaluate(of_depth, config), "case"
+        config, {1: bad, 2: good}, lambda of_depth: segmentation.evaluate(of_depth, config), "case"
     )
-    assert report["protocol"]["chosen_depth"] == 2 and list(report["summary"]) == ["knn"]
+    assert report["protocol"]["chosen_depth"] == 2
+    assert list(report["summary"]) == ["knn"]
 
 
 def test_colours_and_positions_by_hand():
     image = torch.zeros(1, 3, 4, 6)
     image[0, 0, :2, :3] = 255
-    found = color_and_position(image, (2, 2))
-    assert found[0, 0, 0].tolist() == [0.5, -0.5, -0.5, -0.25, -0.25]
-    assert found[0, 1, 1].tolist() == [-0.5, -0.5, -0.5, 0.25, 0.25]
-
-
-MASKS = {
-    "palette": (lambda m: Image.fromarray(m, "P"), None),
-    "one bit": (lambda m: Image.fromarray(m > 0), None),
-    "16 bits": (lambda m: Image.fromarray(m.astype(np.uint16) * 1000), None),
-    "too large": (lambda m: Image.fromarray(m.astype(np.uint16) * 30000), "numbers from 0 to 60000; classes are 0"),
-    "colours": (lambda m: Image.fromarray(np.repeat(m[..., None], 3, -1)), r"has colours \(RGB\); a mask has one who"),
-    "fractions": (lambda m: Image.fromarray(m.astype(np.float32)), "has floating-point numbers; a mask has one whole"),
-}
-
-
-@pytest.mark.parametrize("kind", MASKS)
-def test_masks_are_numbers(kind):
-    made, refusal = MASKS[kind]
-    mask = blocks(0, (8, 9))
-    image = made(mask)
-    if kind == "palette":
-        image.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
-    cell = {"bytes": encoded(image, "TIFF" if kind == "fractions" else "PNG"), "path": None}
-    if refusal:
-        with pytest.raises(UnreadableImage, match=refusal):
-            decode_mask(cell, MaskedDataConfig())
-    else:
-        expected = {"one bit": mask > 0, "16 bits": mask.astype(int) * 1000}.get(kind, mask)
-        assert decode_mask(cell, MaskedDataConfig()).tolist() == expected.astype(int).tolist()
+    features = color_and_position(image, (2, 2))
+    assert features[0, 0, 0].tolist() == [0.5, -0.5, -0.5, -0.25, -0.25]
+    assert features[0, 1, 1].tolist() == [-0.5, -0.5, -0.5, 0.25, 0.25]
 
 
 TURNED = Image.Exif()
 TURNED[274] = 6
-MASK = blocks(0, (8, 9))
 PALETTE = np.arange(3 * 256, dtype=np.uint16).reshape(3, 256)
-FILES = {
-    "TIFF": (tiff(MASK), MASK),
-    "TIFF of 16 bits": (tiff(MASK.astype(np.uint16) * 1000), MASK.astype(int) * 1000),
-    "signed TIFF": (tiff(MASK.astype(np.int8)), MASK),
-    "TIFF of 64 bits, LZW": (tiff(MASK.astype(np.int64), compression="lzw"), MASK),
-    "TIFF with a palette": (tiff(MASK, photometric="palette", colormap=PALETTE), MASK),
-    "TIFF of bits": (encoded(Image.fromarray(MASK > 0), "TIFF"), MASK > 0),
-    "turned TIFF": (tiff(MASK, extratags=[(274, "H", 1, 6, True)]), np.rot90(MASK, -1)),
-    "turned PNG": (encoded(MASK, exif=TURNED), np.rot90(MASK, -1)),
-    "npy": (npy(MASK), MASK),
-    "npz": (npz(MASK), MASK),
-    "PGM": (encoded(MASK, "PPM"), MASK),
-}
+IN_16_BITS = MASK.astype(np.uint16) * 1000
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_masks_of_any_lossless_file(kind):
-    data, expected = FILES[kind]
-    found = decode_mask({"bytes": data, "path": None}, MaskedDataConfig())
-    assert found.dtype == torch.int16 and found.tolist() == expected.astype(int).tolist()
+def png_with_palette() -> bytes:
+    image = Image.fromarray(MASK, "P")
+    image.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
+    return encoded(image)
 
 
-NO_MASKS = {
-    "JPEG": (encoded(MASK, "JPEG"), "compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG"),
-    "TIFF with JPEG inside": (tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "compressed as JPEG"),
-    "several bands": (tiff(np.stack([MASK] * 2, -1), photometric="minisblack", planarconfig="contig"), r"\(2, 8, 9\)"),
-    "fractions": (npy(MASK / 2), "floating-point numbers"),
-    "text": (b"<html>", "an HTML file instead of an image"),
-    "nothing": (None, "no bytes"),
-}
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        pytest.param(png_with_palette(), MASK, id="palette"),
+        pytest.param(encoded(MASK > 0), MASK > 0, id="one bit"),
+        pytest.param(encoded(IN_16_BITS), IN_16_BITS, id="16 bits"),
+        pytest.param(tiff(MASK), MASK, id="TIFF"),
+        pytest.param(tiff(IN_16_BITS), IN_16_BITS, id="TIFF of 16 bits"),
+        pytest.param(tiff(MASK.astype(np.int8)), MASK, id="signed TIFF"),
+        pytest.param(tiff(MASK.astype(np.int64), compression="lzw"), MASK, id="TIFF of 64 bits, LZW"),
+        pytest.param(tiff(MASK, photometric="palette", colormap=PALETTE), MASK, id="TIFF with a palette"),
+        pytest.param(encoded(MASK > 0, "TIFF"), MASK > 0, id="TIFF of bits"),
+        pytest.param(tiff(MASK, extratags=[(274, "H", 1, 6, True)]), np.rot90(MASK, -1), id="turned TIFF"),
+        pytest.param(encoded(MASK, exif=TURNED), np.rot90(MASK, -1), id="turned PNG"),
+        pytest.param(npy(MASK), MASK, id="npy"),
+        pytest.param(npz(MASK), MASK, id="npz"),
+        pytest.param(encoded(MASK, "PPM"), MASK, id="PGM"),
+    ],
+)
+def test_masks_of_any_lossless_file(data, expected):
+    decoded = decode_mask(cell(data), MaskedDataConfig())
+    assert decoded.dtype == torch.int16
+    assert decoded.tolist() == expected.astype(int).tolist()
 
 
-@pytest.mark.parametrize("kind", NO_MASKS)
-def test_other_files_are_no_masks(kind):
-    data, message = NO_MASKS[kind]
+LARGE_MASK = np.kron(MASK, np.ones((4, 4), np.uint8))
+TWO_BANDS = np.stack([MASK, MASK], -1)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        pytest.param(encoded(in_rgb(MASK)), r"has colours \(RGB\); a mask has one who", id="colours"),
+        pytest.param(
+            encoded(Image.fromarray(MASK.astype(np.float32)), "TIFF"),
+            "has floating-point numbers; a mask has one whole",
+            id="TIFF of fractions",
+        ),
+        pytest.param(
+            encoded(MASK, "JPEG"),
+            "compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG",
+            id="JPEG",
+        ),
+        pytest.param(tiff(LARGE_MASK, compression="jpeg"), "compressed as JPEG", id="TIFF with JPEG inside"),
+        pytest.param(
+            tiff(TWO_BANDS, photometric="minisblack", planarconfig="contig"), r"\(2, 8, 9\)", id="several bands"
+        ),
+        pytest.param(npy(MASK / 2), "floating-point numbers", id="npy of fractions"),
+        pytest.param(b"<html>", "an HTML file instead of an image", id="text"),
+        pytest.param(None, "no bytes", id="nothing"),
+    ],
+)
+def test_other_files_are_no_masks(data, message):
     with pytest.raises(UnreadableImage, match=f"^its mask: .*{message}"):
-        decode_mask({"bytes": data, "path": None}, MaskedDataConfig())
+        decode_mask(cell(data), MaskedDataConfig())
+
+
+def test_numbers_above_the_largest_class_are_refused():
+    too_large = encoded(MASK.astype(np.uint16) * 30000)
+    with pytest.raises(UnreadableImage, match="numbers from 0 to 60000; classes are 0"):
+        decode_mask(cell(too_large), MaskedDataConfig())
 
 
 def test_a_mask_that_cannot_be_read_is_not_called_broken(tmp_path):
+    gone = {"bytes": None, "path": str(tmp_path / "gone.png")}
     with pytest.raises(ReadFailed):
-        decode_mask({"bytes": None, "path": str(tmp_path / "gone.png")}, MaskedDataConfig(read_retries=0))
+        decode_mask(gone, MaskedDataConfig(read_retries=0))
 
 
 @pytest.mark.parametrize("ignored", [255, -9999, 2, None])
@@ -272,7 +345,8 @@ def test_pixels_that_do_not_count_have_any_number(ignored):
     mask = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
     mask[0, 0] = 0 if ignored is None else ignored
     expected = np.where(mask == ignored, IGNORED_CLASS, mask)
-    assert decode_mask(mask, MaskedDataConfig(ignore_index=ignored)).tolist() == expected.tolist()
+    decoded = decode_mask(mask, MaskedDataConfig(ignore_index=ignored))
+    assert decoded.tolist() == expected.tolist()
 
 
 def test_the_birds_outlines_are_of_their_images():
@@ -280,31 +354,33 @@ def test_the_birds_outlines_are_of_their_images():
     assert len(train.images) == len(train.masks) == 42
     assert len(test.images) == len(test.masks) == 34
     shares = []
-    for images, masks in (train, test):
-        for index in range(len(images)):
-            mask = decode_mask(masks[index]["mask"], MaskedDataConfig())
-            assert mask.shape == (120, 120) and set(mask.unique().tolist()) == {0, 1}
-            shares.append(mask.float().mean().item())
+    for row in (*train.masks, *test.masks):
+        mask = decode_mask(row["mask"], MaskedDataConfig())
+        assert mask.shape == (120, 120)
+        assert set(mask.unique().tolist()) == {0, 1}
+        shares.append(mask.float().mean().item())
     assert np.mean(shares) == pytest.approx(0.196, abs=0.001)
 
 
 @pytest.mark.parametrize(
     ("settings", "counts"),
     [
-        ({"eval_split": None, "eval_fraction": 0.3}, (28, 14)),
-        ({"split": "test", "eval_split": "train"}, (34, 42)),
-        ({"train_images": 5}, (5, 34)),
+        pytest.param({"eval_split": None, "eval_fraction": 0.3}, (28, 14), id="a cut"),
+        pytest.param({"split": "test", "eval_split": "train"}, (34, 42), id="the other way round"),
+        pytest.param({"train_images": 5}, (5, 34), id="few"),
     ],
-    ids=["a cut", "the other way round", "few"],
 )
 def test_the_birds_outlines_follow_the_settings(settings, counts):
     data = MaskedDataConfig(**settings)
-    known, splits = json.loads(OUTLINES_FILE.read_text()), load_splits(data)
+    outlines = json.loads(OUTLINES_FILE.read_text())
+    splits = load_splits(data)
     for (images, masks), count in zip(load_masked_images(data), counts, strict=True):
-        of_split = known[images.origin.split]
-        rows = without_decoding(splits[images.origin.split].select(images.origin.indices), "image")
-        assert images.rows["image"] == rows["image"] and len(images) == count
-        assert [mask["bytes"] for mask in masks["mask"]] == [draw_mask(of_split[name]) for name in rows["id"]]
+        split = images.origin.split
+        rows = without_decoding(splits[split].select(images.origin.indices), "image")
+        assert images.rows["image"] == rows["image"]
+        assert len(images) == count
+        expected = [draw_mask(outlines[split][name]) for name in rows["id"]]
+        assert [mask["bytes"] for mask in masks["mask"]] == expected
 
 
 def test_birds_without_outlines_are_refused():
@@ -316,64 +392,88 @@ def test_one_image_leaves_none_to_choose_on():
     features = PatchFeatures(*(part[:1] for part in some_features()))
     with pytest.raises(ValueError, match=r"number of training images is 1; it must be at least 2 where a depth or a r"):
         segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear"))
-    assert segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear", lr=0.1, seeds=0))
+    one_rate = SegmentationConfig(steps=1, readings="linear", lr=0.1, seeds=0)
+    assert segmentation.evaluate(features, one_rate)
 
 
 def test_numbers_of_classes_that_are_far_apart_change_nothing():
-    plain, config = some_features(), SegmentationConfig(steps=3, lr=0.01, seeds=0)
-    most = int(max(plain.train_masks.max(), plain.test_masks.max()))
-    numbers = np.r_[3 + 1000 * np.arange(most + 1), IGNORED_CLASS].astype(np.int16)  # a mask of -1 stays that
+    plain = some_features()
+    config = SegmentationConfig(steps=3, lr=0.01, seeds=0)
+    largest = int(max(plain.train_masks.max(), plain.test_masks.max()))
+    numbers = np.r_[3 + 1000 * np.arange(largest + 1), IGNORED_CLASS].astype(np.int16)  # a mask of -1 stays that
     apart = plain._replace(train_masks=numbers[plain.train_masks], test_masks=numbers[plain.test_masks])
     results = [*segmentation.evaluate(plain, config), score_most_frequent(plain)]
     results_apart = [*segmentation.evaluate(apart, config), score_most_frequent(apart)]
     for one, other in zip(results, results_apart, strict=True):
-        assert one["accuracy"] == other["accuracy"] and one["pixel_accuracy"] == other["pixel_accuracy"]
+        assert one["accuracy"] == other["accuracy"]
+        assert one["pixel_accuracy"] == other["pixel_accuracy"]
         assert other["iou"][3::1000] == one["iou"]
         assert set(other["iou"]) - set(one["iou"]) == {None}
 
 
+def copy_without(source: Path, target: Path, indices: list[int]) -> None:
+    """Copy a Parquet file of images with masks, without some of its rows."""
+    rows = datasets.Dataset.from_parquet(str(source))
+    kept = [index for index in range(len(rows)) if index not in indices]
+    rows.select(kept).to_parquet(target)
+
+
+def break_masks(file: Path, indices: list[int]) -> None:
+    """Write bytes that are no image in place of some masks."""
+    rows = datasets.Dataset.from_parquet(str(file)).cast_column("classes", datasets.Image(decode=False))
+    cells = list(rows["classes"])
+    for index in indices:
+        cells[index] = cell(b"none")
+    replace_masks(file, cells)
+
+
 def test_images_whose_mask_cannot_be_decoded_are_left_out(trained, tmp_path, capsys):
-    data, without = (Path(masked_parquet(tmp_path / name)) for name in ("all", "without"))
-    for split, broken in (("train", [0, 5]), ("test", [3])):
-        file = f"{split}-00000-of-00001.parquet"
-        rows = datasets.Dataset.from_parquet(str(data / file)).cast_column("classes", datasets.Image(decode=False))
-        kept = rows.select([index for index in range(len(rows)) if index not in broken])
-        kept.cast_column("classes", datasets.Image()).to_parquet(without / file)
-        cells = [{"bytes": b"none", "path": None} if i in broken else row["classes"] for i, row in enumerate(rows)]
-        rows = rows.remove_columns("classes").add_column("classes", cells, feature=datasets.Image(decode=False))
-        rows.cast_column("classes", datasets.Image()).to_parquet(data / file)
+    data = Path(masked_parquet(tmp_path / "all"))
+    without = tmp_path / "without"
+    without.mkdir()
+    for name, broken in ((TRAIN_FILE, [0, 5]), (TEST_FILE, [3])):
+        copy_without(data / name, without / name, broken)
+        break_masks(data / name, broken)
+    report_file = tmp_path / "r.json"
+    words = [f"--encoder={trained}", "--data.mask_column=classes", "--images=3", f"--out={report_file}", *FAST]
     reports = []
-    words = [f"--encoder={trained}", "--data.mask_column=classes", "--images=3", *FAST]
     for folder in (data, without):
-        segmentation.main([*words, f"--data.path={folder}", f"--out={tmp_path / 'r.json'}"])
-        reports.append(json.loads((tmp_path / "r.json").read_text()))
+        segmentation.main([*words, f"--data.path={folder}"])
+        reports.append(json.loads(report_file.read_text()))
     assert [report.get("left_out") for report in reports] == [{"train": 2, "test": 1}, None]
     assert reports[0]["results"] == reports[1]["results"]
     assert "3 images that cannot be decoded are left out" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"its mask: no image file of a known sort; .*a probe needs all images"):
-        segmentation.main([*words, f"--data.path={data}", "--strict=true", f"--out={tmp_path / 'r.json'}"])
+        segmentation.main([*words, f"--data.path={data}", "--strict=true"])
 
 
-def test_the_command_judges_an_encoder_and_what_it_has_to_beat(trained, tmp_path, capsys):
+def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, capsys):
     out = tmp_path / "report.json"
     data = masked_parquet(tmp_path / "set")
     words = [f"--data.path={data}", "--data.mask_column=classes", "--depth=all", f"--out={out}", "--images=2"]
     segmentation.main([f"--encoder={trained}", *words, *FAST])
     report = json.loads(out.read_text())
-    assert [(row["case"], row["depth"]) for row in report["results"]] == [
-        *(("linear", 1), ("knn", 1), ("linear", 2), ("knn", 2))
-    ]
-    assert set(report["baselines"]) == {"random weights", "colour and position", "the most frequent class"}
-    floor, least = (report["baselines"][name] for name in ("colour and position", "the most frequent class"))
-    assert floor["summary"]["linear"]["mean"] > least[0]["accuracy"] + 0.1
-    assert out.with_suffix(".pictures.png").is_file() and out.with_suffix(".png").is_file()
+    rows = [(row["case"], row["depth"]) for row in report["results"]]
+    assert rows == [("linear", 1), ("knn", 1), ("linear", 2), ("knn", 2)]
+    baselines = report["baselines"]
+    assert set(baselines) == {"random weights", "colour and position", "the most frequent class"}
+    color_score = baselines["colour and position"]["summary"]["linear"]["mean"]
+    (most_frequent,) = baselines["the most frequent class"]
+    assert color_score > most_frequent["accuracy"] + 0.1
+    assert out.with_suffix(".pictures.png").is_file()
+    assert out.with_suffix(".png").is_file()
     printed = capsys.readouterr().out
-    assert "8 images with masks to learn from, 8 to judge by" in printed and "| class 2 |" in printed
+    assert "8 images with masks to learn from, 8 to judge by" in printed
+    assert "| class 2 |" in printed
 
 
 def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
-    data = masked_parquet(tmp_path / "set")
-    options = {"data.path": data, "data.mask_column": "classes", "data.image_column": "image", "data.workers": 0}
+    dataset = {
+        "data.path": masked_parquet(tmp_path / "set"),
+        "data.mask_column": "classes",
+        "data.image_column": "image",
+        "data.workers": 0,
+    }
     settings = {
         "baselines": False,
         "images": 0,
@@ -388,40 +488,43 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
         "dir": str(tmp_path / "compared"),
         "encoders": [{"name": "mine", "encoder": str(trained)}, {"name": "colours", "encoder": "floor:pixels"}],
         "evaluations": [{"name": "mIoU", "command": "segmentation", "options": settings}],
-        "datasets": [{"name": "blocks", "options": options}],
+        "datasets": [{"name": "blocks", "options": dataset}],
         "questions": [{"name": "all"}, {"name": "depth", "plot": "depth"}],
     }
     file = tmp_path / "compare.yaml"
     file.write_text(json.dumps(config))
     compare.main([f"--config={file}"])
-    found = json.loads((tmp_path / "compared" / "results.json").read_text())
-    assert set(found["summary"]["all"]["mine"]) == {"mIoU linear", "mIoU knn"}
-    assert {row["depth"] for row in found["results"] if row["kind"] == "dev" and row["encoder"] == "mine"} == {1, 2}
+    results = json.loads((tmp_path / "compared" / "results.json").read_text())
+    assert set(results["summary"]["all"]["mine"]) == {"mIoU linear", "mIoU knn"}
+    on_dev = [row for row in results["results"] if row["kind"] == "dev" and row["encoder"] == "mine"]
+    assert {row["depth"] for row in on_dev} == {1, 2}
     assert (tmp_path / "compared" / "depth.png").is_file()
 
 
-REFUSED = {
-    "no such column": (["--data.mask_column=mask"], r"mask_column is mask; it must be one of image, classes"),
-    "no patches": (["--encoder=resnet10t", "--random=true"], "resnet10t, which has no patches to judge: ResNet"),
-    "no such depth": (["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev"),
-    "another floor": (["--encoder=floor:colors"], "floor:colors; it must be floor:pixels"),
-}
-
-
-@pytest.mark.parametrize("refused", REFUSED)
-def test_what_cannot_be_judged_is_refused(refused, finished_run, tmp_path):
-    words, message = REFUSED[refused]
-    data = f"--data.path={masked_parquet(tmp_path / 'set', 4)}", "--data.mask_column=classes"
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(
+            ["--data.mask_column=mask"], r"mask_column is mask; it must be one of image, classes", id="no such column"
+        ),
+        pytest.param(
+            ["--encoder=resnet10t", "--random=true"],
+            "resnet10t, which has no patches to judge: ResNet",
+            id="no patches",
+        ),
+        pytest.param(["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev", id="no such depth"),
+        pytest.param(["--encoder=floor:colors"], "floor:colors; it must be floor:pixels", id="another floor"),
+    ],
+)
+def test_settings_without_patches_or_masks_are_refused(words, message, finished_run, tmp_path):
+    data = [f"--data.path={masked_parquet(tmp_path / 'set', 4)}", "--data.mask_column=classes"]
     with pytest.raises(ValueError, match=message):
         segmentation.main([f"--encoder={finished_run}", *data, f"--out={tmp_path}/o.json", *FAST, *words])
 
 
 def test_a_mask_of_another_size_is_named(finished_run, tmp_path):
-    cells = [{"bytes": encoded(blocks(0, (20, 20))), "path": None}] * 4
-    rows = datasets.Dataset.from_dict(
-        {"image": [{"bytes": encoded(picture(0)), "path": None}] * 4, "mask": cells},
-        datasets.Features({"image": datasets.Image(), "mask": datasets.Image()}),
-    )
+    small_mask = encoded(blocks(0, (20, 20)))
+    rows = images_with_masks([encoded(picture(0))] * 4, [small_mask] * 4, "mask")
     rows.to_parquet(tmp_path / "set.parquet")
     with pytest.raises(ValueError, match=r"train\[.\]: its mask has 20 x 20 pixels, and the image 48 x 40"):
         segmentation.main([f"--encoder={finished_run}", f"--data.path={tmp_path}/set.parquet", *FAST])
@@ -429,69 +532,77 @@ def test_a_mask_of_another_size_is_named(finished_run, tmp_path):
 
 def masked_of(images: list[bytes], masks: list[bytes]) -> MaskedImages:
     """Images and their masks, as `load_masked_images` has them."""
-    rows = dataset_of(images).cast_column("image", datasets.Image(decode=False))
-    cells = [{"bytes": data, "path": None} for data in masks]
-    return MaskedImages(ImageDataset(rows, "image", None, "train"), datasets.Dataset.from_dict({"mask": cells}))
+    return MaskedImages(undecoded_images(images), undecoded_masks(masks))
 
 
 def test_images_that_are_turned_without_their_masks_are_named_once(capsys):
-    turned, plain, mask = encoded(MASK, "JPEG", exif=TURNED), encoded(MASK, "JPEG"), encoded(MASK)
-    splits = masked_of([turned, plain] * 3, [mask] * 6), masked_of([turned, b"broken"], [mask, mask])
-    warn_of_turned_images(splits, MaskedDataConfig())
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "warning: 4 images are turned by the orientation tag in their files" in said
-    assert "such as train[0], train[2], train[4]:" in said
+    turned = encoded(MASK, "JPEG", exif=TURNED)
+    plain = encoded(MASK, "JPEG")
+    mask = encoded(MASK)
+    train = masked_of([turned, plain] * 3, [mask] * 6)
+    test = masked_of([turned, b"broken"], [mask, mask])
+    warn_of_turned_images((train, test), MaskedDataConfig())
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "warning: 4 images are turned by the orientation tag in their files" in warning
+    assert "such as train[0], train[2], train[4]:" in warning
 
 
 @pytest.mark.parametrize("image_turned", [True, False])
-def test_masks_that_say_their_own_orientation_need_no_warning(image_turned, capsys):
+def test_masks_with_the_orientation_of_their_images_need_no_warning(image_turned, capsys):
     tag = {"exif": TURNED} if image_turned else {}
-    warn_of_turned_images([masked_of([encoded(MASK, "JPEG", **tag)], [encoded(MASK, **tag)])], MaskedDataConfig())
+    masked = masked_of([encoded(MASK, "JPEG", **tag)], [encoded(MASK, **tag)])
+    warn_of_turned_images([masked], MaskedDataConfig())
     assert capsys.readouterr().err == ""
 
 
 def pixels_of(numbers: list[int]) -> PatchFeatures:
-    """Masks of 100 x 200 pixels, the first of which have these numbers, and the others 0; held out there is only 0."""
+    """Training masks of 100 x 200 pixels, of these numbers and then 0; test masks of 0."""
     masks = np.zeros((1, 100, 200), np.int16)
     masks.flat[: len(numbers)] = numbers
-    return PatchFeatures(np.zeros((1, 1, 1, 1), np.float32), masks, np.zeros((1, 1, 1, 1), np.float32), masks * 0)
+    features = np.zeros((1, 1, 1, 1), np.float32)
+    return PatchFeatures(features, masks, features, np.zeros_like(masks))
 
 
 @pytest.mark.parametrize(
     ("count", "share", "warned"), [(0, "0.0%", False), (4000, "20.0%", False), (4001, "20.0%", True)]
 )
-def test_ignored_pixels_are_told_and_above_a_fifth_their_setting_is_named(count, share, warned, capsys):
+def test_ignored_pixels_are_reported_and_above_a_fifth_their_setting_is_named(count, share, warned, capsys):
     report_pixels(pixels_of([IGNORED_CLASS] * count), MaskedDataConfig(ignore_index=7))
-    said = capsys.readouterr()
-    told = f"{share} of the pixels to learn from and 0.0% of those to judge by are ignored (data.ignore_index is 7)\n"
-    assert said.out == told
-    assert ("are 7, which data.ignore_index leaves out" in said.err) == warned
+    captured = capsys.readouterr()
+    shares = f"{share} of the pixels to learn from and 0.0% of those to judge by are ignored"
+    assert captured.out == f"{shares} (data.ignore_index is 7)\n"
+    assert ("are 7, which data.ignore_index leaves out" in captured.err) == warned
+
+
+def test_a_ten_thousandth_of_the_pixels_is_enough_for_a_class(capsys):
+    """4 of 40,000."""
+    report_pixels(pixels_of([300] * 4), MaskedDataConfig(ignore_index=None))
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "(data.ignore_index is null)" in captured.out
 
 
 def test_classes_of_next_to_no_pixels_are_named(capsys):
-    """Of 40,000 pixels, 4 are a ten-thousandth."""
-    report_pixels(pixels_of([300] * 4), MaskedDataConfig(ignore_index=None))
-    said = capsys.readouterr()
-    assert said.err == "" and "(data.ignore_index is null)" in said.out
-    report_pixels(pixels_of([300] * 3 + [4] * 2 + [5] * 3 + [6] * 1 + [9] * 50), MaskedDataConfig())
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "warning: 4 of the masks' classes have less than 0.01% of the pixels" in said
-    assert "such as class 6 (1 of 40000), class 4 (2 of 40000), class 5 (3 of 40000);" in said
+    numbers = [300] * 3 + [4] * 2 + [5] * 3 + [6] * 1 + [9] * 50
+    report_pixels(pixels_of(numbers), MaskedDataConfig())
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "warning: 4 of the masks' classes have less than 0.01% of the pixels" in warning
+    assert "such as class 6 (1 of 40000), class 4 (2 of 40000), class 5 (3 of 40000);" in warning
 
 
 def test_numbers_that_no_pixel_has_are_no_rows():
     printed = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}])
-    assert "class 0" in printed and "class 1" not in printed and "class 2" in printed
+    assert "class 0" in printed
+    assert "class 1" not in printed
+    assert "class 2" in printed
 
 
 def test_a_column_of_jpeg_masks_is_refused(tmp_path):
-    path = masked_parquet(tmp_path / "set", 4)
-    rows = datasets.load_dataset(path)["train"]
-    cells = [{"bytes": encoded(MASK, "JPEG"), "path": None}] * len(rows)
-    rows = rows.remove_columns("classes").add_column("classes", cells, feature=datasets.Image())
-    rows.to_parquet(tmp_path / "set" / "train-00000-of-00001.parquet")
-    data = MaskedDataConfig(path=path, mask_column="classes")
-    with pytest.raises(
-        UserError, match=r"mask_column is classes, of JPEG files; it must be a column of lossless masks"
-    ):
+    folder = masked_parquet(tmp_path / "set", 4)
+    replace_masks(Path(folder) / TRAIN_FILE, [cell(encoded(MASK, "JPEG"))] * 2)
+    data = MaskedDataConfig(path=folder, mask_column="classes")
+    message = r"mask_column is classes, of JPEG files; it must be a column of lossless masks"
+    with pytest.raises(UserError, match=message):
         load_masked_images(data)
