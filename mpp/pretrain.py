@@ -34,7 +34,7 @@ from mpp.features.metrics import measure as measure_predictions
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
-from mpp.models.teachers import Outputs, moving_average_decay, update_moving_average
+from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
@@ -111,25 +111,28 @@ class Pretraining(ImageTask):
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
-        outputs, images, corruption = self.outputs(model, batch)
-        loss = self.objective.loss(outputs.predictions, outputs.targets)
+        predicted, images, corruption = self.predict_batch(model, batch)
+        loss = self.objective.loss(predicted.predictions, predicted.targets)
         if not measure:
             return loss, {}
-        predictions = outputs.predictions.detach()
+        predictions = predicted.predictions.detach()
         if self.predicts_features:
             return loss, measure_features(
-                predictions, outputs.collapse_features, corruption.positions, self.patch_count
+                predictions, predicted.collapse_features, corruption.positions, self.patch_count
             )
         return loss, measure_predictions(self.objective, predictions, images, corruption)
 
-    def outputs(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Tensor, Corruption]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
         images = batch.images.to(self.accelerator.device, non_blocking=True)
         corruption = batch.corruption.to(self.accelerator.device)
-        outputs = model(images, corruption)
-        if not self.predicts_features:  # no teacher has given the targets
-            outputs = Outputs(outputs, self.objective.targets(images, corruption.positions))
-        return outputs, images, corruption
+        if self.predicts_features:
+            predicted = model(images, corruption)  # the targets, which its teacher computes, are included
+        else:
+            predictions = model(images, corruption)
+            targets = self.objective.targets(images, corruption.positions)
+            predicted = PredictedBatch(predictions, targets)
+        return predicted, images, corruption
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, if it is a moving average."""
@@ -187,11 +190,14 @@ class Pretraining(ImageTask):
         """
         views = self.views(self.held_out)
         batch = collate([views[FIXED_VIEW, index] for index in indices])
-        outputs, images, corruption = self.outputs(model, batch)
-        return outputs.predictions.float(), outputs.targets, images, corruption
+        predicted, images, corruption = self.predict_batch(model, batch)
+        return predicted.predictions.float(), predicted.targets, images, corruption
 
     def record(self) -> dict[str, Any]:
-        """The record of the images, and of a published teacher's weights: other weights have files of their own."""
+        """The record of the images and, for a teacher from timm or the hub, of its weights.
+
+        Weights that come from a file are recorded by `fingerprint_first_weights`.
+        """
         record = super().record()
         objective = self.config.objective
         if objective.frozen_teacher is None or objective.teacher_checkpoint or Path(objective.teacher).exists():
@@ -244,7 +250,8 @@ def reopen(
     Raises:
         UserError: no pre-training run, or no checkpoint there.
     """
-    require(is_pretraining(folder), "encoder", folder, "the folder of a pre-training run, which has the colour head")
+    allowed = "the folder of a pre-training run, since only that has a prediction head"
+    require(is_pretraining(folder), "encoder", folder, allowed)
     config = parse_saved(Config, folder / CONFIG_FILE)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)

@@ -578,7 +578,7 @@ def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(m
     partly = probed(some)
     assert partly["features/rank"] == pytest.approx(whole["features/rank"], rel=1e-6)
     assert partly["knn"] == probed(some.labelled())["knn"]
-    monkeypatch.setattr("mpp.features.probe.MOST_RANKED", 2)
+    monkeypatch.setattr("mpp.features.probe.MAX_IMAGES_FOR_RANK", 2)
     few = probed(held_out)
     assert few["knn"] == whole["knn"]
     assert max(few["features/rank"]) <= 2 < min(whole["features/rank"])

@@ -15,7 +15,7 @@ from evaluation.frozen.results import report_path, report_suffix, summarize_accu
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
-from mpp.features.probe import MOST_RANKED
+from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.runtime.hardware import device
 from mpp.runtime.start import start
@@ -64,7 +64,7 @@ def run_probe(
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
     """The effective rank of the test features at each depth, of as many images as `features/rank` in training."""
     count = len(next(iter(by_depth.values())).test)
-    ranked = min(count, MOST_RANKED)
+    ranked = min(count, MAX_IMAGES_FOR_RANK)
     spaced = np.linspace(0, count - 1, ranked).astype(int)  # files may be in the order of their classes
     ranks = effective_ranks([features.test[spaced] for features in by_depth.values()], device())
     return dict(zip(by_depth, ranks, strict=True))

@@ -39,7 +39,7 @@ from mpp.config import Grid, require
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.errors import UserError
-from mpp.features.probe import MOST_RANKED
+from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining, is_pretraining, reopen
@@ -240,7 +240,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
     rows, columns = grid
     middle_patch = rows // 2 * columns + columns // 2
     patch = query_patches(subject)[0] if config.patches else middle_patch
-    gallery = subject.choose(MOST_RANKED)
+    gallery = subject.choose(MAX_IMAGES_FOR_RANK)
     if len(gallery) < 2:
         raise Unavailable("there is one held-out image")
     queries = subject.choose(config.images)
@@ -273,7 +273,7 @@ def pixels_of_views(subject: Subject, views: ViewDataset, indices: Tensor) -> ND
 def draw_rank(subject: Subject) -> Drawing:
     """Effective rank of the features of images, by depth: `features/rank` of training."""
     depths = range(1, 1 + len(subject.encoder.stages))
-    count = min(MOST_RANKED, len(subject.held_out))
+    count = min(MAX_IMAGES_FOR_RANK, len(subject.held_out))
     feature_batches = []
     for images in progress_bar(subject.image_batches(count), desc="features", unit="batch"):
         with subject.accelerator.autocast():

@@ -22,7 +22,7 @@ from mpp.features.metrics import accuracy
 from mpp.features.neighbours import find_other_neighbours, knn_predict
 from mpp.features.ranks import effective_ranks
 
-MOST_RANKED = 2048  # images, for the effective rank
+MAX_IMAGES_FOR_RANK = 2048  # the effective rank is measured on at most so many
 BASELINE_CELLS = 8  # per side, of the colour baseline: as `floor:pixels` of the evaluation
 AGREEMENT_NEIGHBOURS = 5
 KNN_TEMPERATURE = 0.07  # as in `mpp knn`
@@ -48,9 +48,10 @@ class Probe:
 
     Args:
         loader: of the images that are probed.
-        train_images: the labelled ones among them are the neighbours of the kNN classifier.
-        held_out: images that are classified, labelled ones alone, and whose features are ranked.
-        data: how many of them, which, and how they are cropped.
+        train_images: their labelled ones, at most `probe.images`, are the reference set of the kNN classifier.
+        held_out: its labelled images are classified. All of it counts for the effective rank and the agreement, but at
+            most MAX_IMAGES_FOR_RANK images.
+        data: `eval_images`, the seeds of the choices, and `eval_crop`.
         img_size: height and width of the crops.
         representation: which features.
     """
@@ -68,29 +69,29 @@ class Probe:
     ):
         self.accelerator = accelerator
         self.loader = loader
-        self.neighbours = config.neighbours
+        self.k = config.neighbours
         self.representation = representation
 
         def add(dataset: ImageDataset) -> ViewDataset:
             return loader.add(ViewDataset(dataset, data, img_size))
 
-        self.ranked = add(held_out.choose(min(data.eval_images, MOST_RANKED), data.cut_seed))
-        self.classified: ViewDataset | None = None  # held-out images with labels; None: there are no labels
-        self.compared: ViewDataset | None = None  # training images with labels
+        self.rank_views = add(held_out.choose(min(data.eval_images, MAX_IMAGES_FOR_RANK), data.cut_seed))
+        self.reference_views: ViewDataset | None = None  # labelled training images; None: there are no labels
+        self.test_views: ViewDataset | None = None  # labelled held-out images; None: there are no labels
         train, test = train_images.labelled(), held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
             return
-        classified = test.choose(data.eval_images, data.cut_seed)
         all_labelled = len(test) == len(held_out)
-        same_images = all_labelled and len(classified) == len(self.ranked.dataset)
-        self.classified = self.ranked if same_images else add(classified)
-        self.compared = add(train.choose(config.images, data.eval_seed))
-        note_tested(train.labels, classified.labels, train.class_names)
+        test = test.choose(data.eval_images, data.cut_seed)
+        same_images = all_labelled and len(test) == len(self.rank_views.dataset)
+        self.test_views = self.rank_views if same_images else add(test)
+        self.reference_views = add(train.choose(config.images, data.eval_seed))
+        note_tested(train.labels, test.labels, train.class_names)
 
     @property
     def image_count(self) -> int:
-        """Number of held-out images that are classified or, without labels, compared."""
-        return len((self.classified or self.ranked).dataset)
+        """Number of held-out images that are classified or, without labels, probed for agreement."""
+        return len((self.test_views or self.rank_views).dataset)
 
     def __call__(self, model: nn.Module, baseline: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
@@ -101,36 +102,35 @@ class Probe:
             `features/rank/depth_XX`; `knn/depth_XX` or, without labels, `agreement/depth_XX`; with `baseline` also
             `knn/floor_pixels` or `agreement/floor_pixels`. Empty except on the main process.
         """
-        held_out = self.extract(model, self.ranked, baseline)
+        held_out = self.extract(model, self.rank_views, baseline)
         scalars = by_depth("features/rank", effective_ranks(held_out.by_depth, self.accelerator.device))
-        if self.compared is None:
+        if self.reference_views is None:
             return scalars | self.agreements(model, baseline)
-        if self.classified is not self.ranked:
-            held_out = self.extract(model, self.classified, baseline)
+        if self.test_views is not self.rank_views:
+            held_out = self.extract(model, self.test_views, baseline)
         return scalars | self.accuracies(model, held_out, baseline)
 
     def agreements(self, model: nn.Module, baseline: bool) -> dict[str, float]:
         """Agreement of the neighbours of two crops, with that by chance."""
-        one_crop = self.extract(model, self.ranked, baseline, NORTH_WEST)
-        other_crop = self.extract(model, self.ranked, baseline, SOUTH_EAST)
+        one_crop = self.extract(model, self.rank_views, baseline, NORTH_WEST)
+        other_crop = self.extract(model, self.rank_views, baseline, SOUTH_EAST)
         scalars = self.score("agreement", one_crop, other_crop, agreement)
         if scalars:
-            others = max(len(self.ranked.dataset) - 1, 1)
+            others = max(len(self.rank_views.dataset) - 1, 1)
             scalars["agreement/chance"] = min(1.0, AGREEMENT_NEIGHBOURS / others)
         return scalars
 
     def accuracies(self, model: nn.Module, test: ProbedFeatures, baseline: bool) -> dict[str, float]:
         """kNN accuracy of held-out features."""
-        train = self.extract(model, self.compared, baseline)
-        train_labels = self.on_device(train.labels)
+        reference = self.extract(model, self.reference_views, baseline)
+        reference_labels = self.on_device(reference.labels)
         test_labels = self.on_device(test.labels)
 
-        def accuracy_of(train_features: Tensor, test_features: Tensor) -> float:
-            k = self.neighbours
-            predicted = knn_predict(train_features, train_labels, test_features, [k], KNN_TEMPERATURE)[k]
-            return accuracy(predicted, test_labels)
+        def accuracy_of(reference_features: Tensor, test_features: Tensor) -> float:
+            predictions = knn_predict(reference_features, reference_labels, test_features, [self.k], KNN_TEMPERATURE)
+            return accuracy(predictions[self.k], test_labels)
 
-        return self.score("knn", train, test, accuracy_of)
+        return self.score("knn", reference, test, accuracy_of)
 
     def score(
         self, name: str, one: ProbedFeatures, other: ProbedFeatures, score: Callable[[Tensor, Tensor], float]

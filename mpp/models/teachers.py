@@ -150,7 +150,7 @@ def teacher_depths(encoder: nn.Module, config: ObjectiveConfig) -> int:
     return depths
 
 
-class Outputs(NamedTuple):
+class PredictedBatch(NamedTuple):
     """Predictions of a batch with their targets. B images, K corrupted patches."""
 
     predictions: Tensor
@@ -183,7 +183,7 @@ class StudentWithTeacher(nn.Module):
         height, width = teacher.img_size
         self.on_top = f"{student.on_top}, a teacher that sees {height} x {width} pixels"
 
-    def forward(self, images: Tensor, corruption: Corruption) -> Outputs:
+    def forward(self, images: Tensor, corruption: Corruption) -> PredictedBatch:
         """Predictions of the student and targets of the teacher.
 
         Args:
@@ -191,7 +191,7 @@ class StudentWithTeacher(nn.Module):
             corruption: of these images.
         """
         predictions = self.student(images, corruption)
-        return Outputs(predictions, *self.teacher(images, corruption.positions))
+        return PredictedBatch(predictions, *self.teacher(images, corruption.positions))
 
     @property
     def encoder(self) -> VisionTransformer:
