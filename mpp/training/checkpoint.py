@@ -136,10 +136,13 @@ def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors])
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Cursors]]:
-    """Load the newest checkpoint that is whole; the step it was taken at (0: there is none), each process's cursors.
+    """Load the newest checkpoint that is whole.
 
     A checkpoint whose files are damaged is named on stderr, and the one before it is used. It does not matter how many
     processes wrote it, or whether the model was sharded: where it is, each process reads its own rows.
+
+    Returns:
+        The step of the checkpoint (0: there is none), and the cursors of each process.
     """
     for checkpoint in reversed(complete_checkpoints(folder)):
         damaged = damaged_files(checkpoint)

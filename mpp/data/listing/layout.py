@@ -49,23 +49,23 @@ def find_layout(
     layout = Layout(splits, [None] * len(folders))
 
     training_splits = {"train"} if "train" in splits else {*splits} - {None}
-    training = [number for number, split in enumerate(splits) if split in training_splits]
-    training_parts = [below[number] for number in training]
-    levels = class_levels(training_parts, [image_counts[number] for number in training])
+    training = [folder_index for folder_index, split in enumerate(splits) if split in training_splits]
+    training_parts = [below[folder_index] for folder_index in training]
+    levels = class_levels(training_parts, [image_counts[folder_index] for folder_index in training])
     layout.warnings += suspicious_names(training_parts)
     if not levels:
         return layout
 
     level = levels[0] if label_folder == "outer" else levels[-1]
-    for number in training:
-        if len(below[number]) > level:
-            layout.classes[number] = below[number][level]
-    known_classes = {layout.classes[number] for number in training} - {None}
+    for folder_index in training:
+        if len(below[folder_index]) > level:
+            layout.classes[folder_index] = below[folder_index][level]
+    known_classes = {layout.classes[folder_index] for folder_index in training} - {None}
     for split in {*splits} - training_splits - {None}:
-        held_out = [number for number, name in enumerate(splits) if name == split]
-        classes = held_out_classes([below[number] for number in held_out], level, known_classes)
-        for number, name in zip(held_out, classes, strict=True):
-            layout.classes[number] = name
+        held_out = [folder_index for folder_index, other in enumerate(splits) if other == split]
+        classes = held_out_classes([below[folder_index] for folder_index in held_out], level, known_classes)
+        for folder_index, name in zip(held_out, classes, strict=True):
+            layout.classes[folder_index] = name
     if level > levels[0]:
         layout.warnings.append(describe_levels(training_parts, levels))
     return layout

@@ -188,15 +188,15 @@ def read_json_lines(path: str, encoding: str) -> dict[str, Column]:
     """The columns of a file of JSON objects, a line each."""
     rows: list[dict[str, Any]] = []
     with open(path, encoding=skipping_mark(encoding)) as file:
-        for number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} is no JSON: {error.msg}") from error
+                raise ValueError(f"line {line_number} is no JSON: {error.msg}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"line {number} is no object such as {{...}}")
+                raise ValueError(f"line {line_number} is no object such as {{...}}")
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
