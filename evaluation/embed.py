@@ -37,7 +37,7 @@ from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
 from mpp.data.sources import load_splits
-from mpp.data.workers import WatchedLoader, deaths_explained, note_reading
+from mpp.data.workers import WatchedLoader, deaths_explained, loader_processes, note_reading
 from mpp.errors import UnreadableImage
 from mpp.runtime.command import command
 from mpp.runtime.files import complete
@@ -121,7 +121,7 @@ class Embedder:
             crops,
             images.image_name,
             batch_sampler=batches,
-            num_workers=self.data.workers,
+            num_workers=loader_processes(self.data),
             collate_fn=collate_with_errors,
         )
         for batch, (pixels, errors) in zip(batches, loader, strict=True):

@@ -16,12 +16,15 @@ import mpp.pretrain
 from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfig
 from mpp.config import Config, RunConfig
 from mpp.config.keys import known_keys
+from mpp.config.saved import parse_saved
 from mpp.errors import Diverged, UserError
-from mpp.runtime import launcher, start
+from mpp.runtime import hardware, launcher, start
 from mpp.runtime.command import command, user_message
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launcher import check_address, check_process_count
 from mpp.runtime.start import check_trackers, choose_precision, choose_threads
+from mpp.training.parallel import start_compilers
+from mpp.training.run import is_compiled
 from mpp.training.step import TrainingStep
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -42,7 +45,44 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if environment:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    assert choose_threads(RunConfig(threads=threads), processes) == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert choose_threads(RunConfig(threads=threads)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "at_the_beginning", "expected"),
+    [
+        pytest.param({"steps": 2000}, "cuda", None, True, id="a long run on a GPU"),
+        pytest.param({"steps": 1999}, "cuda", None, False, id="a short run on a GPU"),
+        pytest.param({"steps": 9999}, "cpu", None, False, id="a CPU"),
+        pytest.param({"steps": 1999, "compile": True}, "cpu", None, True, id="asked for"),
+        pytest.param({"steps": 9999, "compile": False}, "cuda", None, False, id="refused"),
+        pytest.param({"steps": 9999}, "cuda", False, False, id="a run that was short when it began"),
+        pytest.param({"steps": 9999}, "cpu", True, True, id="a run that began on a GPU"),
+    ],
+)
+def test_long_runs_on_a_gpu_are_compiled(settings, device, at_the_beginning, expected):
+    assert is_compiled(RunConfig(**settings), torch.device(device), at_the_beginning) is expected
+
+
+def test_a_choice_of_the_beginning_is_saved_and_kept(pretrain, trained, capsys):
+    config = trained / "config.yaml"
+    assert parse_saved(Config, config).run.compile is False
+    config.write_text(config.read_text().replace("compile: false", "compile: true"))
+    pretrain()  # would be another run, and refused, with another choice
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_compilers_are_as_many_as_the_cores_of_a_process(monkeypatch):
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: None)
+    monkeypatch.setattr(config, "compile_threads", 32)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(hardware, "cores", lambda: 64)
+    start_compilers(torch.device("cuda"))
+    assert config.compile_threads == 8
 
 
 ROUNDS = f"""

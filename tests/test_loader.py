@@ -12,14 +12,17 @@ import pytest
 import torch
 from conftest import views_of
 
+from evaluation import embed, knn
 from mpp.config import DataConfig
+from mpp.data import workers
 from mpp.data.decoding.decode import decode
 from mpp.data.loader import BatchLayout, FixedViewLoader, TrainingBatchSampler, fixed_view_batches, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch
-from mpp.data.workers import deaths_explained, kill_workers
+from mpp.data.workers import deaths_explained, kill_workers, loader_processes
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
+from mpp.runtime import hardware
 
 EVALUATED_METRICS = ("heldout", "features", "knn")
 
@@ -220,3 +223,48 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
     ):
         list(loader.batches(deadly))
     kill_workers()
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "cores", "local_processes", "expected"),
+    [
+        pytest.param(None, False, 64, 1, 2, id="a CPU"),
+        pytest.param(None, False, 1, 1, 1, id="one core: torch would warn of two"),
+        pytest.param(None, True, 12, 1, 11, id="a GPU"),
+        pytest.param(None, True, 128, 8, 15, id="eight GPUs"),
+        pytest.param(None, True, 128, 1, 16, id="a GPU with more cores than are of use"),
+        pytest.param(None, True, 8, 8, 1, id="a core each"),
+        pytest.param(5, True, 128, 8, 5, id="as given"),
+        pytest.param(0, False, 64, 1, 0, id="none, as given"),
+    ],
+)
+def test_loader_processes_follow_the_device(monkeypatch, given, gpu, cores, local_processes, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_processes))
+    monkeypatch.setattr(workers, "uses_gpu", lambda: gpu)
+    monkeypatch.setattr(workers, "cores", lambda: cores)
+    monkeypatch.setattr(hardware, "cores", lambda: cores)
+    assert loader_processes(DataConfig(workers=given)) == expected
+
+
+def test_a_bound_process_has_its_share_of_the_cores_already(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
+    monkeypatch.setattr(hardware, "cores", lambda: 12)
+    assert hardware.share_of_cores() == 12
+
+
+def test_commands_load_with_the_number_of_their_device(pretrain, tmp_path, monkeypatch):
+    started = []
+    build = workers.WatchedLoader.__init__
+
+    def noted_build(self, *arguments, num_workers, **options):
+        started.append(num_workers)
+        build(self, *arguments, num_workers=num_workers, **options)
+
+    monkeypatch.setattr(workers, "cores", lambda: 1)
+    monkeypatch.setattr(workers.WatchedLoader, "__init__", noted_build)
+    run = pretrain("--data.cache_gb=0", without="--data.workers")
+    words = (f"--encoder={run}", "--threads=1")
+    knn.main([*words, f"--out={tmp_path / 'knn.json'}"])
+    embed.main([*words, f"--out={tmp_path / 'features.parquet'}"])
+    assert set(started) == {1}

@@ -28,7 +28,7 @@ from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.kept_samples import list_stream_files
 from mpp.data.loader import BatchLayout
 from mpp.data.shards import ROW_BITS, Shards
-from mpp.data.stream import Cursor, StreamedBatches, streaming_loader
+from mpp.data.stream import Cursor, StreamedBatches, stream_workers, streaming_loader
 from mpp.data.stream_sources import load_streamed
 from mpp.data.views import ViewDataset
 from mpp.errors import UserError
@@ -81,7 +81,7 @@ def stream(folder, rank=0, processes=1, workers=1, block=4) -> StreamedBatches:
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block)
     shards, _, _ = load_streamed(data, 5, 5)
     views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2))
-    return StreamedBatches(views, BatchLayout(2 * processes, 1, processes, rank), 0, 1000, {})
+    return StreamedBatches(views, BatchLayout(2 * processes, 1, processes, rank), 0, 1000, {}, max(1, workers))
 
 
 def read(batches: StreamedBatches, worker: int, count: int, cursor: Cursor = START) -> tuple[list[Seen], Cursor]:
@@ -234,7 +234,7 @@ def test_every_sort_of_source(tmp_path, kind):
     path = SOURCES[kind](tmp_path)
     data = DataConfig(path=path, streaming=True, workers=0, shuffle_block=4, **settings)
     shards, known, held_out = load_streamed(data, 20, 1000)
-    indices = read_epoch(StreamedBatches(ViewDataset(shards, data, 16), BatchLayout(1, 1, 1, 0), 0, 1000, {}))
+    indices = read_epoch(StreamedBatches(ViewDataset(shards, data, 16), BatchLayout(1, 1, 1, 0), 0, 1000, {}, 1))
     assert len(indices) == len(set(indices)) == SHARDS * ROWS - len(held_out)
     assert len(known) == 20
     assert len(held_out) >= 7
@@ -406,6 +406,15 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
 def test_what_a_stream_cannot_do_is_said(pretrain, parquet, settings, words):
     with pytest.raises(ValueError, match=words):
         pretrain(f"--data.path={parquet}", "--data.streaming=true", *settings)
+
+
+def test_workers_that_are_not_given_are_as_many_as_before_or_as_shards_allow(parquet):
+    data = DataConfig(path=str(parquet), streaming=True)
+    shards, _, _ = load_streamed(data, 5, 5)
+    views = ViewDataset(shards, data, 16)
+    layout = BatchLayout(8, 1, 4, 0)
+    assert stream_workers(views, layout, {}) == 1  # six shards, four processes
+    assert stream_workers(views, layout, {0: [5, 0, 0, 0, 0]}) == 5
 
 
 @pytest.mark.faults

@@ -101,9 +101,10 @@ class SourceConfig(ImagesConfig):
     batch_size: int | None = setting(None, at_least=1, operational=True)
     """Images per process and forward pass, at most. null: in training, its whole share of the global batch; else 64
     (pictures: 4)."""
-    workers: int = setting(2, at_least=0, operational=True)
-    """Loader processes of each training process; as many more serve its evaluations. 0: the training process loads. It
-    also loads the training images if one or two CPU threads train on cached images (data.cache_gb)."""
+    workers: int | None = setting(None, at_least=0, operational=True)
+    """Loader processes of each training process; up to four more serve its evaluations. null: on a GPU the process's
+    share of the cores less one, at most 16; on a CPU 2. 0: the training process loads. It also does where one or two
+    threads of a CPU train on decoded images (data.cache_gb)."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ class RunConfig:
     """Compute type. auto: the launcher's choice, else bf16 where the hardware computes in it, else fp32."""
     reduction: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are averaged over several processes. bf16 halves what they send."""
-    compile: bool = False
-    """Compile the model with torch.compile (meant for GPUs)."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the model with torch.compile. auto: on a GPU, in runs of at least 2,000 steps; decided when a run begins,
+    and kept when it is resumed."""
     log_every: int = setting(20, at_least=1, operational=True)
     """Steps between two lines of metrics."""
     eval_every: int = setting(400, at_least=1, operational=True)

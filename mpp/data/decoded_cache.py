@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from mpp.config import DataConfig
 from mpp.data.dataset import DecodedImages, ImageDataset
-from mpp.data.workers import WatchedLoader, note_reading
+from mpp.data.workers import WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage
 
 IMAGES_PER_BATCH = 64  # that a loader process hands over at a time
@@ -48,7 +48,7 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
         WholeImages(dataset, data),
         dataset.image_name,
         batch_sampler=batches,
-        num_workers=data.workers,
+        num_workers=loader_processes(data),
         collate_fn=join_by_type,
         pin_memory=False,
     )

@@ -7,7 +7,7 @@ from functools import cached_property
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
 from mpp.data.views import Batch, ViewDataset, collate
-from mpp.data.workers import WatchedLoader
+from mpp.data.workers import WatchedLoader, loader_processes
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 
@@ -124,7 +124,7 @@ def view_loader(views: ViewDataset, batch_sampler: Sampler) -> WatchedLoader:
         views,
         views.dataset.image_name,
         batch_sampler=batch_sampler,
-        num_workers=views.data.workers,
+        num_workers=loader_processes(views.data),
         collate_fn=collate,
     )
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mpp.data.loader import BatchLayout
 from mpp.data.shards import ROW_BITS, ShardBlock, Shards
 from mpp.data.views import MAX_REPLACEMENTS, Batch, ViewDataset, collate
-from mpp.data.workers import WatchedLoader
+from mpp.data.workers import WatchedLoader, loader_processes
 from mpp.errors import Undecodable, UserError
 from mpp.runtime.randomness import Stream, permutation
 
@@ -49,16 +49,19 @@ class StreamedBatches(IterableDataset):
     Args:
         views: of Shards; each block of rows becomes their dataset in turn.
         cursors: worker -> its Cursor; a worker without one begins at the beginning.
+        workers: number of loader processes, or 1 where the training process loads.
     Raises:
         UserError: fewer shards than workers on all processes.
     """
 
-    def __init__(self, views: ViewDataset, layout: BatchLayout, start: int, stop: int, cursors: dict[int, Cursor]):
+    def __init__(
+        self, views: ViewDataset, layout: BatchLayout, start: int, stop: int, cursors: dict[int, Cursor], workers: int
+    ):
         self.views = views
         self.shards: Shards = views.dataset
         self.layout = layout
         self.cursors = cursors
-        self.workers = max(1, views.data.workers)
+        self.workers = workers
         self.block_size = views.data.shuffle_block
         self.first = start * layout.accumulation_steps  # forward passes
         self.last = stop * layout.accumulation_steps
@@ -145,11 +148,21 @@ def streaming_loader(
     Raises:
         UserError: too few shards, or the checkpoint is of another number of workers.
     """
-    workers = max(1, views.data.workers)
+    workers = stream_workers(views, layout, cursors)
     resumed = {}
     for worker, (workers_before, *cursor) in cursors.items():
-        if workers_before != workers:
+        if workers_before != max(1, workers):
             raise UserError(f"data.workers is {workers}; a stream is resumed with as many as before ({workers_before})")
         resumed[worker] = Cursor(*cursor)
-    batches = StreamedBatches(views, layout, start, stop, resumed)
-    return WatchedLoader(batches, views.dataset.image_name, batch_size=None, num_workers=views.data.workers)
+    batches = StreamedBatches(views, layout, start, stop, resumed, max(1, workers))
+    return WatchedLoader(batches, views.dataset.image_name, batch_size=None, num_workers=workers)
+
+
+def stream_workers(views: ViewDataset, layout: BatchLayout, cursors: dict[int, list[int]]) -> int:
+    """Number of loader processes: `data.workers`, else as many as before, or as the device and the shards allow."""
+    if views.data.workers is not None:
+        return views.data.workers
+    for workers_before, *_ in cursors.values():
+        return workers_before
+    shards_of_process = max(1, views.dataset.count // layout.world_size)
+    return min(loader_processes(views.data), shards_of_process)

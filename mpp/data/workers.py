@@ -34,9 +34,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from mpp.config import SourceConfig
 from mpp.config.imports import import_words, take_imports
 from mpp.errors import UserError
-from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.hardware import cores, share_of_cores, uses_gpu
 from mpp.runtime.output import steady_output
 from mpp.runtime.signals import SIGNALS
 
@@ -47,6 +48,8 @@ PROCESS_NAME = "image loader"
 NO_IMAGE = -1  # in the notes, between two images
 START_TIMEOUT_S = 60.0  # a loader process that has not begun by then hangs, on any machine
 START_ATTEMPTS = 3
+MAX_DEFAULT_WORKERS = 16  # per training process: more are seldom busy, and each holds batches in shared memory
+CPU_WORKERS = 2  # more would take the cores that train
 
 
 @dataclass
@@ -59,6 +62,15 @@ class Notes:
 
 notes = Notes(np.zeros(2, np.int64), np.zeros(1, np.int64))  # this process's
 loaders: "WeakSet[WatchedLoader]" = WeakSet()  # torch raises its error anywhere in the main thread, and names no loader
+
+
+def loader_processes(data: SourceConfig) -> int:
+    """Number of loader processes of this process: `data.workers` or, where it is null, the number for the device."""
+    if data.workers is not None:
+        return data.workers
+    if uses_gpu():
+        return min(MAX_DEFAULT_WORKERS, max(1, share_of_cores() - 1))
+    return min(CPU_WORKERS, cores())
 
 
 def note_reading(index: int | None) -> None:

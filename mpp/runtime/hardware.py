@@ -67,3 +67,10 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def share_of_cores() -> int:
+    """Number of CPU cores for each process of this machine that the launcher started; at least 1."""
+    is_bound = os.environ.get("ACCELERATE_CPU_AFFINITY", "").lower() in TRUE  # to its share already
+    local_processes = 1 if is_bound else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, cores() // local_processes)

@@ -18,7 +18,7 @@ from accelerate.utils import (
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
-from mpp.runtime.hardware import bf16_is_native, cores, reuse_memory, uses_gpu
+from mpp.runtime.hardware import bf16_is_native, reuse_memory, share_of_cores, uses_gpu
 from mpp.runtime.launcher import (
     ACCUMULATION,
     SHARDED,
@@ -47,7 +47,7 @@ def start(run: RunConfig) -> Accelerator:
     accelerator = join_processes(run, precision)
     check_distributed_type(accelerator)
     check_alike(precision, "run.precision must name one")
-    threads = choose_threads(run, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    threads = choose_threads(run)
     torch.set_num_threads(threads)
     sharded = sharding(accelerator) is not None
     if accelerator.device.type == "cpu" and not sharded:  # a model is sharded where memory is short
@@ -145,7 +145,7 @@ def choose_precision(run: RunConfig) -> tuple[str, str]:
     return "fp32", "no bf16 in this hardware"
 
 
-def choose_threads(run: RunConfig, local_processes: int) -> int:
+def choose_threads(run: RunConfig) -> int:
     """Number of threads of this process: of the config, else OMP_NUM_THREADS above 1, else its share of the cores.
 
     `accelerate launch` sets OMP_NUM_THREADS=1 by itself, so that 1 is no choice of the user.
@@ -155,4 +155,4 @@ def choose_threads(run: RunConfig, local_processes: int) -> int:
     from_environment = int(os.environ.get("OMP_NUM_THREADS") or 1)
     if from_environment > 1:
         return from_environment
-    return max(1, cores() // local_processes)
+    return share_of_cores()

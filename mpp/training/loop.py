@@ -57,7 +57,7 @@ class Loop:
         self.feed = Feed(batches)
         self.cursors_of_step: Cursors = {}
         """How far a stream will be read when the step is done."""
-        if self.run_config.compile:
+        if self.run_config.compile is True:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, self.run_config, self.optim_config)

@@ -4,6 +4,7 @@ Either trains the same weights to the same checkpoints.
 """
 
 import copy
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import OptimConfig, RunConfig
+from mpp.runtime.hardware import share_of_cores
 from mpp.runtime.launcher import sharding
 from mpp.runtime.workarounds import compile_blocks_apart
 from mpp.training.optim import build_optimizer
@@ -56,7 +58,11 @@ def start_compilers(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
+    from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch would start 32 for each process of this machine
+        config.compile_threads = min(config.compile_threads, share_of_cores())
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # a mask is inherited
     try:
@@ -71,7 +77,7 @@ class Replicated:
     communicates_each_pass = False
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
-        if run.compile:
+        if run.compile is True:
             model.compile()
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.wrapped, self.optimizer = accelerator.prepare(model, build_optimizer(model, optim))
@@ -115,10 +121,10 @@ class Sharded:
         mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         reshard = sharding(accelerator).reshard_after_forward
         units = sharding_units(self.model)
-        if run.compile:  # a graph for each rate of drop path
+        if run.compile is True:  # a graph for each rate of drop path
             compile_blocks_apart(len(units))
         for unit in units:
-            if run.compile:
+            if run.compile is True:
                 unit.forward = torch.compile(unit.forward)  # within the unit's hooks, which cannot be compiled
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)

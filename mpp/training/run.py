@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, release_memory
 
-from mpp.config import DataConfig
+from mpp.config import DataConfig, RunConfig
 from mpp.config.keys import changed_settings
 from mpp.config.saved import to_yaml
 from mpp.data.hub import resolve_commit
@@ -37,6 +37,7 @@ from mpp.training.task import ImageTask
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
+MIN_COMPILED_STEPS = 2_000  # compiling takes minutes, and a fifth to a quarter of a step's time is gained
 
 
 def train(config: Any, build: Build) -> Path:
@@ -59,6 +60,10 @@ def train(config: Any, build: Build) -> Path:
     with Preemption(accelerator, folder) as preemption:
         with releasing_resources(accelerator), deaths_explained():
             accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
+            if config.run.compile == "auto" and uses_gpu():
+                reason = f"on a GPU, runs of at least {MIN_COMPILED_STEPS:,} steps are; decided when the run begins"
+                choice = "compiled" if resolved.run.compile else "not compiled"
+                accelerator.print(f"{choice} (run.compile auto: {reason})")
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if config.run.report and accelerator.is_main_process:
@@ -81,15 +86,25 @@ def refuse_unlike_arithmetic() -> None:
 
 
 def resolve_config(config: Any, accelerator: Accelerator) -> Any:
-    """The config as it is carried out and saved: what was left to the machine and to the run's length has a value."""
+    """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
+    saved = saved_settings(Path(config.run.dir))  # when the run began
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    resolved = replace(
-        config, run=replace(config.run, precision=precision), optim=config.optim.resolved(config.run.steps)
-    )
+    compiled = is_compiled(config.run, accelerator.device, saved.get("run", {}).get("compile"))
+    run = replace(config.run, precision=precision, compile=compiled)
+    resolved = replace(config, run=run, optim=config.optim.resolved(config.run.steps))
     if not hasattr(config, "model"):  # fine-tuning has an encoder instead
         return resolved
-    measured = saved_settings(Path(config.run.dir)).get("model", {})  # when the run began
+    measured = saved.get("model", {})
     return replace(resolved, model=config.model.with_moments(measured.get("mean"), measured.get("std")))
+
+
+def is_compiled(run: RunConfig, device: torch.device, at_the_beginning: bool | None) -> bool:
+    """Whether a run's model is compiled: as given, else as when the run began, else on a GPU if the run is long."""
+    if run.compile != "auto":
+        return run.compile
+    if at_the_beginning is not None:
+        return at_the_beginning
+    return device.type == "cuda" and run.steps >= MIN_COMPILED_STEPS
 
 
 def describe_overrides(config: Any) -> str:

@@ -19,7 +19,7 @@ from mpp.data.loader import BatchLayout, FixedViewLoader, training_loader
 from mpp.data.shards import Shards
 from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch, ViewDataset
-from mpp.data.workers import WORKERS_ARE_FORKS
+from mpp.data.workers import WORKERS_ARE_FORKS, loader_processes
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.features.probe import Probe
 from mpp.models.exporting import export_encoder
@@ -27,6 +27,7 @@ from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
 from mpp.training.log import Tracker
 
+MAX_EVALUATION_WORKERS = 4  # they stay beside those that load training images
 MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
 
@@ -61,7 +62,8 @@ class ImageTask:
 
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
-        self.fixed_view_loader = FixedViewLoader(layout.largest, data.workers, layout.world_size, layout.rank)
+        workers = min(MAX_EVALUATION_WORKERS, loader_processes(data))
+        self.fixed_view_loader = FixedViewLoader(layout.largest, workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
 
     @property
