@@ -269,9 +269,9 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     extracted = []
     extract = probing.extract_labelled_features
 
-    def noted(config, accelerator):
+    def noted(config, accelerator, loaded):
         extracted.append(config.encoder)
-        return extract(config, accelerator)
+        return extract(config, accelerator, loaded)
 
     monkeypatch.setattr(probing, "extract_labelled_features", noted)
     small.compare()
