@@ -121,8 +121,11 @@ class Contrastive(ImageTask):
         return F.normalize(projections, dim=-1).unflatten(0, (-1, 2))
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        own = self.project(model, batch.images.to(self.accelerator.device, non_blocking=True))
-        everyone = GatherWithGradients.apply(own, self.accelerator) if self.layout.world_size > 1 else own
+        images = batch.images.to(self.accelerator.device, non_blocking=True)
+        own = self.project(model, images)
+        everyone = own
+        if self.layout.world_size > 1:
+            everyone = GatherWithGradients.apply(own, self.accelerator)
         first = self.layout.rank * len(own)
         losses, right = nt_xent(own, everyone, first, self.config.contrast.temperature)
         if not measure:
@@ -137,10 +140,11 @@ class Contrastive(ImageTask):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         batches = warn_of_unreadable(self.fixed_view_loader.batches(self.held_out_views), tracker)
         count = len(self.held_out_views.dataset)
-        projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
+        (projected,), _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
         if self.accelerator.is_main_process:
-            scalars = self.measure_held_out(torch.from_numpy(projected[0]).to(self.accelerator.device))
+            projected = torch.from_numpy(projected).to(self.accelerator.device)
+            scalars = self.measure_held_out(projected)
             self.log_panel(step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)
@@ -149,12 +153,14 @@ class Contrastive(ImageTask):
     def measure_held_out(self, projected: Tensor) -> dict[str, float]:
         """Loss and accuracy of held-out images (n, 2, E), in groups of as many as in training, or a few more."""
         order = permutation(Stream.CUT, self.data.cut_seed, 2, len(projected))  # files come sorted by class
-        groups = projected[order].tensor_split(max(1, len(projected) // self.images_of_a_pass))
-        losses, right = [], []
+        group_count = max(1, len(projected) // self.images_of_a_pass)
+        groups = projected[order].tensor_split(group_count)
+        losses = []
+        right = []
         for group in groups:
-            of_group = nt_xent(group, group, 0, self.config.contrast.temperature)
-            losses.append(of_group[0])
-            right.append(of_group[1])
+            group_losses, group_right = nt_xent(group, group, 0, self.config.contrast.temperature)
+            losses.append(group_losses)
+            right.append(group_right)
         chance = sum(len(group) / (2 * len(group) - 1) for group in groups) / len(projected)
         return {
             "heldout/loss": float(torch.cat(losses).double().mean()),

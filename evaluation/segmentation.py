@@ -23,7 +23,6 @@ from evaluation.figures.style import DPI
 from evaluation.frozen.encoder import (
     CELLS_PER_SIDE,
     ColorBaseline,
-    FrozenEncoder,
     Unavailable,
     open_frozen_encoder,
     patch_grid,
@@ -35,8 +34,8 @@ from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.results import events_folder, report_path, report_suffix, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
-from evaluation.patches.features import PatchBaseline, PatchFeatures
-from evaluation.patches.masks import MaskedImages
+from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
+from evaluation.patches.masks import MaskedImages, MaskedSplits
 from evaluation.patches.readings import (
     Predict,
     choose_labelled_patches,
@@ -71,11 +70,11 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         UserError: an encoder without patches, or images without masks.
     """
     run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
-    accelerator = start_alone(run_settings, "patches are judged")
+    accelerator = start_alone(run_settings, "patches are evaluated")
     path = report_path(config.out, config.encoder, f"segmentation{report_suffix(config)}.json")
     splits = load_masked_images(config.data, loaded)
     weights = "" if config.random else config.checkpoint or config.encoder
-    check_labels_unseen(weights, config.data, splits[0].images, splits[1].images)
+    check_labels_unseen(weights, config.data, splits.train.images, splits.test.images)
     print(describe_masked_images(splits, config.data))
     warn_of_turned_images(splits, config.data)
     encoder = open_patch_encoder(config)
@@ -84,23 +83,24 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         report, splits = evaluate_encoder(config, encoder, splits, accelerator, predictions)
         baselines = {}
         for name, baseline in open_baselines(config, encoder).items():
-            baselines[name] = evaluate_baseline(config, baseline, splits, accelerator)
+            extracted = extract_asked_depths(config, baseline, splits, accelerator)
+            baselines[name] = evaluate_depths(config, extracted)
     report["baselines"] = baselines | report["baselines"]
 
     write_probe_report(path, report, "reading")
     print_tables(report, config)
     if config.images:
-        write_picture(path, encoder, splits[1], predictions, config)
+        write_picture(path, encoder, splits.test, predictions, config)
     return report
 
 
 def evaluate_encoder(
     config: SegmentationConfig,
-    encoder: FrozenEncoder | PatchBaseline,
-    splits: tuple[MaskedImages, MaskedImages],
+    encoder: PatchEncoder,
+    splits: MaskedSplits,
     accelerator: Accelerator,
     predictions: dict[str, Tensor],
-) -> tuple[dict[str, Any], tuple[MaskedImages, MaskedImages]]:
+) -> tuple[dict[str, Any], MaskedSplits]:
     """The report of an encoder with the baseline of the most frequent class, and the images that can be decoded.
 
     Args:
@@ -109,30 +109,25 @@ def evaluate_encoder(
     extracted = extract_asked_depths(config, encoder, splits, accelerator)
     features = next(iter(extracted.by_depth.values()))
     report_pixels(features, config.data)
-    report = evaluate_by_depth(
-        config, extracted.by_depth, lambda features: evaluate(features, config, predictions), group_by="case"
-    )
+    report = evaluate_depths(config, extracted, predictions)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
     report["baselines"] = {MOST_FREQUENT: [score_most_frequent(features) | {"case": "all"}]}
     return report, extracted.splits
 
 
-def evaluate_baseline(
-    config: SegmentationConfig,
-    baseline: FrozenEncoder | PatchBaseline,
-    splits: tuple[MaskedImages, MaskedImages],
-    accelerator: Accelerator,
+def evaluate_depths(
+    config: SegmentationConfig, extracted: ExtractedPatches, predictions: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """The report of a baseline."""
-    extracted = extract_asked_depths(config, baseline, splits, accelerator)
-    return evaluate_by_depth(config, extracted.by_depth, lambda features: evaluate(features, config), group_by="case")
+    """The report of features at each depth; see `evaluate` for `predictions`."""
+    evaluate_features = partial(evaluate, config=config, predictions=predictions)
+    return evaluate_by_depth(config, extracted.by_depth, evaluate_features, group_by="case")
 
 
 def extract_asked_depths(
     config: SegmentationConfig,
-    encoder: FrozenEncoder | PatchBaseline,
-    splits: tuple[MaskedImages, MaskedImages],
+    encoder: PatchEncoder,
+    splits: MaskedSplits,
     accelerator: Accelerator,
 ) -> ExtractedPatches:
     """Features at the depths that `config.depth` means; a baseline has one depth."""
@@ -181,7 +176,7 @@ def evaluate(
     return results
 
 
-def open_patch_encoder(config: SegmentationConfig) -> FrozenEncoder | PatchBaseline:
+def open_patch_encoder(config: SegmentationConfig) -> PatchEncoder:
     """The encoder that the settings name; for floor:pixels, the colours and positions of patches.
 
     Raises:
@@ -194,17 +189,15 @@ def open_patch_encoder(config: SegmentationConfig) -> FrozenEncoder | PatchBasel
     try:
         patch_grid(encoder.model)
     except Unavailable as error:
-        raise UserError(f"encoder is {config.encoder}, which has no patches to judge: {error}") from None
+        raise UserError(f"encoder is {config.encoder}, which has no patches to evaluate: {error}") from None
     return encoder.to(device())
 
 
-def open_baselines(
-    config: SegmentationConfig, encoder: FrozenEncoder | PatchBaseline
-) -> dict[str, FrozenEncoder | PatchBaseline]:
+def open_baselines(config: SegmentationConfig, encoder: PatchEncoder) -> dict[str, PatchEncoder]:
     """The baselines of an encoder, with the same patches."""
     if not config.baselines or isinstance(encoder, PatchBaseline):
         return {}
-    baselines: dict[str, FrozenEncoder | PatchBaseline] = {}
+    baselines: dict[str, PatchEncoder] = {}
     if not config.random:
         baselines["random weights"] = open_patch_encoder(dataclasses.replace(config, random=True))
     grid = patch_grid(encoder.model)
@@ -229,7 +222,7 @@ def results_at_chosen_depth(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def write_picture(
     report: Path,
-    encoder: FrozenEncoder | PatchBaseline,
+    encoder: PatchEncoder,
     test: MaskedImages,
     predictions: dict[str, Tensor],
     config: SegmentationConfig,

@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 
 from accelerate import Accelerator, PartialState
-from torch import Tensor
+from torch import Tensor, nn
 
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
@@ -23,6 +23,7 @@ from evaluation.supervision.classification import Classification
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.deit import DistilledEncoder, average_heads, build_student, distillation_loss
 from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
+from mpp.config import ImageSize
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
@@ -39,44 +40,60 @@ class Supervised(Classification):
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
         splits = load_labelled(config.data, accelerator, config.model.init_from or "")
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
-        encoder, self.img_size = build_backbone(config.model, config.data.channels)
-        head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
-        mean, std = config.model.normalization(config.data.channels)
-        self.model = HeadedEncoder(encoder, head, config.head.pooling, mean, std)
-        start = config.model.init_from or "random weights"
-        self.method = f"Trained with labels, from {start}; the classification head is left out"
-        self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
-
-
-class Distilled(Classification):
-    """The task: classify, and predict a teacher's answer for the same crop."""
-
-    kind = "encoder trained with labels and distilled from a classifier"
-
-    def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
-        train, held_out = load_labelled(config.data, accelerator, config.model.init_from or "")
-        super().__init__(accelerator, layout, config.run, config.data, config.augment, (train, held_out))
-        refuse_learned_images("distill.teacher", config.distill.teacher, config.data, held_out)
         self.config = config
-        encoder = build_student(config.model, config.data.channels)
-        self.img_size = encoder.patch_embed.img_size
-        head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
-        distill_head = build_head(config.head.kind, encoder.head_hidden_size, self.classes)
-        mean, std = config.model.normalization(config.data.channels)
-        self.model = DistilledEncoder(encoder, head, distill_head, config.head.pooling, mean, std)
-        self.teacher = load_teacher(config.distill, self.classes, config.data.channels).to(accelerator.device)
+        teacher = config.distill.teacher
+        if teacher is not None:
+            _, held_out = splits  # all, of which `eval_images` are chosen
+            refuse_learned_images("distill.teacher", teacher, config.data, held_out)
+        self.start = config.model.init_from or "random weights"
+        self.model, self.img_size = self.build_model()
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
 
     @property
     def method(self) -> str:
         """How it is trained, for the model card."""
+        return f"Trained with labels, from {self.start}; the classification head is left out"
+
+    def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
+        """The encoder with its head; height and width of its images."""
+        config = self.config
+        encoder, img_size = build_backbone(config.model, config.data.channels)
+        mean, std = config.model.normalization(config.data.channels)
+        return HeadedEncoder(encoder, self.build_head(encoder), config.head.pooling, mean, std), img_size
+
+    def build_head(self, encoder: nn.Module) -> nn.Module:
+        """A classifier on a token of the encoder."""
+        return build_head(self.config.head.kind, encoder.head_hidden_size, self.classes)
+
+
+class Distilled(Supervised):
+    """The task: classify, and predict a teacher's answer for the same crop."""
+
+    kind = "encoder trained with labels and distilled from a classifier"
+
+    def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
+        super().__init__(config, accelerator, layout)
+        self.teacher = load_teacher(config.distill, self.classes, config.data.channels).to(accelerator.device)
+
+    @property
+    def method(self) -> str:
+        """How it is trained, for the model card."""
         distill = self.config.distill
-        start = self.config.model.init_from or "random weights"
         return (
-            f"Trained with labels, from {start}, and by {distill.kind} distillation from {distill.teacher} through a "
-            "token (DeiT: Touvron et al., ICML 2021). The tokens begin with [class] and the distillation token; both "
-            "heads are left out"
+            f"Trained with labels, from {self.start}, and by {distill.kind} distillation from {distill.teacher} "
+            "through a token (DeiT: Touvron et al., ICML 2021). The tokens begin with [class] and the distillation "
+            "token; both heads are left out"
         )
+
+    def build_model(self) -> tuple[DistilledEncoder, ImageSize]:
+        """The student with its two heads; height and width of its images."""
+        config = self.config
+        encoder = build_student(config.model, config.data.channels)
+        head = self.build_head(encoder)
+        distill_head = self.build_head(encoder)
+        mean, std = config.model.normalization(config.data.channels)
+        model = DistilledEncoder(encoder, head, distill_head, config.head.pooling, mean, std)
+        return model, encoder.patch_embed.img_size
 
     def logits(self, outputs: Tensor) -> Tensor:
         return average_heads(outputs)

@@ -463,7 +463,7 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     assert out.with_suffix(".pictures.png").is_file()
     assert out.with_suffix(".png").is_file()
     printed = capsys.readouterr().out
-    assert "8 images with masks to learn from, 8 to judge by" in printed
+    assert "8 images with masks to learn from, 8 to evaluate on" in printed
     assert "| class 2 |" in printed
 
 
@@ -509,7 +509,7 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
         ),
         pytest.param(
             ["--encoder=resnet10t", "--random=true"],
-            "resnet10t, which has no patches to judge: ResNet",
+            "resnet10t, which has no patches to evaluate: ResNet",
             id="no patches",
         ),
         pytest.param(["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev", id="no such depth"),
@@ -570,7 +570,7 @@ def pixels_of(numbers: list[int]) -> PatchFeatures:
 def test_ignored_pixels_are_reported_and_above_a_fifth_their_setting_is_named(count, share, warned, capsys):
     report_pixels(pixels_of([IGNORED_CLASS] * count), MaskedDataConfig(ignore_index=7))
     captured = capsys.readouterr()
-    shares = f"{share} of the pixels to learn from and 0.0% of those to judge by are ignored"
+    shares = f"{share} of the pixels to learn from and 0.0% of those to evaluate on are ignored"
     assert captured.out == f"{shares} (data.ignore_index is 7)\n"
     assert ("are 7, which data.ignore_index leaves out" in captured.err) == warned
 

@@ -14,11 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
-from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.extraction import extract_split, views_for, warn_left_out
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.patches.features import PatchBaseline, PatchFeatures, patch_features
-from evaluation.patches.masks import MaskedImages, decode_mask, load_masks_of_path
+from evaluation.patches.features import PatchEncoder, PatchFeatures, patch_features
+from evaluation.patches.masks import MaskedImages, MaskedSplits, decode_mask, load_masks_of_path
 from evaluation.patches.outlines import load_outlined_birds
 from mpp.data.crops import centre_crop
 from mpp.data.sources import load_splits
@@ -29,8 +28,8 @@ from mpp.errors import UnreadableImage
 NO_INDEX = -1  # of an image that cannot be decoded
 
 
-def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = None) -> tuple[MaskedImages, MaskedImages]:
-    """Load images with masks: those to learn from, and those that are held out.
+def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = None) -> MaskedSplits:
+    """Load images with masks.
 
     Args:
         loaded: the splits, if they are loaded already.
@@ -75,7 +74,7 @@ class MaskedViews(ViewDataset):
         return pixels, mask
 
 
-def masked_views(encoder: FrozenEncoder | PatchBaseline, masked: MaskedImages, data: MaskedDataConfig) -> MaskedViews:
+def masked_views(encoder: PatchEncoder, masked: MaskedImages, data: MaskedDataConfig) -> MaskedViews:
     """Images and masks as an encoder takes them."""
     views = views_for(encoder, masked.images, data)
     return MaskedViews(views.dataset, views.data, views.img_size, masks=masked.masks)
@@ -85,15 +84,15 @@ class ExtractedPatches(NamedTuple):
     """Features of patches, of the images and masks that can be decoded."""
 
     by_depth: dict[int, PatchFeatures]
-    splits: tuple[MaskedImages, MaskedImages]
+    splits: MaskedSplits
     """The images and masks that can be decoded."""
     left_out: dict[str, int]
     """Number of the other images of train and test."""
 
 
 def extract_patches(
-    encoder: FrozenEncoder | PatchBaseline,
-    splits: tuple[MaskedImages, MaskedImages],
+    encoder: PatchEncoder,
+    splits: MaskedSplits,
     depths: Sequence[int],
     data: MaskedDataConfig,
     accelerator: Accelerator,
@@ -111,6 +110,8 @@ def extract_patches(
         by_depth[depth] = PatchFeatures(of_train, train.labels, of_test, test.labels)
     kept = []
     for masked, extracted in zip(splits, (train, test), strict=True):
-        kept.append(MaskedImages(masked.images.select(extracted.kept), masked.masks.select(extracted.kept)))
+        images = masked.images.select(extracted.kept)
+        masks = masked.masks.select(extracted.kept)
+        kept.append(MaskedImages(images, masks))
     left_out = {"train": len(train.unreadable), "test": len(test.unreadable)}
-    return ExtractedPatches(by_depth, tuple(kept), left_out)
+    return ExtractedPatches(by_depth, MaskedSplits(*kept), left_out)

@@ -28,6 +28,10 @@ class PatchBaseline(NamedTuple):
     stages: Sequence[None] = (None,)
 
 
+PatchEncoder = FrozenEncoder | PatchBaseline
+"""A source of patch features."""
+
+
 class PatchFeatures(NamedTuple):
     """Features of patches at one depth, and the masks of their images."""
 
@@ -48,7 +52,7 @@ class PatchFeatures(NamedTuple):
 
 
 @torch.no_grad()
-def patch_features(encoder: FrozenEncoder | PatchBaseline, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+def patch_features(encoder: PatchEncoder, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
     """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
     if isinstance(encoder, PatchBaseline):
         return [color_and_position(images, encoder.grid)]

@@ -30,10 +30,15 @@ class MaskedImages(NamedTuple):
     """Undecoded, in the column `mask`."""
 
 
-def load_masks_of_path(
-    data: MaskedDataConfig, splits: dict[str, datasets.Dataset]
-) -> tuple[MaskedImages, MaskedImages]:
-    """Load images with masks from `data.path`: those to learn from, and those that are held out.
+class MaskedSplits(NamedTuple):
+    """Images with masks: those to learn from, and those that are held out."""
+
+    train: MaskedImages
+    test: MaskedImages
+
+
+def load_masks_of_path(data: MaskedDataConfig, splits: dict[str, datasets.Dataset]) -> MaskedSplits:
+    """Load images with masks from `data.path`.
 
     Raises:
         UserError: no such split or column.
@@ -49,7 +54,7 @@ def load_masks_of_path(
     require(data.mask_column in columns, "data.mask_column", data.mask_column, allowed)
     train, held_out = load_image_datasets(data, splits)
     train = train.choose(data.train_images, data.eval_seed)
-    return attach_masks(train, splits, data), attach_masks(held_out, splits, data)
+    return MaskedSplits(attach_masks(train, splits, data), attach_masks(held_out, splits, data))
 
 
 def attach_masks(images: ImageDataset, splits: dict[str, Any], data: MaskedDataConfig) -> MaskedImages:

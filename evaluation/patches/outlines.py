@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.run_images import indices_in_split
-from evaluation.patches.masks import MaskedImages
+from evaluation.patches.masks import MaskedImages, MaskedSplits
 from mpp.config import require
 from mpp.data.data_path import BIRDS_FOLDER
 from mpp.data.dataset import ImageDataset
@@ -19,10 +19,8 @@ from mpp.data.sources import load_image_datasets
 OUTLINES_FILE = BIRDS_FOLDER / "outlines.json"
 
 
-def load_outlined_birds(
-    data: MaskedDataConfig, splits: dict[str, datasets.Dataset]
-) -> tuple[MaskedImages, MaskedImages]:
-    """Load the outlined photographs: those to learn from, and those that are held out.
+def load_outlined_birds(data: MaskedDataConfig, splits: dict[str, datasets.Dataset]) -> MaskedSplits:
+    """Load the outlined photographs.
 
     Raises:
         UserError: a split has no outlined photograph.
@@ -32,7 +30,7 @@ def load_outlined_birds(
     train, held_out = load_image_datasets(data, splits)
     train = select_outlined(train, splits, outlines).choose(data.train_images, data.eval_seed)
     held_out = select_outlined(held_out, splits, outlines)
-    return attach_outlines(train, splits, outlines), attach_outlines(held_out, splits, outlines)
+    return MaskedSplits(attach_outlines(train, splits, outlines), attach_outlines(held_out, splits, outlines))
 
 
 def select_outlined(images: ImageDataset, splits: dict[str, Any], outlines: dict[str, Any]) -> ImageDataset:
@@ -51,7 +49,9 @@ def bird_ids(images: ImageDataset, splits: dict[str, Any]) -> list[str]:
 
 def attach_outlines(images: ImageDataset, splits: dict[str, Any], outlines: dict[str, Any]) -> MaskedImages:
     """Photographs with their outlines as masks."""
-    cells = [{"bytes": draw_mask(outlines[bird]), "path": None} for bird in bird_ids(images, splits)]
+    cells = []
+    for bird in bird_ids(images, splits):
+        cells.append({"bytes": draw_mask(outlines[bird]), "path": None})
     column = datasets.Features({"mask": datasets.Image(decode=False)})
     return MaskedImages(images, datasets.Dataset.from_dict({"mask": cells}, column))
 
@@ -59,8 +59,9 @@ def attach_outlines(images: ImageDataset, splits: dict[str, Any], outlines: dict
 def draw_mask(outline: dict[str, Any]) -> bytes:
     """A mask of polygons, as PNG: `size` [width, height], `birds` lists of x, y, x, y, ..."""
     mask = Image.new("L", tuple(outline["size"]))
+    drawing = ImageDraw.Draw(mask)
     for polygon in outline["birds"]:
-        ImageDraw.Draw(mask).polygon(polygon, fill=1)
+        drawing.polygon(polygon, fill=1)
     buffer = io.BytesIO()
     mask.save(buffer, "PNG")
     return buffer.getvalue()

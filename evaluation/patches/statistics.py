@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
 from evaluation.patches.features import PatchFeatures
-from evaluation.patches.masks import IGNORED_CLASS, LARGEST_CLASS, MaskedImages
+from evaluation.patches.masks import IGNORED_CLASS, LARGEST_CLASS, MaskedImages, MaskedSplits
 from mpp.config import require
 from mpp.data.columns import read_cell
 from mpp.data.data_path import describe_source
@@ -62,10 +62,10 @@ def class_shares(masks: NDArray[np.int16], grid: tuple[int, int], classes: int) 
         yield F.adaptive_avg_pool2d(one_hot.movedim(-1, 1).float(), grid).movedim(1, -1)
 
 
-def describe_masked_images(splits: tuple[MaskedImages, MaskedImages], data: MaskedDataConfig) -> str:
-    """The number of images to learn from and to test on, for a message."""
+def describe_masked_images(splits: MaskedSplits, data: MaskedDataConfig) -> str:
+    """The number of images to learn from and to evaluate on, for a message."""
     train, test = splits
-    counts = f"{len(train.images)} images with masks to learn from, {len(test.images)} to judge by"
+    counts = f"{len(train.images)} images with masks to learn from, {len(test.images)} to evaluate on"
     return f"{describe_source(data)}: {counts}"
 
 
@@ -99,7 +99,7 @@ def report_pixels(features: PatchFeatures, data: MaskedDataConfig) -> None:
     test = count_pixels(features.test_masks)
     train_share, test_share = (float(counts[0] / counts.sum()) for counts in (train, test))
     ignored = "null" if data.ignore_index is None else data.ignore_index
-    shares = f"{train_share:.1%} of the pixels to learn from and {test_share:.1%} of those to judge by"
+    shares = f"{train_share:.1%} of the pixels to learn from and {test_share:.1%} of those to evaluate on"
     print(f"{shares} are ignored (data.ignore_index is {ignored})")
     largest_share = max(train_share, test_share)
     if largest_share > IGNORED_SHARE_TO_WARN:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from evaluation.config import SegmentationConfig
 from evaluation.figures.images import plot_segmentation
-from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.results import format_percent, summarize_values, table
 from evaluation.patches.extraction import masked_views
-from evaluation.patches.features import PatchBaseline
+from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
 from mpp.features.reconstructions import as_rgb
 from mpp.runtime.randomness import FIXED_VIEW
@@ -34,7 +33,8 @@ def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str
         for reading in readings:
             of_reading = [result for result in results if result["case"] in (reading, "all")]
             for score in ("accuracy", "pixel_accuracy"):
-                cells.append(format_percent(summarize_values([result[score] for result in of_reading])))
+                values = [result[score] for result in of_reading]
+                cells.append(format_percent(summarize_values(values)))
         rows.append(cells)
     return table(headings, rows)
 
@@ -56,7 +56,7 @@ def class_table(results: list[dict[str, Any]]) -> str:
 
 
 def draw_predictions(
-    encoder: FrozenEncoder | PatchBaseline,
+    encoder: PatchEncoder,
     test: MaskedImages,
     predictions: dict[str, Tensor],
     config: SegmentationConfig,
@@ -67,13 +67,15 @@ def draw_predictions(
         predictions: predicted masks of all held-out images, by reading.
     """
     count = len(test.images)
-    chosen = np.unique(np.linspace(0, count - 1, min(config.images, count)).astype(int))
+    evenly_spaced = np.linspace(0, count - 1, min(config.images, count))
+    chosen = np.unique(evenly_spaced.astype(int))
     views = masked_views(encoder, test, config.data)
     samples = [views[FIXED_VIEW, index] for index in chosen.tolist()]
     images = torch.stack([sample.images for sample in samples])
     if images.shape[1] not in (1, 3):
         images = images.float().mean(1, keepdim=True)
-    columns = {"mask": torch.stack([sample.labels for sample in samples]).long().numpy()}
+    masks = torch.stack([sample.labels for sample in samples])
+    columns = {"mask": masks.long().numpy()}
     for reading, predicted in predictions.items():
         columns[reading] = predicted[torch.from_numpy(chosen)].long().numpy()
     classes = 1 + max(int(column.max()) for column in columns.values())

@@ -47,14 +47,17 @@ class TwoViews(ViewDataset):
 
     def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
         seed = self.data.cut_seed if epoch == FIXED_VIEW else self.seed
-        return torch.stack([self.one_view(pixels, seed, epoch, 2 * index + number) for number in range(2)])
+        first = self.one_view(pixels, seed, epoch, 2 * index)
+        second = self.one_view(pixels, seed, epoch, 2 * index + 1)
+        return torch.stack([first, second])
 
     def one_view(self, pixels: Tensor, seed: int, epoch: int, number: int) -> Tensor:
         """A view (C, H, W); `number` is twice the index of its image, plus 1 for the second view."""
         crop = crops.random_crop(pixels, self.img_size, self.data, seed, epoch, number)
         if self.distorted.jitter or self.distorted.grey:
             crop = crops.to_8_bits(crop)
-        return crops.apply_random(distortion(self.distorted, min(sides(self.img_size))), crop, seed, epoch, number)
+        transform = distortion(self.distorted, min(sides(self.img_size)))
+        return crops.apply_random(transform, crop, seed, epoch, number)
 
 
 def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -94,4 +97,5 @@ class GatherWithGradients(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         accelerator = ctx.accelerator
         summed = accelerator.reduce(gradient, "sum")
-        return summed.chunk(accelerator.num_processes)[accelerator.process_index], None
+        by_process = summed.chunk(accelerator.num_processes)
+        return by_process[accelerator.process_index], None
