@@ -140,11 +140,11 @@ class Contrastive(ImageTask):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         batches = warn_of_unreadable(self.fixed_view_loader.batches(self.held_out_views), tracker)
         count = len(self.held_out_views.dataset)
-        (projected,), _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
+        projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
         if self.accelerator.is_main_process:
-            projected = torch.from_numpy(projected).to(self.accelerator.device)
-            scalars = self.measure_held_out(projected)
+            (projections,) = projected  # the list is empty on other processes
+            scalars = self.measure_held_out(torch.from_numpy(projections).to(self.accelerator.device))
             self.log_panel(step, tracker)
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)
