@@ -53,16 +53,11 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
 
 def peak_of_passes(config: Config, model: nn.Module, objective: Objective, images: int, passes: int) -> dict[str, int]:
     """Bytes at the peak of forward and backward passes by torch's kind of memory, such as PARAM, GRAD and Total."""
-    grid, patch_size = cell_grid(model.encoder)
-    height, width = (side * patch_size for side in grid)
-    of_one_image = draw(config.corruption, grid, seed=0, epoch=0, index=0)
-    of_batch = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in of_one_image]
     model.requires_grad_(True)  # the tracker needs it; a teacher computes without a graph and gets no gradients
     tracker = MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
         model.to_empty(device="cpu")
-        pixels = torch.empty(images, config.data.channels, height, width, dtype=torch.uint8)
-        corruption = Corruption(*map(fake_mode.from_tensor, of_batch))
+        pixels, corruption = fake_batch(config, model, images, fake_mode)
         tracker.track_external(model)
         with tracker:
             for _ in range(min(2, passes)):
@@ -70,6 +65,16 @@ def peak_of_passes(config: Config, model: nn.Module, objective: Objective, image
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}
+
+
+def fake_batch(config: Config, model: nn.Module, images: int, fake_mode: FakeTensorMode) -> tuple[Tensor, Corruption]:
+    """Images and their corruption as fake tensors, to be called under this mode."""
+    grid, patch_size = cell_grid(model.encoder)
+    height, width = (side * patch_size for side in grid)
+    pixels = torch.empty(images, config.data.channels, height, width, dtype=torch.uint8)
+    of_one_image = draw(config.corruption, grid, seed=0, epoch=0, index=0)
+    of_batch = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in of_one_image]
+    return pixels, Corruption(*map(fake_mode.from_tensor, of_batch))
 
 
 def run_pass(model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str) -> None:

@@ -158,6 +158,7 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (Config, "objective.cell=4", [[]], ["--objective.name=hog"]),
     (Config, "corruption.block=3", [[], ["--corruption.pattern=blockwise"]], ["--corruption.pattern=blocks"]),
     (Config, "corruption.source=batch", [["--corruption.random=0", "--corruption.keep=0.2"]], []),
+    (Config, "model.residual=bf16", [["--run.precision=fp32"]], []),
     (Config, "network.decoder_width=64", [[]], MAE),
     (Config, "network.decoder_depth=2", [[]], MAE),
     (Config, "network.decoder_heads=2", [[]], MAE),

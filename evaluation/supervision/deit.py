@@ -23,6 +23,7 @@ from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
 from mpp.models.encoder import architecture, build_encoder
 from mpp.models.loading import load_weights
+from mpp.models.residual import has_bf16_residual, use_bf16_residual
 from mpp.models.timm_models import fix_positions, has_fused_attention, set_attention
 from mpp.runtime.weights import weight_names, weights_file
 
@@ -156,6 +157,8 @@ def add_distillation_token(plain: VisionTransformer, config: ModelConfig) -> Vis
     )
     student = timm.create_model(DISTILLED_VIT, num_classes=0, **arguments)
     set_attention(student, has_fused_attention(plain))
+    if has_bf16_residual(plain):
+        use_bf16_residual(student)
     student.set_grad_checkpointing(config.activation_checkpointing)
     require(describe_modules(plain) == describe_modules(student), *refusal)
     weights, random = plain.state_dict(), student.state_dict()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 from mpp.config.fields import default_of, describe_allowed
@@ -37,13 +38,15 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         require(fits, f"{prefix}{each.name}", describe_value(value), allowed)
 
 
-def refuse_idle(config: Any, usual: Any = None, prefix: str = "") -> None:
+def refuse_idle(config: Any, usual: Any = None, prefix: str = "", whole: Any = None) -> None:
     """Raise UserError at a setting that was given and has no effect, with what it needs.
 
     Args:
         usual: the same config where nothing was given; None: the defaults. A value as usual does not count as given.
         prefix: of the settings' names.
+        whole: the config that this one is a group of; None: it is whole itself.
     """
+    whole = whole or config
     for each in fields(config):
         key = f"{prefix}{each.name}"
         value = getattr(config, each.name)
@@ -54,12 +57,15 @@ def refuse_idle(config: Any, usual: Any = None, prefix: str = "") -> None:
                 other = getattr(default, name)
                 allowed = f"{describe_value(other)} or left out: {why}"
                 require(given == other, f"{key}.{name}", describe_value(given), allowed)
-            refuse_idle(value, default, f"{key}.")
+            refuse_idle(value, default, f"{key}.", whole)
         elif value != default:
             for name, wanted in each.metadata.get("needs", {}).items():
-                needed = f"{prefix}{name} {describe_wanted(wanted)}"
-                allowed = f"{describe_value(default)} or left out: it has no effect unless {needed}"
-                require(is_met(getattr(config, name), wanted), key, describe_value(value), allowed)
+                of_other_group = "." in name
+                actual = attrgetter(name)(whole if of_other_group else config)
+                needed = name if of_other_group else f"{prefix}{name}"
+                allowed = f"{describe_value(default)} or left out: it has no effect unless {needed} "
+                allowed += describe_wanted(wanted)
+                require(is_met(actual, wanted), key, describe_value(value), allowed)
 
 
 def is_met(value: Any, wanted: Any) -> bool:

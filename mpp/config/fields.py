@@ -71,7 +71,8 @@ def setting(
         at_least, above, at_most, below: bounds of the number, or of each number of a tuple.
         listed: whether it is a list of any length from 1, which may be given as one value.
         needs: other fields without which this one has no effect: a name -> the value or the tuple of values that it
-            must have (a field that is a list must hold one of them); True: it is set; False: it is not.
+            must have (a field that is a list must hold one of them); True: it is set; False: it is not. A name with a
+            dot is of another group, such as "run.precision".
         operational: whether it changes how a run is carried out and not what it computes, so that it may differ when
             the run is resumed.
     """

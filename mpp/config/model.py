@@ -50,6 +50,9 @@ class ModelConfig:
     """Stochastic depth rate of the last block, rising linearly from 0."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """timm's attention. auto: fused on a GPU, unfused on a CPU, where it is faster."""
+    residual: Literal["fp32", "bf16"] = setting("fp32", needs={"run.precision": ("auto", "bf16")})
+    """Type of the tokens between blocks where run.precision is bf16, in encoder, decoder and moving average. bf16 moves
+    fewer bytes on a GPU, and rounds each block's sum to 8 bits; exported weights stay float32."""
     mean: float | tuple[float, ...] | Literal["auto"] = 0.5
     """Means that the input is normalised with (of pixels scaled to [0, 1]): a number for each channel, or one for all.
     auto: measured when the run begins, on 1,024 training images; config.yaml then has the numbers."""

@@ -17,6 +17,7 @@ from mpp.models.attention import gather_tokens
 from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.positions import sincos_2d
+from mpp.models.residual import has_bf16_residual, use_bf16_norms
 from mpp.models.timm_models import has_fused_attention, set_attention
 from mpp.models.vit import VariantViT
 
@@ -122,6 +123,9 @@ class Decoder(nn.Module):
         self.apply(initialize)
         nn.init.trunc_normal_(self.mask_token, std=0.02)
         set_attention(self, has_fused_attention(encoder))
+        self.bf16_residual = has_bf16_residual(encoder)
+        if self.bf16_residual:
+            use_bf16_norms(self)
 
     def forward(self, tokens: Tensor, visible: Tensor, corrupted: Tensor, checkpointed: bool) -> Tensor:
         """Decode the corrupted patches.
@@ -137,7 +141,8 @@ class Decoder(nn.Module):
         tokens = self.embed(tokens)
         masked = self.mask_token.to(tokens.dtype).expand(len(tokens), len(self.positions), -1)
         tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
-        tokens = tokens + self.positions
+        positions = self.positions.to(tokens.dtype) if self.bf16_residual else self.positions
+        tokens = tokens + positions
         tokens = run_blocks(self.blocks[:-1], tokens, checkpointed)
         return self.norm(block_at(self.blocks[-1], tokens, corrupted))
 

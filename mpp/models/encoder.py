@@ -22,6 +22,7 @@ from mpp.config import ModelConfig, require
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import describe_changes, is_named, saved_config, trained_on
 from mpp.models.loading import WeightsFile, load_hybrid, load_timm_model, load_weights, note_other_moments
+from mpp.models.residual import use_bf16_residual
 from mpp.models.timm_models import (
     FIXED_POSITIONS,
     check_cells,
@@ -56,6 +57,8 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
     encoder = create_vit(config, channels)
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
+    if config.residual == "bf16":
+        use_bf16_residual(encoder)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if config.init_from:

@@ -70,9 +70,9 @@ class PositionedBlock(Block):
     def add_positions(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T, D) with the position embeddings that belong to this block."""
         if self.positions is not None:
-            tokens = tokens + self.positions()
+            tokens = tokens + self.positions().to(tokens.dtype)
         for positions in self.shared:
-            tokens = tokens + positions()
+            tokens = tokens + positions().to(tokens.dtype)
         return tokens
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -24,6 +24,7 @@ from mpp.errors import UserError, one_line
 from mpp.runtime.files import appears
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.lock import exclusive
+from mpp.runtime.messages import note
 from mpp.runtime.processes import TRAINING_TIMEOUT, on_main_process, set_timeout
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
@@ -94,6 +95,8 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     resolved = replace(config, run=run, optim=config.optim.resolved(config.run.steps))
     if not hasattr(config, "model"):  # fine-tuning has an encoder instead
         return resolved
+    if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
+        note("model.residual bf16 has no effect here: run.precision is fp32")
     measured = saved.get("model", {})
     return replace(resolved, model=config.model.with_moments(measured.get("mean"), measured.get("std")))
 

@@ -1,0 +1,174 @@
+"""The residual stream in bf16: bytes, losses and types beside those of the float32 stream."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY
+from model_inputs import HALVES, draw_batch, random_images, randomize
+from safetensors.torch import load_file
+from torch import nn
+from traffic import count_traffic
+
+from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig, RunConfig
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
+from mpp.models.networks import build_model
+from mpp.models.residual import has_bf16_residual
+from mpp.models.timm_models import cell_grid
+from mpp.pretrain import pretrain
+
+NUMBERS = dict(width=32, depth=3, heads=2, img_size=32, patch_size=8)
+MODEL = ModelConfig(**NUMBERS)
+MASK_ALONE = CorruptionConfig(mask=1, random=0, keep=0)
+NETWORKS = {
+    "predictor": Config(model=MODEL),
+    "pixels": Config(model=MODEL, objective=ObjectiveConfig(name="pixels")),
+    "autoencoder": Config(model=MODEL, corruption=MASK_ALONE, network=NetworkConfig(name="autoencoder")),
+    "moving average": Config(model=MODEL, objective=ObjectiveConfig(name="features")),
+}
+ENCODERS = {
+    "plain": {},
+    "no positions": dict(position="none", arguments={"class_token": False, "global_pool": "avg"}),
+    "every": dict(position_at="every"),
+    "every_shared": dict(position="sincos_2d", position_at="every_shared"),
+    "rope": dict(position="rope"),
+    "axial": dict(mixing="axial", position="relative_bias"),
+    "layer scale": dict(arguments={"init_values": 0.1, "qk_norm": True, "pre_norm": True}),
+}
+
+
+def with_residual(config: Config, residual: str) -> Config:
+    return replace(config, model=replace(config.model, residual=residual))
+
+
+def build(config: Config) -> tuple[nn.Module, object]:
+    torch.manual_seed(0)
+    return build_model(config)
+
+
+def losses_of(config: Config, steps: int = 10) -> list[float]:
+    """Losses of SGD under autocast on the same batch."""
+    model, objective = build(config)
+    images = random_images(8)
+    corruption = draw_batch(config.corruption, cell_grid(model.encoder)[0], images=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(images, corruption)
+        if config.objective.name == "features":
+            predictions, targets = outputs[:2]
+        else:
+            predictions, targets = outputs, objective.targets(images, corruption.positions)
+        loss = objective.loss(predictions.float(), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_ten_losses_equal_those_of_a_float32_stream_to_the_rounding_of_bf16(network):
+    torch.manual_seed(1)
+    losses = losses_of(with_residual(NETWORKS[network], "bf16"))
+    torch.manual_seed(1)
+    expected = losses_of(NETWORKS[network])
+    assert losses == pytest.approx(expected, rel=2**-8)
+    assert losses != expected
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("settings", ENCODERS.values(), ids=ENCODERS)
+def test_all_blocks_take_and_give_bf16_under_autocast_alone(settings):
+    """Weights, gradients and results without autocast are those of a float32 stream."""
+    outputs = []
+    for residual in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        encoder = build_encoder(ModelConfig(**NUMBERS, **settings, residual=residual))
+        randomize(encoder, 0.05)
+        outputs.append((encoder.forward_features(torch.ones(2, 3, 32, 32)), encoder.state_dict()))
+    (plain, plain_state), (features, state) = outputs
+    assert torch.equal(plain, features)
+    assert list(plain_state) == list(state)
+
+    types = set()
+    for block in encoder.blocks:
+        block.register_forward_hook(lambda _, inputs, output: types.update((inputs[0].dtype, output.dtype)))
+    images = torch.randn(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = encoder.forward_features(images)
+        encoder.forward_intermediates(images)
+    assert types == {torch.bfloat16}
+    features.float().sum().backward()
+    gradients = [parameter.grad for parameter in encoder.parameters() if parameter.grad is not None]
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+
+
+def test_the_decoder_and_the_moving_average_follow():
+    model, _ = build(with_residual(NETWORKS["autoencoder"], "bf16"))
+    assert has_bf16_residual(model.decoder)
+    types = []
+    model.decoder.blocks[0].register_forward_hook(lambda _, inputs, output: types.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(random_images(2), draw_batch(MASK_ALONE, images=2))
+    assert types == [torch.bfloat16]
+    model, _ = build(with_residual(NETWORKS["moving average"], "bf16"))
+    assert has_bf16_residual(model.teacher.encoder)
+    model, _ = build(NETWORKS["moving average"])
+    assert not has_bf16_residual(model)
+
+
+def test_an_exported_encoder_is_that_of_a_float32_stream(tmp_path):
+    files = []
+    for residual in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        encoder = build_encoder(replace(MODEL, residual=residual))
+        export_encoder(encoder, tmp_path / residual, 32, *HALVES, 0.875)
+        names = ("config.json", "model.safetensors")
+        files.append([(tmp_path / residual / name).read_bytes() for name in names])
+    assert files[0] == files[1]
+
+
+def test_activation_checkpointing_computes_the_same():
+    config = with_residual(NETWORKS["predictor"], "bf16")
+    again = replace(config, model=replace(config.model, activation_checkpointing=True))
+    torch.manual_seed(1)
+    losses = losses_of(config, 3)
+    torch.manual_seed(1)
+    assert losses_of(again, 3) == losses
+
+
+def test_a_run_trains_and_says_where_the_setting_has_no_effect(tmp_path, capsys, monkeypatch):
+    words = dict(word.removeprefix("--").split("=") for word in TINY)
+    settings = words | {"model.residual": "bf16", "data.cache_gb": "1"}
+    monkeypatch.setattr("mpp.runtime.start.bf16_is_native", lambda: False)
+    folders = []
+    for precision in ("bf16", "auto"):
+        folder = pretrain(settings | {"run.precision": precision, "run.dir": str(tmp_path / precision)})
+        folders.append(folder)
+        noted = "note: model.residual bf16 has no effect here: run.precision is fp32" in capsys.readouterr().out
+        assert noted == (precision == "auto")
+    for name, tensor in load_file(folders[0] / "encoder" / "model.safetensors").items():
+        assert tensor.dtype == torch.float32, name
+
+
+@pytest.mark.faults
+def test_a_block_moves_76_bytes_less_for_each_value_of_the_stream():
+    """In each half, 14 in the forward pass and 24 in the backward pass, by the sizes of what operations read and write.
+
+    Forward: layer norm 4 + 4 -> 2 + 2, its output's cast 4 + 2 -> 0, the sum 4 + 2 + 4 -> 2 + 2 + 2. Backward: the
+    norm's gradient 4 + 4 + 4 -> 2 + 2 + 2, the sum of both branches' likewise, and a cast of each branch's 6 -> 0.
+    """
+    images, width = 64, 192
+    moved = {}
+    for residual in ("fp32", "bf16"):
+        for depth in (2, 3):
+            model = ModelConfig(width=width, depth=depth, heads=3, img_size=64, patch_size=8, residual=residual)
+            config = Config(run=RunConfig(precision="bf16", steps=10), model=model)
+            moved[residual, depth] = count_traffic(config, images).elementwise()
+    of_fp32, of_bf16 = (moved[residual, 3] - moved[residual, 2] for residual in ("fp32", "bf16"))
+    values = images * 65 * width
+    assert of_fp32 - of_bf16 == pytest.approx(76 * values, rel=0.02)
+    assert of_bf16 / of_fp32 == pytest.approx(0.63, abs=0.03)
