@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from image_files import write_tar
 
 from mpp.config import ImagesConfig
+from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.lists import read_list, to_label_column
+from mpp.data.listing.tree import walk_folder
 from mpp.errors import UserError
 
 QUICK = settings(max_examples=30, deadline=None, derandomize=True)
@@ -225,6 +227,15 @@ def test_other_spellings_of_a_name_are_that_file(tmp_path, change):
     write_csv(tmp_path / "metadata.csv", rows)
     images = in_train(tmp_path)
     assert len(images) == 2 and all_right(images)
+
+
+def test_names_without_endings_are_indexed_only_for_a_list_that_has_some(tmp_path):
+    """Such an index of a large folder takes seconds and much memory."""
+    save(tmp_path / f"{ACUTE}.png", 0)
+    index = FileIndex(walk_folder(str(tmp_path)))
+    assert index.find(f"{DECOMPOSED}.png", "") == 0
+    assert "without_extensions" not in vars(index)
+    assert index.find(DECOMPOSED, "") == 0
 
 
 def test_a_name_that_is_there_is_no_other_form_of_a_name(tmp_path):

@@ -183,6 +183,27 @@ def test_segmentation_lists_the_images_of_its_run_once(pretrain, listed, tmp_pat
     assert len(listed) == 1
 
 
+def test_masks_that_pre_training_took_for_images_are_no_change(pretrain, tmp_path):
+    """They lie outside the folder of the list that names them, so only segmentation knows that they are masks."""
+    folder = tmp_path / "set"
+    lines = ["file_name,mask"]
+    for number in range(12):
+        image = picture(number)
+        for name, pixels in (("images", image), ("masks", image[..., 0] // 128)):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / f"{number}.png").write_bytes(encoded(pixels))
+        lines.append(f"{number}.png,../masks/{number}.png")
+    (folder / "images" / "metadata.csv").write_text("\n".join(lines))
+    run = pretrain(f"--data.path={folder}", *CUT)
+    words = [f"--encoder={run}", "--readings=knn", "--images=0", "--data.workers=0"]
+    segmentation.main(words)
+    report = json.loads(next((run / "evaluation").glob("segmentation*.json")).read_text())
+    assert report["protocol"]["data"]["path"] == str(folder)
+    (folder / "masks" / "0.png").write_bytes(encoded(picture(99)[..., 0] // 128))
+    with pytest.raises(UserError, match=rf"{folder} no longer holds the images that {run} began with"):
+        segmentation.main(words)
+
+
 def test_images_that_one_command_compared_are_not_those_of_the_next(of_a_relative_path, image_folder):
     """A command that stops between comparing and loading leaves nothing behind: files may change before the next."""
     own_images(of_a_relative_path)

@@ -1,10 +1,12 @@
 """From data.path to images: layouts on disk, splits, labels, and the files that are left out."""
 
 import collections
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from conftest import dataset_of, encoded, picture, views_of
 
@@ -235,6 +237,26 @@ def test_a_seeded_choice_of_training_images(image_folder):
     assert train.choose(None, seed=0) is train
 
 
+def test_shares_of_many_classes_take_little_memory():
+    """Of millions of labels, a Python number for each would be seconds and gigabytes."""
+    labels = np.random.default_rng(0).integers(1000, 21_000, 200_000)
+    images = datasets.Dataset.from_dict({"image": np.zeros(len(labels), np.int8)})
+    dataset = ImageDataset(images, "image", labels, "train")
+    tracemalloc.start()
+    shares = dataset.class_shares()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(shares) == len(np.unique(labels))
+    assert sum(shares.values()) == pytest.approx(1)
+    assert peak_bytes < 5 * labels.nbytes
+
+
+def test_classes_of_the_same_share_are_in_their_order():
+    images = datasets.Dataset.from_dict({"image": [0] * 8})
+    dataset = ImageDataset(images, "image", np.array([10, 2, 10, 2, 3, 3, 3, -1]), "train")
+    assert list(dataset.class_shares().items()) == [("3", 3 / 7), ("2", 2 / 7), ("10", 2 / 7)]
+
+
 def test_a_share_to_hold_out_is_refused_where_a_split_is_held_out():
     with pytest.raises(ValueError, match=r"data\.eval_fraction is 0\.5; it must be left out, because test is held out"):
         load_image_datasets(DataConfig(eval_fraction=0.5))
@@ -300,6 +322,8 @@ def test_a_card_says_what_the_splits_are(tmp_path):
     configs = f"configs:\n- {{config_name: default, data_files: [{files}]}}"
     (tmp_path / "README.md").write_text(f"---\n{configs}\n---\n")
     assert sizes_of_splits(tmp_path) == {"train": 4, "test": 4}
+    with pytest.raises(UserError, match=r"data\.labels is a\.csv; it must be left out: README\.md says what"):
+        load_splits(DataConfig(path=str(tmp_path), labels="a.csv"))
     (tmp_path / "README.md").unlink()
     with pytest.raises(UserError, match=r"data\.name is b; it must be left out: .* has no README\.md with configs"):
         load_splits(DataConfig(path=str(tmp_path), name="b"))

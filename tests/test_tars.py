@@ -369,6 +369,74 @@ def test_far_shards_are_those_of_this_machine(tmp_path):
         streamed(far_shard)
 
 
+def put_at_url(tmp_path: Path, *names: str) -> str:
+    """Shards of two images each at a URL, whose folder is returned."""
+    write_tar(tmp_path / "two.tar", samples(range(2)))
+    for name in names:
+        fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/{name}", (tmp_path / "two.tar").read_bytes())
+    return f"memory://{tmp_path.name}"
+
+
+@pytest.mark.parametrize(
+    ("names", "shards_by_split"),
+    [
+        (("train/0.tar", "train/1.tar", "test/0.tar"), {"train": 2, "test": 1}),
+        (("train-0.tar", "train-1.tar", "val-0.tar"), {"train": 2, "validation": 1}),
+        (("imgs-train-0.tar", "imgs-val-0.tar"), {"train": 1, "validation": 1}),
+        (("x/train/0.tar", "x/validation/0.tar"), {"train": 1, "validation": 1}),
+        (("train-00000-of-00002.tar", "train-00001-of-00002.tar"), {"train": 2}),
+        (("0.tar", "1.tar"), {"train": 2}),
+    ],
+)
+def test_shards_at_a_url_have_the_splits_of_their_names_and_folders(tmp_path, names, shards_by_split):
+    splits = load_splits(ImagesConfig(path=put_at_url(tmp_path, *names)), streaming=True)
+    assert {split: sum(1 for _ in rows) for split, rows in splits.items()} == {
+        split: 2 * shards for split, shards in shards_by_split.items()
+    }
+
+
+def test_only_a_star_makes_a_pattern_of_a_url(tmp_path):
+    folder = put_at_url(tmp_path, "[1]-0.tar", "[1]-1.tar", "1-0.tar", "[a]/train-0.tar", "[a]/test-0.tar")
+    for name, splits, count in (("[1]-0.tar", 1, 2), ("[1]-*.tar", 1, 4), ("[a]", 2, 4)):
+        loaded = load_splits(ImagesConfig(path=f"{folder}/{name}"), streaming=True)
+        assert len(loaded) == splits
+        assert sum(1 for rows in loaded.values() for _ in rows) == count
+    with pytest.raises(UserError, match=r"-9\*\.tar, which cannot be loaded: no file matches .*-9\*\.tar"):
+        load_splits(ImagesConfig(path=f"{folder}/1-9*.tar"), streaming=True)
+
+
+def test_a_server_that_is_away_when_one_shard_is_first_asked_for_is_waited_for(tmp_path, monkeypatch):
+    """Whichever request comes first: of what the shard is, or of its bytes."""
+    server = type(fsspec.filesystem("memory"))
+    shard = f"{put_at_url(tmp_path, '0.tar')}/0.tar"
+    requests = []
+
+    def away_at_first(request):
+        def answer(*arguments, **more):
+            requests.append(request)
+            if len(requests) == 1:
+                raise ConnectionError("503")
+            return request(*arguments, **more)
+
+        return answer
+
+    for name in ("info", "_open"):
+        monkeypatch.setattr(server, name, away_at_first(getattr(server, name)))
+    monkeypatch.setattr("mpp.data.retry.time.sleep", lambda seconds: None)
+    assert len(streamed(shard)) == 2
+
+
+def test_an_ending_that_no_picture_has_is_named(tmp_path):
+    write_tar(tmp_path / "a.tar", [*samples(range(2)), *samples(range(2, 4), "jpg", "JPEG")])
+    asked = r"data\.image_column is left\.png, which no picture in the shards of .* has as its ending"
+    with pytest.raises(UserError, match=rf"{asked}; it must be one of jpg, png$"):
+        load(tmp_path, image_column="left.png")
+    assert len(in_train(tmp_path, image_column="jpg")) == 2
+    write_tar(tmp_path / "a.tar", [("0.cls", b"0")])
+    with pytest.raises(UserError, match=rf"data\.path is {tmp_path}, whose shards hold no images"):
+        load(tmp_path)
+
+
 def test_several_pictures_of_one_label_are_refused_or_chosen(tmp_path):
     """Cut at the last dot each picture would be a sample, and their label would be lost."""
     members = []

@@ -18,6 +18,7 @@ from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
+from mpp.data.listing.lists import named_mask_column
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
@@ -100,6 +101,9 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
     is_same = all(getattr(data, name) == getattr(source, name) for name in IMAGE_SETTINGS)
     splits = None if is_known_by_files(record) else load_splits(data if is_same else source)
     changed = image_differences(run, source, splits and without_masks(splits, data))
+    if changed and is_same and named_mask_column(data):  # masks outside their list's folder are images to pre-training
+        is_same = False
+        changed = image_differences(run, source)
     if changed:
         location = location or "the package's birds"
         ways = "put back what it began with, or name other images by --data.path"
@@ -109,7 +113,7 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
 
 def without_masks(splits: LoadedSplits, data: SourceConfig) -> LoadedSplits:
     """The splits of a folder as pre-training has them: their only column of images is not that of masks."""
-    mask_column = getattr(data, "mask_column", None)
+    mask_column = named_mask_column(data)
     if data.image_column is not None or mask_column is None:
         return splits
     unmasked = {}

@@ -48,7 +48,7 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
         saved = datasets.load_from_disk(plain_path(path))
         return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
     if has_card_with_configs(path):
-        refuse_list(config)
+        refuse_list(config, "README.md says what the images are")
         return load_by_card(path, config, streaming)
     refuse_name(config)
     listing = share_folder_listing(path, config, streaming)
@@ -66,10 +66,11 @@ def refuse_name(config: ImagesConfig) -> None:
     require(config.name is None, "data.name", config.name, f"left out: {config.path} has no README.md with configs")
 
 
-def refuse_list(config: ImagesConfig) -> None:
-    """Refuse `data.labels` where the images are not the files of a folder."""
-    allowed = "left out: it is for folders of image files, and shards have labels of their own"
-    require(config.labels is None, "data.labels", config.labels, allowed)
+def refuse_list(
+    config: ImagesConfig, reason: str = "it is for folders of image files, and shards have labels of their own"
+) -> None:
+    """Refuse `data.labels` where the images are not the files of a folder, or a card declares them."""
+    require(config.labels is None, "data.labels", config.labels, f"left out: {reason}")
 
 
 def has_card_with_configs(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """Images that are far away: datasets of the hub, and shards at URLs."""
 
 from collections.abc import Callable
-from itertools import chain
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mpp.data.local import (
 )
 from mpp.data.retry import SERVER_ERRORS, read_with_retries
 from mpp.errors import UserError
+from mpp.runtime.messages import shortened
 
 
 def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
@@ -95,9 +96,23 @@ def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
 
 
 def files_matching(patterns: list[str]) -> list[str]:
-    """The URLs of the files that match patterns, each once."""
-    files = chain.from_iterable(resolve_pattern(pattern, base_path="") for pattern in patterns)
-    return list(dict.fromkeys(files))
+    """The URLs of the files of a split, each once.
+
+    Args:
+        patterns: those by which `datasets` finds splits, most of which match nothing; or a URL, which is not asked for.
+    Raises:
+        FileNotFoundError: no file matches any of them.
+    """
+    files: dict[str, None] = {}
+    for pattern in patterns:
+        if "*" not in pattern:
+            files[pattern] = None
+            continue
+        with suppress(FileNotFoundError):
+            files |= dict.fromkeys(resolve_pattern(pattern, base_path=""))
+    if not files:
+        raise FileNotFoundError(f"no file matches {shortened(patterns)}")
+    return list(files)
 
 
 def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
@@ -108,7 +123,8 @@ def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
     """
     extension = Path(url).suffix
     if extension in SHARD_BUILDERS:
-        return SHARD_BUILDERS[extension], {"train": [url]}
+        pattern = without_sets(url) if "*" in url else url
+        return SHARD_BUILDERS[extension], {"train": [pattern]}
     system, root = fsspec.url_to_fs(url)
     extensions = {Path(file).suffix for file in system.find(root)} & SHARD_BUILDERS.keys()
     if len(extensions) != 1:
@@ -116,12 +132,17 @@ def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
             f"it must hold files of one sort of {', '.join(SHARD_BUILDERS)}; it has {sorted(extensions) or 'none'}"
         )
     (extension,) = extensions
-    folder = url.rstrip("/")
+    folder = without_sets(url.rstrip("/"))
     patterns_by_split = {}
-    for split, patterns in get_data_patterns(url).items():
+    for split, patterns in get_data_patterns(folder).items():
         narrowed = [with_extension(pattern, extension) for pattern in patterns]
         patterns_by_split[str(split)] = [f"{folder}/{pattern}" for pattern in narrowed]
     return SHARD_BUILDERS[extension], patterns_by_split
+
+
+def without_sets(url: str) -> str:
+    """A pattern in which brackets are no sets of characters, but part of a name."""
+    return url.replace("[", "[[]")
 
 
 def with_extension(pattern: str, extension: str) -> str:

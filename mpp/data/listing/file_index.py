@@ -57,9 +57,10 @@ class FileIndex:
         if place in self.index_by_name:
             return self.index_by_name[place]
         composed = compose(place)
-        for index_by_spelling in (self.composed, self.without_extensions):
-            if composed in index_by_spelling:
-                return index_by_spelling[composed]
+        if composed in self.composed:
+            return self.composed[composed]
+        if composed in self.without_extensions:  # made only for lists that need it: it is large
+            return self.without_extensions[composed]
         path = os.path.normpath(os.path.join(self.root, place))
         if not os.path.isfile(path):
             return None

@@ -15,6 +15,8 @@ from mpp.data.listing.lists import named_label_columns
 from mpp.data.listing.split_names import split_of_shard
 from mpp.data.listing.tar_members import is_local_shard, member_path, naming_damaged, read_member
 from mpp.data.listing.tar_samples import cuts_at_last_dot, read_samples
+from mpp.errors import UserError
+from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
 
@@ -33,6 +35,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     for name in endings:
         columns[name] = []
     folders: list[str] = []  # of the images, inside their shards
+    other_endings: set[str] = set()  # of pictures that are not the images
     left_out = LeftOutFiles()
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
     at_last_dot = cuts_at_last_dot(files[0][1], config)
@@ -42,6 +45,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                 if picture is None:
                     name = f"{os.path.basename(shard)}: {sample.name}"
                     left_out.add("samples without a picture", name)
+                    other_endings |= sample.pictures.keys()
                     continue
                 columns[image_column].append(member_path(shard, picture))
                 columns[SPLIT].append(split)
@@ -49,6 +53,8 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                 for name, ending in endings.items():
                     columns[name].append(sample.label(ending))
 
+    if not folders:
+        refuse_without_images(config, other_endings)
     names_have_splits = len(shards) > 1 or any(split_of_shard(shard, ()) != "train" for _, shard in files)
     if names_have_splits:
         layout = layout_inside(columns[SPLIT], folders, config)
@@ -63,6 +69,20 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     listing = Listing(columns, label_columns=endings.keys() & columns.keys(), path_columns={image_column})
     listing.add_left_out(left_out)
     return listing
+
+
+def refuse_without_images(config: ImagesConfig, endings: set[str]) -> None:
+    """Raise UserError for shards without images.
+
+    Args:
+        endings: of the pictures in them, none of which is that of `data.image_column`.
+    """
+    if endings:
+        raise UserError(
+            f"data.image_column is {config.image_column}, which no picture in the shards of {config.path} has as its "
+            f"ending; it must be one of {printable(shortened(sorted(endings)))}"
+        )
+    raise UserError(f"data.path is {config.path}, whose shards hold no images")
 
 
 def label_endings(config: ImagesConfig) -> dict[str, str | None]:
