@@ -5,8 +5,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from mpp.errors import UserError
+from mpp.training import checkpoint
 from mpp.training.checkpoint import complete_checkpoints, restore, save_checkpoint, snapshot
 
 
@@ -28,6 +30,14 @@ def restored_step(folder):
     """The step of the checkpoint that is restored."""
     step, _ = restore(folder, *trained(1, steps=0))
     return step
+
+
+def test_one_process_verifies_a_checkpoint_for_all(tmp_path, monkeypatch):
+    file = save(tmp_path, 3)
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(checkpoint, "broadcast_from_main", lambda accelerator, get: file)  # as on the other processes
+    monkeypatch.setattr(checkpoint, "sha256_of", None)
+    assert checkpoint.resume(accelerator, tmp_path, *trained(1, steps=0)) == (3, {})
 
 
 def names(checkpoints):

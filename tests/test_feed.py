@@ -1,6 +1,7 @@
 """Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +121,7 @@ def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> flo
         preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda ending: ending or Ending.NONE),
         tracker=SimpleNamespace(warn_unreadable=lambda _: None),
         feed=Feed(clock.batches()),
+        speed=SimpleNamespace(waiting=nullcontext),
     )
     loop.end_unless_agreed = lambda *args: Loop.end_unless_agreed(loop, *args)
     for step in range(steps):

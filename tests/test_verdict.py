@@ -59,6 +59,7 @@ def logged_step(step: int, **more: float) -> dict:
         "optim/grad_norm": 0.9,
         "speed/data_wait": 0.05,
         "speed/images_per_second": 128.0,
+        "speed/hours": step * 0.5 / 3600,
         "unreadable": 0,
     }
     return line | more
@@ -129,7 +130,15 @@ WELL = {
     "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 4.9}), FACTS),
     "features have peaked": (run_with_probes(0.4, 0.48, 0.45, 0.42), FACTS),  # 2.5 sqrt(0.48 * 0.52 / 400) = 6.2 %
     "waiting for data": (history(evaluation(400), **{"speed/data_wait": 0.3}), FACTS),
+    "waiting for data while the GPU computes": (
+        history(evaluation(400), **{"speed/data_wait": 0.6, "speed/gpu_idle": 0.1}),
+        FACTS,
+    ),
     "an idle GPU": (history(evaluation(400), **{"speed/executed_tflops": 40.0}), replace(FACTS, gpu_tflops=400)),
+    "a GPU with a wide model": (
+        history(evaluation(400), **{"speed/executed_tflops": 80.0}),
+        replace(FACTS, gpu_tflops=400, width=768),
+    ),
     "unreadable images": (history(evaluation(400), unreadable=6), FACTS),
     "duplicates across the cut": (healthy(), replace(FACTS, duplicates=0.05)),
     "one class dominates": (healthy(), replace(FACTS, largest_class=0.7, classes=2)),
@@ -238,7 +247,7 @@ def test_the_line_says_where_a_run_stands():
         "warnings: overfitting",
     ):
         assert said in line
-    assert "8.3 minutes left" in line  # 1,000 updates of 64 at 128 images/s
+    assert "8.3 minutes left" in line  # 1,000 steps of half a second
     for accuracy, beaten in ((0.3, "not beaten"), (0.32, "matched")):
         line = verdict(history(evaluation(400, accuracy=accuracy)), FACTS)
         assert f"masked-patch accuracy {100 * accuracy:.1f} % (copy baseline 32.0 %, {beaten})" in line
@@ -364,10 +373,10 @@ def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
     monkeypatch.setattr(Probe, "__call__", scripted)
     folder = pretrain(*EVALUATED, "--probe.every=1", "--run.keep_best=true")
     best, last = (load_file(folder / name / "model.safetensors") for name in ("encoder_best", "encoder"))
-    assert all(torch.equal(best[name], seen[2][name]) for name in best)  # before training, after 1, after 2 updates
+    assert all(torch.equal(best[name], seen[2][name]) for name in best)  # before training, after 1, after 2 steps
     assert all(torch.equal(last[name], seen[4][name]) for name in last)
     assert not all(torch.equal(best[name], last[name]) for name in best)
-    assert "after 2 updates" in (folder / "encoder_best" / "README.md").read_text()
+    assert "after 2 steps" in (folder / "encoder_best" / "README.md").read_text()
 
 
 @pytest.mark.faults

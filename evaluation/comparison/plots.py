@@ -43,10 +43,10 @@ def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None
     """Accuracies against the question's x: a line for each case, or for each of its `lines`."""
     drawn = [row | {"x": x_of(row, question)} for row in tested]
     drawn = [row for row in drawn if row["x"] is not None]
-    if not drawn:
-        return None
     if question.lines is not None:
         drawn = on_lines(drawn, question.lines)
+    if not drawn:
+        return None
     return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x))
 
 

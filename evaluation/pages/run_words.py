@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.pages.page import Link, Section
-from mpp.training.history import History, after_training_began, best_depth, probe_lines, series, values_by_depth
+from mpp.training.history import (
+    HOUR,
+    History,
+    after_training_began,
+    best_depth,
+    last_value,
+    probe_lines,
+    series,
+    values_by_depth,
+)
 from mpp.training.record import read_record
 from mpp.training.run_folder import saved_settings
 from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration
@@ -28,9 +37,9 @@ def subtitle(folder: Path, history: History) -> str:
     if held_out_images:
         training += f" ({held_out_images:,} held out)"
     parts = [str(model), training, describe_progress(settings, history, train_images)]
-    seconds = training_seconds(history, group_of(settings, "optim").get("global_batch_size") or 0)
-    if seconds:
-        parts.append(f"{duration(seconds)} of training")
+    hours = last_value(history, "speed/hours")
+    if hours:
+        parts.append(f"{duration(HOUR * hours)} of training, with its evaluations")
     compute = series(history, "compute/pflop")
     if compute:
         _, pflop = compute[-1]
@@ -67,17 +76,6 @@ def describe_progress(settings: dict[str, Any], history: History, train_images: 
 def last_step(history: History) -> int:
     """The last step that was logged."""
     return int(history[-1]["step"])
-
-
-def training_seconds(history: History, batch_size: int) -> float:
-    """Duration of the logged steps, without evaluations; 0 where it is not known."""
-    seconds = 0.0
-    previous_step = 0
-    for step, images_per_second in series(history, "speed/images_per_second"):
-        if images_per_second > 0:
-            seconds += (step - previous_step) * batch_size / images_per_second
-            previous_step = step
-    return seconds
 
 
 def verdict_points(folder: Path, history: History, sections: Sequence[Section]) -> list[tuple[str, Link | None]]:

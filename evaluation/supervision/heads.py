@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import timm
+import torch
 from accelerate import Accelerator
 from timm.layers import convert_sync_batchnorm
 from timm.models import is_model_in_modules
@@ -14,6 +15,7 @@ from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.features.frozen import pool
 from mpp.models.encoder import Normalize, build_encoder, load_encoder
 from mpp.models.timm_models import checkpoint_activations, has_class
+from mpp.runtime.hardware import uses_gpu
 
 VIT_MODULES = ("vision_transformer", "vision_transformer_hybrid")
 """timm's modules whose models `build_encoder` builds."""
@@ -64,6 +66,8 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, I
     )
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
+    if uses_gpu():
+        encoder = encoder.to(memory_format=torch.channels_last)  # in which tensor cores convolve
     return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from timm.layers import DropPath
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,8 +25,18 @@ def run_blocks(blocks: Iterable[nn.Module], tokens: Tensor, checkpointed: bool) 
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
     """
     for block in blocks:
-        tokens = checkpoint(block, tokens, use_reentrant=False) if checkpointed else block(tokens)
+        if checkpointed:
+            tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=draws_random_numbers(block))
+        else:
+            tokens = block(tokens)
     return tokens
+
+
+def draws_random_numbers(block: nn.Module) -> bool:
+    """Whether a block has dropout or drop path, whose random numbers a second computation has to repeat."""
+    rates = [getattr(module, "p", 0.0) for module in block.modules() if isinstance(module, nn.Dropout)]
+    rates += [module.drop_prob or 0.0 for module in block.modules() if isinstance(module, DropPath)]
+    return any(rate > 0 for rate in rates)
 
 
 def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:

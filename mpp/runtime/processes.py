@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import ProcessGroup
 
 from mpp.errors import UserError
@@ -67,6 +68,13 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], object]) -> None
     if problems:
         kind, message = problems[0]
         raise kind(message)
+
+
+def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
+    """The result of `get`, called on the main process, for all processes."""
+    results: list[Any] = []
+    on_main_process(accelerator, lambda: results.append(get()))
+    return broadcast_object_list(results or [None])[0]
 
 
 def set_timeout(timeout: timedelta) -> None:

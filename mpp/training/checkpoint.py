@@ -23,7 +23,7 @@ from mpp.config import OptimConfig
 from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.hashing import sha256_of
-from mpp.runtime.processes import on_main_process
+from mpp.runtime.processes import broadcast_from_main, on_main_process
 from mpp.training.averaging import parameters_of, swap_averages
 from mpp.training.optim import build_optimizer
 from mpp.training.parallel import gather_tensors, read_tensors
@@ -47,9 +47,10 @@ def resume(
     Raises:
         UserError: the processes do not see the same folder, or a stream was read by another number of them.
     """
-    start, cursors_by_process = restore(folder, model, optimizer)
-    if len(set(gather_object([start]))) > 1:
+    checkpoint = broadcast_from_main(accelerator, lambda: newest_whole(folder))  # one process reads all of it
+    if not all(gather_object([checkpoint is None or checkpoint.is_dir()])):
         raise UserError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
+    start, cursors_by_process = load_checkpoint(checkpoint, model, optimizer)
     if start:
         accelerator.print(f"resuming {folder} after step {start}")
     if not any(cursors_by_process):
@@ -136,23 +137,36 @@ def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors])
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Cursors]]:
-    """Load the newest checkpoint that is whole.
+    """Load the newest checkpoint that is whole, in a process of its own; see `load_checkpoint`."""
+    return load_checkpoint(newest_whole(folder), model, optimizer)
 
-    A checkpoint whose files are damaged is named on stderr, and the one before it is used. It does not matter how many
-    processes wrote it, or whether the model was sharded: where it is, each process reads its own rows.
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint whose files are as they were written; others are named on stderr. None: there is none."""
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        damaged = damaged_files(checkpoint)
+        if not damaged:
+            return checkpoint
+        print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
+    return None
+
+
+def load_checkpoint(
+    checkpoint: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, list[Cursors]]:
+    """Load a checkpoint; None: there is none.
+
+    It does not matter how many processes wrote it, or whether the model was sharded: where it is, each process reads
+    its own rows.
 
     Returns:
         The step of the checkpoint (0: there is none), and the cursors of each process.
     """
-    for checkpoint in reversed(complete_checkpoints(folder)):
-        damaged = damaged_files(checkpoint)
-        if damaged:
-            print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
-            continue
-        model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
-        load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
-        return checkpoint_step(checkpoint), read_cursors(checkpoint)
-    return 0, []
+    if checkpoint is None:
+        return 0, []
+    model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
+    load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
+    return checkpoint_step(checkpoint), read_cursors(checkpoint)
 
 
 def read_cursors(checkpoint: Path) -> list[Cursors]:

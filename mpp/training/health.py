@@ -49,6 +49,8 @@ class Facts:
     """Held-out images that kNN accuracy, or agreement, is measured on."""
     gpu_tflops: float = 0.0
     """TFLOP/s that the GPUs reach in large matrix products; 0: there is none."""
+    width: int = 0
+    """Width of the encoder's tokens; 0: it has none."""
     moving: bool = False
     """Whether targets change while they are learned, those of a moving average: losses then cannot be compared."""
     duplicates: float = 0.0
@@ -280,9 +282,11 @@ def data_loading_bottleneck(history: History, facts: Facts) -> str | None:
     """Training waits for images a third of its time or more: without, it would be half as fast again.
 
     Healthy runs on one thread, which load the images themselves, waited for 8 to 21 %. Fewer logged steps than
-    `RECENT_LINES` say nothing: on a busy machine, three of some milliseconds each can all have waited.
+    `RECENT_LINES` say nothing: on a busy machine, three of some milliseconds each can all have waited. On a GPU its own
+    idle time counts: the host is ahead of it, and may wait while it computes.
     """
-    waits = [wait for _, wait in series(history, "speed/data_wait")][-RECENT_LINES:]
+    waits = series(history, "speed/gpu_idle") or series(history, "speed/data_wait")
+    waits = [wait for _, wait in waits][-RECENT_LINES:]
     if len(waits) < RECENT_LINES or median(waits) < MAX_DATA_WAIT:
         return None
     return (
@@ -292,16 +296,19 @@ def data_loading_bottleneck(history: History, facts: Facts) -> str | None:
 
 
 MIN_GPU_UTILISATION = 0.05  # of the arithmetic in large matrix products
+WIDE = 768  # width of ViT-B
+MIN_GPU_UTILISATION_OF_WIDE_MODELS = 0.15
 
 
 def low_gpu_utilisation(history: History, facts: Facts) -> str | None:
-    """The GPU does less than a twentieth of the arithmetic that its large matrix products do.
+    """The GPU does less than a twentieth of the arithmetic of its large matrix products; of a wide model, 15 %.
 
-    Derived, not measured: published ViT runs reach 30 to 60 % of it, and half of that is still lost to small kernels at
-    widths of some hundreds; a twentieth means that it waits most of the time.
+    Derived, not measured: the roofline of ViT-B on an H100 allows 40 to 45 % of its matrix product, and eager training
+    26 to 34 % (evaluation/results/gpu.md). At widths of some hundreds, half of that is lost to small kernels.
     """
     rates = [rate for _, rate in series(history, "speed/executed_tflops")][-RECENT_LINES:]
-    if not facts.gpu_tflops or len(rates) < 3 or median(rates) >= MIN_GPU_UTILISATION * facts.gpu_tflops:
+    least = MIN_GPU_UTILISATION_OF_WIDE_MODELS if facts.width >= WIDE else MIN_GPU_UTILISATION
+    if not facts.gpu_tflops or len(rates) < 3 or median(rates) >= least * facts.gpu_tflops:
         return None
     return (
         f"the GPU does {median(rates):.3g} TFLOP/s of the {facts.gpu_tflops:.0f} that its matrix products reach; raise "

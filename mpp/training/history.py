@@ -10,12 +10,19 @@ History = Sequence[Line]
 
 EVALUATED = "heldout/loss"  # every evaluation has it
 COPY_BASELINES = ("heldout/nearest", "heldout/two_nearest")
+HOUR = 3600.0  # seconds
 RECENT_LINES = 10  # logged steps that show how a run is doing now
 
 
 def series(history: History, name: str) -> list[tuple[int, float]]:
     """(step, value) of a scalar."""
     return [(int(line["step"]), line[name]) for line in history if name in line]
+
+
+def last_value(history: History, name: str) -> float:
+    """The latest value of a scalar; 0 where it was not logged."""
+    values = series(history, name)
+    return values[-1][1] if values else 0.0
 
 
 def after_training_began(history: History) -> list[Line]:

@@ -13,8 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import psutil
-import torch
 from accelerate import Accelerator
 from tensorboard.summary.writer import event_file_writer
 from torch import Tensor
@@ -205,50 +203,3 @@ def last_scalars(folder: Path, name: str) -> Line:
 def as_scalar(value: Any) -> Any:
     """A setting as a scalar: trackers take no others."""
     return value if isinstance(value, int | float | str | bool) else str(value)
-
-
-class Speed:
-    """Speed and memory between two lines of metrics.
-
-    Args:
-        flops: executed by a step.
-        images: of a step, over all processes.
-        device: of the model.
-    """
-
-    def __init__(self, flops: int, images: int, device: torch.device):
-        self.flops, self.images, self.device = flops, images, device
-        self.begin, self.steps = time.perf_counter(), 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While open, time does not count; what a GPU has yet to do of the steps before does."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        begin = time.perf_counter()
-        yield
-        self.begin += time.perf_counter() - begin
-
-    def count_step(self) -> None:
-        """Note that a step is done."""
-        self.steps += 1
-
-    def read(self, waited: float) -> dict[str, float]:
-        """Images/s over all processes, share of time spent waiting for data, executed TFLOP/s, memory in GB.
-
-        Args:
-            waited: seconds for data since the last call.
-        """
-        seconds = time.perf_counter() - self.begin
-        steps_per_second = self.steps / seconds
-        if self.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.device)
-        else:
-            memory = psutil.Process().memory_info().rss
-        self.begin, self.steps = time.perf_counter(), 0
-        return {
-            "speed/images_per_second": self.images * steps_per_second,
-            "speed/data_wait": waited / seconds,
-            "speed/executed_tflops": self.flops * steps_per_second / 1e12,
-            "speed/memory_gb": memory / 1e9,
-        }

@@ -22,9 +22,10 @@ from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import Cursors, resume, save
 from mpp.training.feed import Feed
-from mpp.training.history import EVALUATED, series
-from mpp.training.log import Speed, Tracker, read_history
+from mpp.training.history import EVALUATED, last_value, series
+from mpp.training.log import Tracker, read_history
 from mpp.training.parallel import start_compilers
+from mpp.training.speed import Speed
 from mpp.training.step import TrainingStep
 from mpp.training.task import ImageTask
 from mpp.training.watch import Watch
@@ -61,7 +62,8 @@ class Loop:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, self.run_config, self.optim_config)
-        self.speed = Speed(flops, task.layout.images, self.accelerator.device)
+        hours = last_value(read_history(folder), "speed/hours")  # up to this checkpoint
+        self.speed = Speed(flops, task.layout.images, self.accelerator.device, hours)
         self.bar = progress_bar(
             total=self.run_config.steps,
             initial=self.start,
@@ -113,7 +115,8 @@ class Loop:
         each_pass = self.task.communicates_each_pass or self.training_step.parallel.communicates_each_pass
         self.cursors_of_step = {}
         for number in range(passes):
-            batch, failure = self.preemption.wait_for(self.feed.try_take) or (None, None)
+            with self.speed.waiting():
+                batch, failure = self.preemption.wait_for(self.feed.try_take) or (None, None)
             if batch is None or each_pass or number == passes - 1:
                 self.end_unless_agreed(step, batch, failure)
             self.tracker.warn_unreadable(batch.unreadable)

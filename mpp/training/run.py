@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, release_memory
+from accelerate.utils import gather_object, release_memory
 
 from mpp.config import DataConfig, RunConfig
 from mpp.config.keys import changed_settings
@@ -25,7 +25,7 @@ from mpp.runtime.files import appears
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.lock import exclusive
 from mpp.runtime.messages import note
-from mpp.runtime.processes import TRAINING_TIMEOUT, on_main_process, set_timeout
+from mpp.runtime.processes import TRAINING_TIMEOUT, broadcast_from_main, on_main_process, set_timeout
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import fingerprint
@@ -191,13 +191,6 @@ def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> Data
     """
     commit = broadcast_from_main(accelerator, lambda: resolve_commit(data, recorded_commit(folder)))
     return replace(data, revision=commit) if commit else data
-
-
-def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
-    """The result of `get`, called on the main process, for all processes."""
-    results: list[Any] = []
-    on_main_process(accelerator, lambda: results.append(get()))
-    return broadcast_object_list(results or [None])[0]
 
 
 def fingerprint_first_weights(config: Any) -> dict[str, Any]:

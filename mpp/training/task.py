@@ -158,6 +158,7 @@ class ImageTask:
         """Fields of `mpp.training.health.Facts` that are of the images."""
         facts: dict[str, Any] = {
             "known": self.training_image_count,
+            "width": getattr(self.model.encoder, "embed_dim", 0),
             "held_out": min(len(self.held_out), self.data.eval_images),
             "judged": self.probe.image_count if self.probe else len(self.held_out),
         }

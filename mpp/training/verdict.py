@@ -1,12 +1,11 @@
 """The verdict: one line on how a run is doing, made of its history and its warnings' names."""
 
 from collections.abc import Sequence
-from statistics import median
 
 from mpp.training.health import Facts
 from mpp.training.history import (
     EVALUATED,
-    RECENT_LINES,
+    HOUR,
     History,
     best_depth,
     copy_baseline,
@@ -129,13 +128,16 @@ def describe_trend(history: History, moving: bool) -> str:
 
 
 def describe_time_left(history: History, facts: Facts) -> str:
-    """Time that the rest takes at the speed of the latest logged steps; "" where it is done, or the speed unknown."""
-    speeds = [speed for _, speed in series(history, "speed/images_per_second")][-RECENT_LINES:]
+    """Time that the rest takes with its evaluations, at the run's speed so far; "" where it is done, or unknown."""
+    hours = series(history, "speed/hours")
     done = int(history[-1]["step"]) if history else 0
     steps_left = facts.steps - done
-    if steps_left <= 0 or not speeds:
+    if steps_left <= 0 or len(hours) < 2:
         return ""
-    return f"{duration(steps_left * facts.images / median(speeds))} left"
+    first_step, first_hours = hours[0]  # which include the time of compiling
+    last_step, last_hours = hours[-1]
+    seconds_per_step = HOUR * (last_hours - first_hours) / (last_step - first_step)
+    return f"{duration(steps_left * seconds_per_step)} left"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,95 @@
+"""Speed and memory of training between two lines of metrics, with and without evaluations, and a GPU's idle time."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from mpp.training.history import HOUR
+
+
+class Speed:
+    """Speed and memory between two lines of metrics.
+
+    Args:
+        flops: executed by a step.
+        images: of a step, over all processes.
+        device: of the model.
+        hours: that the run has trained before this start.
+    """
+
+    def __init__(self, flops: int, images: int, device: torch.device, hours: float):
+        self.flops = flops
+        self.images = images
+        self.device = device
+        self.hours = hours
+        self.steps = 0
+        self.line_begin = time.perf_counter()
+        self.paused_seconds = 0.0
+        """Since the last line, for evaluations and checkpoints."""
+        self.gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Events before and after each wait for a batch since the last line."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, no training is timed; what a GPU has yet to do of the steps before is."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self.paused_seconds += time.perf_counter() - begin
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While open, the host waits for a batch. A GPU is idle from when it has done what is queued."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        yield
+        after.record()
+        self.gaps.append((before, after))
+
+    def count_step(self) -> None:
+        """Note that a step is done."""
+        self.steps += 1
+
+    def read(self, waited: float) -> dict[str, float]:
+        """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, memory in GB.
+
+        Args:
+            waited: seconds for data since the last call.
+        """
+        now = time.perf_counter()
+        wall_seconds = now - self.line_begin
+        seconds = wall_seconds - self.paused_seconds
+        self.hours += wall_seconds / HOUR
+        scalars = {
+            "speed/images_per_second": self.images * self.steps / seconds,
+            "speed/images_per_second_overall": self.images * self.steps / wall_seconds,
+            "speed/data_wait": waited / seconds,
+            "speed/executed_tflops": self.flops * self.steps / seconds / 1e12,
+            "speed/hours": self.hours,
+            "speed/memory_gb": self.memory_bytes() / 1e9,
+        }
+        if self.gaps:
+            scalars["speed/gpu_idle"] = self.idle_seconds() / seconds
+        self.line_begin = now
+        self.paused_seconds = 0.0
+        self.steps = 0
+        self.gaps.clear()
+        return scalars
+
+    def idle_seconds(self) -> float:
+        """Seconds that the GPU waited for batches, by its own clock."""
+        torch.cuda.synchronize(self.device)
+        return sum(before.elapsed_time(after) for before, after in self.gaps) / 1000
+
+    def memory_bytes(self) -> int:
+        """Largest memory of the GPU's tensors, or that of this process now."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return psutil.Process().memory_info().rss
