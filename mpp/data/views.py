@@ -5,12 +5,15 @@ step alone says which images come next; there is no partial batch and no padding
 (seed, epoch, index): see mpp/runtime/randomness.py.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from mpp import corruption
@@ -110,3 +113,10 @@ def collate(samples: list[Batch]) -> Batch:
         drawn = Corruption(*map(torch.stack, zip(*corruptions, strict=True)))
     all_unreadable = list(chain.from_iterable(unreadable))
     return Batch(torch.stack(images), drawn, torch.stack(labels), torch.stack(indices), all_unreadable)
+
+
+def batch_bytes(views: ViewDataset, images: int) -> int:
+    """Shared memory that a batch of so many images takes on its way from a loader process: whole pages a tensor."""
+    sample = collate([views[FIXED_VIEW, 0]])
+    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    return sum(math.ceil(images * tensor.nbytes / mmap.PAGESIZE) * mmap.PAGESIZE for tensor in tensors)

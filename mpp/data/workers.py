@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakSet
@@ -32,6 +33,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from mpp.config import SourceConfig
@@ -44,6 +46,10 @@ from mpp.runtime.signals import SIGNALS
 WORKERS_ARE_FORKS = sys.platform == "linux"
 """Whether loader processes are forks, which share the images that are kept decoded: elsewhere, each has its copy."""
 DEATH_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
+BUS_ERROR = "Bus error"  # of a page of shared memory for which there is no room
+FULL_SHARED_MEMORY = re.compile("(shared memory|write to file).*No space left")  # torch 2.14's, and 2.9's
+FEWER_OR_LARGER = "use fewer data.workers, or start the container with `docker run --shm-size=8g`"
+SHARED_MEMORY_IS_FULL = f"shared memory (/dev/shm) has no room for its batch; {FEWER_OR_LARGER}"
 PROCESS_NAME = "image loader"
 NO_IMAGE = -1  # in the notes, between two images
 START_TIMEOUT_S = 60.0  # a loader process that has not begun by then hangs, on any machine
@@ -194,10 +200,28 @@ class WatchedLoader:
         return names
 
 
+class LoaderQueue(Queue):
+    """Queue of a loader process's batches. One that shared memory has no room for arrives as an error.
+
+    Python's drops it, prints a traceback, and the training process waits for it for ever.
+    """
+
+    def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
+        if not FULL_SHARED_MEMORY.search(str(error)):
+            super()._on_queue_feeder_error(error, batch)
+            return
+        number, _ = batch
+        try:
+            raise UserError(SHARED_MEMORY_IS_FULL)
+        except UserError:
+            self.put((number, ExceptionWrapper(where="in a loader process")))
+
+
 def worker_context() -> Any:
     """The way in which loader processes are started, with a name by which they are found."""
     context = copy.copy(multiprocessing.get_context("fork" if WORKERS_ARE_FORKS else None))  # 3.14 would not fork
     context.Process = partial(context.Process, name=PROCESS_NAME)
+    context.Queue = partial(LoaderQueue, ctx=context)
     return context
 
 
@@ -220,9 +244,12 @@ def deaths_explained() -> Iterator[None]:
         images: list[str] = []
         for loader in loaders:
             images += loader.images_read_by(dead)
+        reason = death[2].strip(" .")
+        if BUS_ERROR in reason:
+            place = f" while it read {', '.join(images)}" if images else ""
+            raise UserError(f"a loader process died of a bus error{place}: {SHARED_MEMORY_IS_FULL}") from error
         place = "between two images; if"
         if images:
             place = f"while it read {', '.join(images)}; take this image out or, if"
-        reason = death[2].strip(" .")
-        message = f"a loader process died ({reason}) {place} memory ran out, use fewer data.workers"
+        message = f"a loader process died ({reason}) {place} memory or shared memory ran out, {FEWER_OR_LARGER}"
         raise UserError(message) from error

@@ -69,8 +69,12 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def local_processes() -> int:
+    """Number of processes that the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def share_of_cores() -> int:
     """Number of CPU cores for each process of this machine that the launcher started; at least 1."""
     is_bound = os.environ.get("ACCELERATE_CPU_AFFINITY", "").lower() in TRUE  # to its share already
-    local_processes = 1 if is_bound else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, cores() // local_processes)
+    return max(1, cores() // (1 if is_bound else local_processes()))

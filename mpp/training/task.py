@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from mpp.config import CorruptionConfig, DataConfig, Grid, ProbeConfig, Representation, RunConfig
@@ -17,12 +18,15 @@ from mpp.data.hub import cached_commit
 from mpp.data.identity import CLASS_NAMES_FIELD, identify_images
 from mpp.data.loader import BatchLayout, FixedViewLoader, training_loader
 from mpp.data.shards import Shards
-from mpp.data.stream import streaming_loader
-from mpp.data.views import Batch, ViewDataset
+from mpp.data.stream import stream_workers, streaming_loader
+from mpp.data.views import Batch, ViewDataset, batch_bytes
 from mpp.data.workers import WORKERS_ARE_FORKS, loader_processes
+from mpp.errors import UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.features.probe import Probe
 from mpp.models.exporting import export_encoder
+from mpp.runtime.messages import note
+from mpp.runtime.resources import LoaderRoom, loader_room
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
 from mpp.training.log import Tracker
@@ -114,10 +118,40 @@ class ImageTask:
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
         """This process's batches from step `start` on; a stream continues from its cursors."""
-        self.fixed_view_loader.start()
         if self.data.streaming:
-            return streaming_loader(self.views(self.train), self.layout, start, self.run.steps, cursors)
-        return training_loader(self.training_views(start), self.layout, start, self.run.steps)
+            views = self.views(self.train)
+            views = self.with_fitting_workers(views, stream_workers(views, self.layout, cursors), bool(cursors))
+            self.fixed_view_loader.start()
+            return streaming_loader(views, self.layout, start, self.run.steps, cursors)
+        views = self.training_views(start)
+        views = self.with_fitting_workers(views, loader_processes(views.data))
+        self.fixed_view_loader.start()
+        return training_loader(views, self.layout, start, self.run.steps)
+
+    def with_fitting_workers(self, views: ViewDataset, workers: int, as_before: bool = False) -> ViewDataset:
+        """The views with as many of these loader processes as shared memory has room for; likewise the evaluations'.
+
+        Args:
+            as_before: whether there must be so many as when the run began.
+        Raises:
+            UserError: not all of them fit, and their number was given.
+        """
+        evaluation_workers = self.fixed_view_loader.workers
+        room = LoaderRoom(workers, evaluation_workers)
+        if workers or evaluation_workers:
+            size = batch_bytes(self.held_out_views, self.layout.largest)
+            room = loader_room(workers, evaluation_workers, size)
+        rooms = gather_object([room])  # no process has loader processes before all have looked; all have as many
+        fitting = min(each.workers for each in rooms)
+        self.fixed_view_loader.workers = min(each.evaluation_workers for each in rooms)
+        shortage = max(each.shortage for each in rooms)
+        if fitting < workers and (as_before or self.data.workers is not None):
+            allowed = f"at most {fitting} (0: the training process loads)"
+            raise UserError(f"data.workers is {workers}; it must be {allowed}: {shortage}")
+        if shortage:
+            for_evaluations = f"{self.fixed_view_loader.workers} of {evaluation_workers} for evaluations"
+            note(f"{fitting} of {workers} loader processes (data.workers), and {for_evaluations}: {shortage}")
+        return dataclasses.replace(views, data=dataclasses.replace(views.data, workers=fitting))
 
     def training_views(self, start: int) -> ViewDataset:
         """Crops of the training images from step `start` on; of decoded images, where they fit and recur."""
