@@ -1,6 +1,7 @@
 """Real faults: kills, signals, full disks, broken files, dying processes. Slow: `pytest -m faults`."""
 
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import os
@@ -36,7 +37,7 @@ from mpp.config.saved import to_yaml
 from mpp.data import workers
 from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage
-from mpp.runtime import signals
+from mpp.runtime import resources, signals
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.signals import ECHO, EXIT_CODE, MARKER
 from mpp.training import checkpoint
@@ -583,9 +584,62 @@ def test_a_loader_process_that_dies_names_the_image(tmp_path, image_folder, tall
     tally("a loader process dies", 1)
 
 
+def small_shared_memory(with_look: bool) -> None:
+    """This process has a /dev/shm of 64 MB, as in a container of Docker's; `with_look`: and looks at it."""
+    new_mounts = 0x20000  # CLONE_NEWNS
+    if ctypes.CDLL(None).unshare(new_mounts):
+        raise OSError("no mount namespace")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
+    if not with_look:
+        resources.SHARED_MEMORY = Path("/none")
+
+
+BATCHES_OF_20_MB = (
+    *TINY,
+    RARE,
+    *("--model.img_size=224", "--model.patch_size=32", "--model.depth=1", "--optim.global_batch_size=128"),
+    *("--run.steps=6", "--data.cache_gb=0"),
+)
+
+
+def mounts_are_allowed() -> bool:
+    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "--mount", "true"]).returncode
+
+
+@pytest.mark.skipif(not mounts_are_allowed(), reason="needs mount namespaces: root on Linux")
+@pytest.mark.parametrize(
+    ("options", "with_look", "code", "message"),
+    [
+        pytest.param(
+            ["--data.workers=12"],
+            True,
+            2,
+            "error: data.workers is 12; it must be at most 0 (0: the training process loads): all need up to 659 MB of "
+            "shared memory, and /dev/shm has 67.1 MB; start the container with `docker run --shm-size=1g`",
+            id="given: refused",
+        ),
+        pytest.param(
+            ["--data.workers=null", "--data.batch_size=64"],
+            True,
+            0,
+            "note: 2 of 2 loader processes (data.workers), and 0 of 2 for evaluations: all need up to 97.1 MB of ",
+            id="null: as many as fit",
+        ),
+        pytest.param(["--data.workers=12"], False, 2, "docker run --shm-size=8g`", id="without the look"),
+    ],
+)
+def test_shared_memory_of_64_mb(tmp_path, tally, options, with_look, code, message):
+    prepare = partial(small_shared_memory, with_look)
+    run = Command("pretrain", *BATCHES_OF_20_MB, *options, f"--run.dir={tmp_path / 'run'}", prepare=prepare)
+    assert run.wait() == [code], run.said[-2000:]
+    assert message in run.said, run.said[-2000:]
+    assert "Traceback" not in run.said
+    tally("little shared memory", 1)
+
+
 def stuck() -> None:
     """After its first batch, reading an image never returns from C; and the run fails meanwhile."""
-    import ctypes
     from itertools import count
 
     from mpp.data.decoding import decode as decoding

@@ -1,0 +1,144 @@
+"""Looks at a machine before a run: shared memory for batches, memory for decoded images, disk for checkpoints."""
+
+from types import SimpleNamespace
+
+import pytest
+from conftest import views_of
+from torch.utils.data import Dataset
+
+from mpp.config import DataConfig
+from mpp.data.sources import load_image_datasets
+from mpp.data.views import batch_bytes
+from mpp.data.workers import WatchedLoader, deaths_explained, kill_workers
+from mpp.errors import UserError
+from mpp.runtime import resources
+from mpp.runtime.resources import LoaderRoom, loader_bytes, loader_room
+
+MB = 10**6
+PAGE = 4096
+
+
+@pytest.fixture
+def shared_memory(monkeypatch):
+    """Let /dev/shm be of other sizes: shared_memory(free=64 * MB)."""
+
+    def set_free(free: int) -> None:
+        monkeypatch.setattr(resources.sys, "platform", "linux")
+        monkeypatch.setattr(resources, "SHARED_MEMORY", SimpleNamespace(is_dir=lambda: True))
+        monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: SimpleNamespace(free=free, used=0, total=free))
+
+    return set_free
+
+
+# --- shared memory ---
+
+
+@pytest.mark.parametrize(
+    ("workers", "evaluation_workers", "gpu", "local_processes", "batches"),
+    [
+        pytest.param(0, 0, False, 8, 0, id="the training process loads"),
+        pytest.param(12, 4, True, 1, 32, id="two wait for each loader process"),
+        pytest.param(12, 4, True, 8, 256, id="eight GPUs"),
+        pytest.param(2, 2, False, 1, 10, id="a CPU computes with one, and takes the next"),
+    ],
+)
+def test_batches_in_shared_memory(monkeypatch, workers, evaluation_workers, gpu, local_processes, batches):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_processes))
+    monkeypatch.setattr(resources, "uses_gpu", lambda: gpu)
+    assert loader_bytes(workers, evaluation_workers, 20 * MB) == batches * 20 * MB
+
+
+@pytest.mark.parametrize(
+    ("free", "local_processes", "expected"),
+    [
+        pytest.param(64 * MB, 1, (1, 0), id="a container's"),
+        pytest.param(39 * MB, 1, (0, 0), id="not one"),
+        pytest.param(480 * MB, 1, (12, 0), id="evaluations come second"),
+        pytest.param(639 * MB, 1, (12, 3), id="all but one"),
+        pytest.param(640 * MB, 1, (12, 4), id="all, to the byte"),
+        pytest.param(640 * MB, 8, (2, 0), id="eight processes share it"),
+        pytest.param(64_000 * MB, 8, (12, 4), id="half of a machine's memory"),
+    ],
+)
+def test_as_many_loader_processes_as_fit(monkeypatch, shared_memory, free, local_processes, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_processes))
+    monkeypatch.setattr(resources, "uses_gpu", lambda: True)
+    shared_memory(free)
+    room = loader_room(12, 4, 20 * MB)
+    assert room[:2] == expected
+    assert bool(room.shortage) == (expected != (12, 4))
+
+
+def test_no_look_where_batches_do_not_travel_through_dev_shm(monkeypatch, shared_memory):
+    shared_memory(0)
+    monkeypatch.setattr(resources.sys, "platform", "darwin")
+    assert loader_room(12, 4, 20 * MB) == LoaderRoom(12, 4)
+
+
+def test_the_size_of_a_batch_is_that_of_its_tensors_in_pages():
+    train, _ = load_image_datasets(DataConfig())
+    views = views_of(train)
+    sample = views[0, 0]
+    images = 100 * sample.images.nbytes
+    assert images > PAGE
+    assert images <= batch_bytes(views, 100) <= 1.5 * images + 16 * PAGE
+    assert batch_bytes(views, 1) % PAGE == 0
+
+
+@pytest.fixture
+def room_for_five_batches(shared_memory) -> list[str]:
+    """Options of a run, a batch of which is 8 images of 96 pages and at most 8 pages of other tensors."""
+    shared_memory(5 * (96 + 8) * PAGE)
+    return ["--model.img_size=128", "--run.steps=1", "--data.cache_gb=0"]
+
+
+def test_fewer_loader_processes_where_their_number_is_not_given(pretrain, room_for_five_batches, capsys):
+    folder = pretrain(*room_for_five_batches, without="--data.workers")
+    assert (folder / "encoder").is_dir()
+    printed = capsys.readouterr().out
+    assert "note: 1 of 2 loader processes (data.workers), and 0 of 2 for evaluations: all need up to 4" in printed
+    assert "docker run --shm-size=1g" in printed
+
+
+def test_loader_processes_that_were_given_and_do_not_fit_are_refused(pretrain, room_for_five_batches):
+    with pytest.raises(UserError) as refused:
+        pretrain(*room_for_five_batches, "--data.workers=12", without="--data.workers")
+    message = str(refused.value)
+    assert message.startswith("data.workers is 12; it must be at most 1 (0: the training process loads): all need up ")
+    assert "of shared memory, and " in message
+    assert message.endswith(" has 2.13 MB; start the container with `docker run --shm-size=1g`")
+
+
+def test_loader_processes_that_were_given_and_fit_are_kept_and_those_of_evaluations_give_way(
+    pretrain, room_for_five_batches, capsys
+):
+    pretrain(*room_for_five_batches, "--data.workers=1", without="--data.workers")
+    assert "note: 1 of 1 loader processes (data.workers), and 0 of 1 for evaluations" in capsys.readouterr().out
+
+
+class NoRoom:
+    """Data that cannot be moved to shared memory."""
+
+    def __reduce__(self):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+class NoRoomDataset(Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> NoRoom:
+        return NoRoom()
+
+
+def test_a_batch_without_room_in_shared_memory_is_an_error_and_not_waited_for():
+    loader = WatchedLoader(NoRoomDataset(), str, batch_size=None, num_workers=1, timeout=20)
+    with pytest.raises(UserError, match=r"^shared memory .* no room .* data\.workers, .*--shm-size=8g`$"):
+        list(loader)
+    kill_workers()
+
+
+def test_a_bus_error_is_explained_by_shared_memory():
+    message = "DataLoader worker (pid 1) is killed by signal: Bus error. It is possible that dataloader's workers are "
+    with pytest.raises(UserError, match=r"died of a bus error: shared memory .*--shm-size"), deaths_explained():
+        raise RuntimeError(message)
