@@ -207,6 +207,8 @@ class LoaderQueue(Queue):
     """
 
     def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
+        if not isinstance(batch, tuple):  # the queue is being closed, and nothing is waited for
+            return
         if not FULL_SHARED_MEMORY.search(str(error)):
             super()._on_queue_feeder_error(error, batch)
             return
