@@ -91,7 +91,7 @@ INCLUDED = (
         "evaluation.segmentation",
         "evaluation.config.SegmentationConfig",
         "frozen features",
-        "judge features of patches by masks",
+        "evaluate features of patches on masks",
     ),
 )
 EVALUATIONS: dict[str, Evaluation] = {evaluation.name: evaluation for evaluation in INCLUDED}

@@ -279,7 +279,7 @@ def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     for words in words_of_report.values():
         fewshot.main([*common, *words])
     assert {path.stem for path in (folder / "evaluation").glob("*.json")} == set(words_of_report)
-    assert "the package's birds: 430 labelled images to learn from, 286 to judge by" in capsys.readouterr().out
+    assert "the package's birds: 430 labelled images to learn from, 286 to evaluate on" in capsys.readouterr().out
     classes = tmp_path / "my classes"
     for name in ("cat", "dog"):
         write_pictures(classes / name, 4)

@@ -73,7 +73,7 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, 
     fewshot.main([f"--encoder={folder}", *FAST])
     printed = capsys.readouterr().out
     assert f"the images of {folder}: --data.path {image_folder} --data.eval_split null --data.eval_fraction" in printed
-    assert "8 labelled images to learn from, 3 to judge by" in printed
+    assert "8 labelled images to learn from, 3 to evaluate on" in printed
     protocol = json.loads(next((folder / "evaluation").glob("fewshot*.json")).read_text())["protocol"]
     assert protocol["data"]["path"] == str(image_folder)
     assert protocol["data"]["cut_seed"] == 3

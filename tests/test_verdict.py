@@ -32,7 +32,7 @@ from mpp.training.log import read_history
 from mpp.training.verdict import has_best_features, verdict
 from mpp.training.watch import read_verdict
 
-FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, judged=400)
+FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, evaluated=400)
 
 
 def evaluation(step: int, loss: float = 2.0, accuracy: float = 0.5, knn: float = 0.4, **more: float) -> dict:
@@ -152,7 +152,7 @@ def test_a_probe_that_neither_rises_nor_falls_has_not_peaked(probes):
     """Noise of half a standard error: none of a hundred runs is said to have peaked, at any of its evaluations."""
     standard_error = (0.6 * 0.4 / 2000) ** 0.5
     noise = np.random.default_rng(0).normal(0.6, 0.5 * standard_error, (100, probes))
-    facts = replace(FACTS, judged=2000, steps=100 * probes)
+    facts = replace(FACTS, evaluated=2000, steps=100 * probes)
     for run in noise:
         lines = [evaluation(100 * n, 3 - n / 1000, knn=knn) for n, knn in enumerate(run, 1)]
         assert not any(WARNINGS["features have peaked"](lines[: n + 1], facts) for n in range(probes))
@@ -352,7 +352,7 @@ def test_a_run_says_how_it_is_and_warns_once_in_all_of_its_lives(pretrain, capsy
 
 
 @pytest.mark.faults
-def test_images_without_labels_are_judged_by_agreement(pretrain, tmp_path):
+def test_images_without_labels_are_evaluated_by_agreement(pretrain, tmp_path):
     (tmp_path / "plain").mkdir()
     for number in range(12):
         (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))

@@ -24,7 +24,7 @@ class EncoderEntry:
     name: str
     """Its name in the table."""
     encoder: str
-    """Folder, timm name or floor; `{seed}` stands for the seed."""
+    """Folder, timm name or baseline; `{seed}` stands for the seed."""
     random: bool = False
     """Take the folder's architecture with random weights."""
     options: Options = field(default_factory=dict)

@@ -43,7 +43,7 @@ def load_labelled(
     train = all_train.choose(data.train_images, data.eval_seed)
     check_labels_unseen(encoder, data, train, held_out)
     accelerator.print(
-        f"{describe_source(data)}: {len(train)} labelled images to learn from, {len(held_out)} to judge by"
+        f"{describe_source(data)}: {len(train)} labelled images to learn from, {len(held_out)} to evaluate on"
     )
     note_tested(train.labels, held_out.labels, train.class_names)
     if spare == 0:

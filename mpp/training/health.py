@@ -45,7 +45,7 @@ class Facts:
     """Training images; 0: unknown."""
     held_out: int = 0
     """Held-out images of an evaluation."""
-    judged: int = 0
+    evaluated: int = 0
     """Held-out images that kNN accuracy, or agreement, is measured on."""
     gpu_tflops: float = 0.0
     """TFLOP/s that the GPUs reach in large matrix products; 0: there is none."""
@@ -262,7 +262,7 @@ def features_peaked(history: History, facts: Facts) -> str | None:
     peak = values.index(best)
     if not values[-3] > values[-2] > values[-1] or peak > len(values) - 3:
         return None
-    images = max(facts.judged, 1)
+    images = max(facts.evaluated, 1)
     standard_error = sqrt(max(best * (1 - best), 1 / images) / images)
     if best - values[-1] <= standard_error * (1 + sqrt(2 * log(len(values)))):
         return None

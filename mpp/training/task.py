@@ -194,7 +194,7 @@ class ImageTask:
             "known": self.training_image_count,
             "width": getattr(self.model.encoder, "embed_dim", 0),
             "held_out": min(len(self.held_out), self.data.eval_images),
-            "judged": self.probe.image_count if self.probe else len(self.held_out),
+            "evaluated": self.probe.image_count if self.probe else len(self.held_out),
         }
         if not isinstance(self.train, Shards):
             shares = self.train.class_shares()
