@@ -78,7 +78,14 @@ def fake_batch(config: Config, model: nn.Module, images: int, fake_mode: FakeTen
 
 
 def run_pass(model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str) -> None:
-    """One forward and backward pass; its outputs are freed when it returns."""
+    """One forward and backward pass."""
+    compute_loss(model, objective, pixels, corruption, precision).backward()
+
+
+def compute_loss(
+    model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str
+) -> Tensor:
+    """Loss of a forward pass, whose predictions are freed before the backward pass as in training."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
         outputs = model(pixels, corruption)
     if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
@@ -86,7 +93,7 @@ def run_pass(model: nn.Module, objective: Objective, pixels: Tensor, corruption:
     else:
         predictions = outputs
         targets = objective.targets(pixels, corruption.positions)
-    objective.loss(predictions.float(), targets).backward()
+    return objective.loss(predictions.float(), targets)
 
 
 def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:

@@ -18,6 +18,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from mpp.config import ObjectiveConfig
+from mpp.cross_entropy import cross_entropy
 from mpp.errors import UserError
 from mpp.gradients import ORIENTATIONS, orientation_lines, oriented_gradients
 from mpp.palette import MOST_CLASSES, Palette, palette_for, sum_pixels
@@ -136,7 +137,7 @@ class GridColor(Objective):
         return classes.flatten(2)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(predictions.reshape(-1, self.classes), targets.flatten())
+        return cross_entropy(predictions.reshape(-1, self.classes), targets.flatten())
 
     def decide(self, predictions: Tensor) -> Tensor:
         return predictions.unflatten(-1, (-1, self.classes)).argmax(-1)

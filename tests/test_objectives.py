@@ -5,11 +5,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
 from einops import rearrange
 from skimage.feature import hog
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from mpp import objectives
+from mpp import cross_entropy, objectives
 from mpp.config import ObjectiveConfig
 from mpp.features.metrics import measure
 from mpp.objectives import OBJECTIVES, build_objective, patches_at, patchify
@@ -217,3 +220,40 @@ def test_the_readmes_example_of_another_objective_works(monkeypatch):
     assert not measure(tested, predictions, patches, None)
     assert torch.equal(tested.paint(targets, patches), torch.full_like(patches, 128))
     assert "grey" in tested.shown
+
+
+@pytest.mark.parametrize("classes", [5, 512, 4096])
+def test_cross_entropy_is_torchs_to_the_bit(classes, monkeypatch):
+    """Its blocks of rows, of which the last is smaller, and a share of an accumulated loss."""
+    monkeypatch.setattr(cross_entropy, "VALUES_PER_BLOCK", 7 * classes)
+    logits = torch.randn(100, classes).mul(4).requires_grad_()
+    targets = torch.randint(classes, (100,))
+    results = []
+    for function in (F.cross_entropy, cross_entropy.cross_entropy):
+        loss = function(logits, targets) / 3
+        results += [loss, *torch.autograd.grad(loss, logits)]
+    loss, gradient, our_loss, our_gradient = results
+    assert torch.equal(our_loss, loss)
+    assert torch.equal(our_gradient, gradient)
+
+
+def test_no_copy_of_logits_is_made_but_log_probabilities_and_the_gradient(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "VALUES_PER_BLOCK", 1024)
+    objective = build_objective(ObjectiveConfig(name="grid_color"), 8)
+    logits = torch.randn(2, 16, objective.outputs, requires_grad=True)
+    targets = objective.targets(
+        torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8), torch.arange(16).expand(2, 16)
+    )
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            outputs = operation(*args, **(kwargs or {}))
+            if not operation.is_view:
+                sizes.extend(each.numel() for each in tree_leaves(outputs) if isinstance(each, torch.Tensor))
+            return outputs
+
+    with Sizes():
+        loss = objective.loss(logits, targets)
+        loss.backward()
+    assert sizes.count(logits.numel()) == 2
