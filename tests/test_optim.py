@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import ModelConfig, OptimConfig
 from mpp.models.encoder import build_encoder
@@ -160,6 +161,27 @@ def test_matrices_of_a_shape_together_are_those_one_by_one(together, native, mon
         timms.step()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
+
+
+def test_muon_converts_the_flag_of_a_broken_step_once():
+    """On a GPU a conversion is a launch, and there are hundreds of parameters."""
+
+    class BoolCopies(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += (kwargs or {}).get("dtype") is torch.bool
+            return function(*args, **(kwargs or {}))
+
+    model = predictor(width=16, heads=2)
+    optimizer = build_optimizer(model, OptimConfig(name="muon"))
+    optimizer.found_inf = torch.ones(())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    with BoolCopies() as copies:
+        optimizer.step()
+    assert copies.count == 1
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_hooks_run_once_a_step_after_timms_own_muon_was_built():

@@ -83,6 +83,27 @@ def test_nodes_that_see_other_images_are_refused(tmp_path):
     )
 
 
+def share_from_two_processes() -> None:
+    """Processes share the work on Muon's matrices as more than 16 do, and say so."""
+    mpp.training.parallel.MAX_PROCESSES_ALONE = 1
+    shared = mpp.training.muon.orthogonalize_shared
+    mpp.training.muon.orthogonalize_shared = lambda *matrices: (print("matrices are shared"), shared(*matrices))[1]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("depth", [1, 3])
+def test_processes_that_share_muons_matrices_end_with_the_bits_of_all_doing_all(tmp_path, depth):
+    """Of a matrix each iterates it and sends half of its rows; of three, one process iterates two."""
+    words = (*TINY, f"--model.depth={depth}", "--optim.name=muon")
+    for name, prepare in (("all", None), ("shared", share_from_two_processes)):
+        run = Command("pretrain", *words, f"--run.dir={tmp_path / name}", processes=2, prepare=prepare)
+        assert run.wait() == [0, 0], run.said
+        assert ("matrices are shared" in run.said) == (name == "shared") and "deprecated" not in run.said
+    files = [tmp_path / name / "encoder" / "model.safetensors" for name in ("all", "shared")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert read_metrics(tmp_path / "shared") == read_metrics(tmp_path / "all")
+
+
 @pytest.mark.faults
 def test_three_processes_share_the_default_batch(tmp_path):
     """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""

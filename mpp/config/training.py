@@ -22,6 +22,12 @@ class RunConfig:
     """Compute type. auto: the launcher's choice, else bf16 where the hardware computes in it, else fp32."""
     reduction: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are averaged over several processes. bf16 halves what they send."""
+    shard_over: Literal["all", "node"] = setting("all", operational=True)
+    """Processes that share each tensor where the launcher shards the model. node: those of a machine, while the
+    machines hold copies (HSDP): more memory, and between machines only gradients are sent."""
+    sync_gradients: Literal["every_pass", "last_pass"] = setting("every_pass", operational=True)
+    """Forward passes of a step after which sharded processes send their gradients. last_pass: less is sent, and each
+    process holds the gradients of the whole model."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the model with torch.compile. auto: on a GPU, in runs of at least 2,000 steps; decided when a run begins,
     and kept when it is resumed."""

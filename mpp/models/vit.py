@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from timm.layers import PatchEmbed, resample_abs_pos_embed, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
@@ -169,7 +170,9 @@ class VariantViT(VisionTransformer):
                 block.shared = (self.pos_embeds,)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        x = x.to(self.patch_embed.proj.weight.dtype)  # float32 also under autocast: blocks add to these tokens
+        device = x.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):  # the meta device has no autocast
+            x = x.float()  # as positions are: blocks add to these tokens
         tokens = super()._pos_embed(x)  # with the prefix tokens
         if self.pos_embeds is None:
             return tokens

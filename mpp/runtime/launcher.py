@@ -5,9 +5,9 @@ import os
 import socket
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
 
-from mpp.config import require
+from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import TRUE
 
@@ -58,6 +58,31 @@ def check_sharding() -> None:
     }
     for option, (variable, reason) in refused.items():
         require(not is_set(variable), f"the launcher's {option}", os.environ.get(variable), f"false: {reason}")
+
+
+def check_sharding_settings(run: RunConfig) -> None:
+    """Refuse settings of sharding where the launcher did not ask for it: they have no effect."""
+    if asks_for_sharding():
+        return
+    for name in ("shard_over", "sync_gradients"):
+        value = getattr(run, name)
+        default = getattr(RunConfig, name)
+        needed = "the launcher shards the model (distributed_type: FSDP)"
+        require(value == default, f"run.{name}", value, f"{default} or left out: it has no effect unless {needed}")
+
+
+def processes_per_node() -> int:
+    """Processes of each machine.
+
+    Raises:
+        UserError: the launcher does not say how many there are, or machines differ.
+    """
+    counts = gather_object([os.environ.get("LOCAL_WORLD_SIZE", "unknown")])
+    alike = len(set(counts)) == 1 and counts[0] not in ("1", "unknown")
+    found = ", ".join(sorted(set(counts)))
+    allowed = f"all, unless all nodes have the same number of processes, above 1 (LOCAL_WORLD_SIZE is {found})"
+    require(alike, "run.shard_over", "node", allowed)
+    return int(counts[0])
 
 
 def check_distributed_type(accelerator: Accelerator) -> None:

@@ -25,6 +25,7 @@ from mpp.runtime.launcher import (
     asks_for_sharding,
     check_distributed_type,
     check_launcher,
+    check_sharding_settings,
     sharding,
 )
 from mpp.runtime.processes import BUILDING_TIMEOUT, TRAINING_TIMEOUT, set_timeout
@@ -42,6 +43,7 @@ def start(run: RunConfig) -> Accelerator:
     unset_empty_thread_count()
     stop_progress_thread()
     check_launcher()
+    check_sharding_settings(run)
     check_trackers(run)
     precision, reason = choose_precision(run)
     accelerator = join_processes(run, precision)

@@ -86,7 +86,7 @@ class TrainingStep:
         self.keep_statistics()
         for number, batch in enumerate(batches):
             torch.manual_seed(self.seed_of(step, number))  # so that a resumed run repeats dropout
-            with nullcontext() if number == last else self.accelerator.no_sync(self.wrapped):
+            with nullcontext() if number == last else self.parallel.without_sync():
                 loss, measured = self.task.loss(self.wrapped, batch, measure)
                 loss = loss / self.layout.loss_divisor(number)
                 self.accelerator.backward(loss)

@@ -1,0 +1,203 @@
+"""What processes send in a step, counted in a process group that pretends to have many processes."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpp.config import ModelConfig, OptimConfig, RunConfig
+from mpp.errors import UserError
+from mpp.models.encoder import build_encoder
+from mpp.runtime.start import start
+from mpp.training import parallel
+from mpp.training.muon import Muon
+
+GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+
+
+@pytest.fixture
+def group_of(monkeypatch):
+    """group_of(16): this process is the first of 16, the others of which are pretended, in a sharded run."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setattr(parallel, "broadcast", lambda tensor: tensor)
+
+    def begin(processes: int) -> None:
+        distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+
+    yield begin
+    distributed.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, and the bytes of the largest tensor of each, by name and type."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            largest = max(filter(torch.is_tensor, tree_leaves(args)), key=torch.numel)
+            key = function.overloadpacket.__name__, largest.dtype
+            self.calls[key] += 1
+            self.bytes[key] += largest.nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def shard(model: nn.Module, processes: int, precision: str = "bf16", **run) -> parallel.Sharded:
+    """The model as the first of so many processes has it."""
+    AcceleratorState._reset_state(True)
+    real = Accelerator(cpu=True, mixed_precision={"bf16": "bf16", "fp32": "no"}[precision])
+    pretended = SimpleNamespace(
+        device=real.device,
+        num_processes=processes,
+        mixed_precision=real.mixed_precision,
+        prepare_model=real.prepare_model,
+        prepare=lambda optimizer: optimizer,
+    )
+    return parallel.Sharded(model, pretended, OptimConfig(), RunConfig(**run))
+
+
+def vit(depth: int = 4) -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=depth, num_classes=0)
+
+
+def count(sharded: parallel.Sharded) -> Collectives:
+    """The collectives of a forward and backward pass; one before it sets up."""
+    for _ in range(2):
+        with Collectives() as counted:
+            sharded.wrapped(torch.zeros(1, 3, 32, 32)).sum().backward()
+    return counted
+
+
+def test_bf16_gathers_half_the_bytes_and_reduces_in_float32(group_of):
+    group_of(8)
+    full = count(shard(vit(), 8, "fp32"))
+    half = count(shard(vit(), 8, "bf16"))
+    assert half.calls[GATHER, torch.float32] == 1  # norms, tokens and positions of the whole model
+    gathered = half.bytes[GATHER, torch.bfloat16] + half.bytes[GATHER, torch.float32]
+    assert 0.5 < gathered / full.bytes[GATHER, torch.float32] < 0.51
+    assert half.bytes[SCATTER, torch.float32] == full.bytes[SCATTER, torch.float32]
+    assert set(half.calls) == {(GATHER, torch.float32), (GATHER, torch.bfloat16), (SCATTER, torch.float32)}
+
+
+def test_gradients_travel_in_bf16_where_it_is_asked_for(group_of):
+    group_of(8)
+    counted = count(shard(vit(), 8, reduction="bf16"))
+    assert counted.calls[SCATTER, torch.bfloat16] == 5 and counted.calls[SCATTER, torch.float32] == 0
+
+
+@pytest.mark.parametrize("position", ["learned_1d", "relative", "none"])
+def test_parameters_that_autocast_does_not_round_are_computed_with_in_float32(group_of, position):
+    """So are the tokens that blocks add to, also where no positions in float32 are added to them."""
+    group_of(2)
+    config = ModelConfig(width=16, depth=3, heads=2, img_size=32, position=position, activation_checkpointing=True)
+    sharded = shard(build_encoder(config, channels=3), 2)
+    block_inputs = []
+    types = {nn.Linear: set(), nn.LayerNorm: set(), nn.Conv2d: set()}
+
+    def note(module, _):
+        for kind in types:
+            if isinstance(module, kind):
+                types[kind].update(parameter.dtype for parameter in module.parameters())
+
+    for module in sharded.model.modules():
+        module.register_forward_pre_hook(note)
+    for block in sharded.model.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs[0].dtype))
+    sharded.wrapped(torch.zeros(1, 3, 32, 32)).sum().backward()
+    assert set(block_inputs) == {torch.float32} and len(block_inputs) >= 3
+    assert types == {nn.Linear: {torch.bfloat16}, nn.LayerNorm: {torch.float32}, nn.Conv2d: {torch.bfloat16}}
+
+
+@pytest.mark.parametrize(("sync", "times"), [("every_pass", 3), ("last_pass", 1)])
+def test_gradients_are_sent_after_each_pass_or_after_the_last_one(group_of, sync, times):
+    group_of(8)
+    sharded = shard(vit(), 8, sync_gradients=sync)
+    images = torch.zeros(1, 3, 32, 32)
+    with Collectives() as counted:
+        for _ in range(2):
+            with sharded.without_sync():
+                sharded.wrapped(images).sum().backward()
+        sharded.wrapped(images).sum().backward()
+    assert counted.calls[SCATTER, torch.float32] == 5 * times
+
+
+def test_nodes_hold_copies_and_send_each_other_their_sums(group_of, monkeypatch):
+    """16 processes of two nodes: gathers of 8 shards, and sums of an eighth of each gradient."""
+    group_of(16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr("mpp.runtime.launcher.gather_object", lambda values: values * 16)
+    model = vit()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    sharded = shard(model, 16, shard_over="node")
+    counted = count(sharded)
+    assert counted.calls[REDUCE, torch.float32] == counted.calls[SCATTER, torch.float32] == 5
+    assert counted.bytes[REDUCE, torch.float32] == pytest.approx(4 * numbers / 8, rel=0.01)
+    parameter = next(sharded.model.parameters())
+    assert parameter.device_mesh.shape == (2, 8)
+    first, rows = parallel.rows_of_process(parameter)
+    assert (first, rows) == (0, -(-parameter.shape[0] // 8))
+
+
+@pytest.mark.parametrize(("counts", "found"), [(["3", "2"], "2, 3"), (["1", "1"], "1"), (["unknown"] * 2, "unknown")])
+def test_nodes_that_differ_are_refused(group_of, monkeypatch, counts, found):
+    group_of(4)
+    monkeypatch.setattr("mpp.runtime.launcher.gather_object", lambda _: counts)
+    with pytest.raises(UserError, match=rf"run.shard_over is node; it must be all, .* \(LOCAL_WORLD_SIZE is {found}\)"):
+        shard(vit(), 4, shard_over="node")
+
+
+@pytest.mark.parametrize(("name", "value"), [("shard_over", "node"), ("sync_gradients", "last_pass")])
+def test_settings_of_shards_are_refused_where_there_are_none(name, value):
+    with pytest.raises(UserError, match=f"run.{name} is {value}; it must be .* unless the launcher shards the model"):
+        start(RunConfig(**{name: value}, trackers=()))
+
+
+def muons_step(processes: int | None, matrices: int) -> tuple[int, Collectives]:
+    """Operations and collectives of a step, of one process that shares the work with others, or does all of it."""
+    parameters = [nn.Parameter(torch.ones(16, 32)) for _ in range(matrices)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = Muon([dict(params=parameters, use_muon=True)], lr=0.1)
+    if processes:
+        optimizer.sharers = distributed.group.WORLD
+    with FlopCounterMode(display=False) as flops, Collectives() as sent:
+        optimizer.step()
+    return flops.get_total_flops(), sent
+
+
+@pytest.mark.parametrize("processes", [2, 8, 24, 48, 64])
+def test_muons_operations_fall_with_the_number_of_processes(group_of, processes, matrices=24):
+    """Down to a matrix. All results are received once, in one collective; what pads them is less than half of it."""
+    group_of(processes)
+    alone, _ = muons_step(None, matrices)
+    shared, sent = muons_step(processes, matrices)
+    assert shared == alone * max(1, matrices // processes) / matrices
+    ((name, dtype),) = sent.calls
+    assert name == GATHER and sent.calls.total() == 1
+    assert 1 <= sent.bytes.total() / (matrices * 16 * 32 * dtype.itemsize) < 2
+
+
+@pytest.mark.parametrize("processes", [16, 17])
+def test_few_processes_iterate_all_matrices_each(group_of, processes):
+    group_of(processes)
+
+    class Copies(SimpleNamespace):
+        prepare = staticmethod(lambda *prepared: prepared)
+        unwrap_model = staticmethod(lambda model: model)
+
+    accelerator = Copies(device=torch.device("cpu"), num_processes=processes)
+    optimizer = parallel.Replicated(vit(), accelerator, OptimConfig(name="muon"), RunConfig()).optimizer
+    assert isinstance(optimizer, Muon)
+    assert (optimizer.sharers is distributed.group.WORLD) == (processes > 16)
