@@ -7,7 +7,6 @@ the model's input, are drawn to `check_crops.png` in the run folder.
 """
 
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +29,11 @@ from mpp.data.shards import Shards
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
+from mpp.errors import UserError
 from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
 from mpp.runtime.command import command
+from mpp.runtime.resources import disk_shortage, free_disk
 from mpp.runtime.start import start_alone
 from mpp.training.feed import Feed
 from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
@@ -66,8 +67,10 @@ class Timing:
     """Seconds of these in which the step waits for its images."""
     memory: float
     """GB."""
-    checkpoint: float
+    checkpoint: int
     """Bytes of a checkpoint."""
+    encoder: int
+    """Bytes of the exported encoder."""
 
 
 def check(config: Config) -> Path:
@@ -127,28 +130,23 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, l
     waiting = feed.reset_wait()
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
     steps = max(steps, 1)
-    return Timing(seconds / steps, waiting / steps, memory / 1e9, checkpoint_bytes(training_step)), batches
+    sizes = training_step.checkpoint_bytes(), training_step.encoder_bytes()
+    return Timing(seconds / steps, waiting / steps, memory / 1e9, *sizes), batches
 
 
-def checkpoint_bytes(training_step: TrainingStep) -> int:
-    """Bytes of the model's and the optimiser's tensors."""
-    tensors = list(training_step.model.state_dict().values())
-    for state in training_step.optimizer.state.values():
-        tensors += [value for value in state.values() if torch.is_tensor(value)]
-    return sum(tensor.nbytes for tensor in tensors)
+def run_folder_bytes(config: Config, timing: Timing) -> int:
+    """Bytes of the checkpoints that are kept, of the one being written, and of the encoder."""
+    return timing.checkpoint * (config.run.keep_checkpoints + 1) + timing.encoder
 
 
-def run_folder_bytes(config: Config, timing: Timing) -> float:
-    """Bytes of the checkpoints that are kept, of the one being written, and of the encoder (at most as much again)."""
-    return timing.checkpoint * (config.run.keep_checkpoints + 2)
-
-
-def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of a folder that may not exist yet."""
-    folder = folder.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+def disk_warnings(config: Config, timing: Timing) -> list[str]:
+    """A warning where the run folder does not fit on its disk."""
+    folder = Path(config.run.dir)
+    try:
+        shortage = disk_shortage(folder, config.run.keep_checkpoints + 1, timing.checkpoint, timing.encoder)
+    except UserError as error:  # with which the run itself would end
+        shortage = str(error)
+    return [shortage] if shortage else []
 
 
 def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing: Timing) -> list[str]:
@@ -165,8 +163,7 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
         messages.append(
             f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.broken[0]}"
         )
-    if free_bytes(Path(run.dir)) < run_folder_bytes(config, timing):
-        messages.append("disk too small for the checkpoints; choose another run.dir, or lower run.keep_checkpoints")
+    messages += disk_warnings(config, timing)
     for name, value in searched_settings(config).items():
         low, high = SEARCHED.get(name, (-math.inf, math.inf))
         if not low <= value <= high:
@@ -219,7 +216,7 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
 
 def print_cost(config: Config, precision: str, layout: BatchLayout, timing: Timing) -> None:
     """Print time, memory and disk of a step and of the run, and a GPU's memory at the precision that was asked for."""
-    free = free_bytes(Path(config.run.dir))
+    free = free_disk(Path(config.run.dir))
     rows = [
         ["a step", f"{timing.step:.4g} s"],
         ["of these it waits for images", f"{timing.waiting:.4g} s"],

@@ -3,16 +3,27 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import views_of
 from torch.utils.data import Dataset
 
-from mpp.config import DataConfig
+from mpp.config import Config, DataConfig, ModelConfig
+from mpp.data import decoded_cache
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import batch_bytes
 from mpp.data.workers import WatchedLoader, deaths_explained, kill_workers
 from mpp.errors import UserError
+from mpp.models.attention import attention_kernel
+from mpp.models.networks import build_model
 from mpp.runtime import resources
-from mpp.runtime.resources import LoaderRoom, loader_bytes, loader_room
+from mpp.runtime.resources import (
+    LoaderRoom,
+    available_memory,
+    disk_shortage,
+    loader_bytes,
+    loader_room,
+    memory_cgroups,
+)
 
 MB = 10**6
 PAGE = 4096
@@ -142,3 +153,113 @@ def test_a_bus_error_is_explained_by_shared_memory():
     message = "DataLoader worker (pid 1) is killed by signal: Bus error. It is possible that dataloader's workers are "
     with pytest.raises(UserError, match=r"died of a bus error: shared memory .*--shm-size"), deaths_explained():
         raise RuntimeError(message)
+
+
+# --- memory ---
+
+
+@pytest.fixture
+def cgroup(monkeypatch, tmp_path):
+    """Let this process be in a control group: cgroup("memory.max", ...)."""
+    monkeypatch.setattr(resources, "memory_cgroups", lambda: [tmp_path / "job", tmp_path])
+    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+
+    def write(folder: str, **files: object) -> None:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for name, content in files.items():
+            (tmp_path / folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+    return write
+
+
+def test_available_memory_is_the_machines_without_a_limit(cgroup):
+    assert available_memory() == 10_000
+    cgroup("job", memory__max="max", memory__current=9_000, memory__stat="inactive_file 0")
+    assert available_memory() == 10_000
+
+
+def test_available_memory_is_within_the_limits_of_all_control_groups(cgroup):
+    cgroup("job", memory__max=9_000, memory__current=8_500, memory__stat="anon 8000\ninactive_file 500")
+    assert available_memory() == 1_000
+    cgroup(".", memory__max=20_000, memory__current=19_900, memory__stat="anon 1\ninactive_file 0")
+    assert available_memory() == 100
+
+
+def test_available_memory_knows_control_groups_of_version_1(cgroup):
+    cgroup("job", memory__limit_in_bytes=5_000, memory__usage_in_bytes=4_000, memory__stat="total_inactive_file 200")
+    assert available_memory() == 1_200
+
+
+def test_control_groups_of_this_process_are_found():
+    for folder in memory_cgroups():
+        assert folder.is_relative_to(resources.CGROUPS)
+
+
+@pytest.mark.parametrize(("available", "warned"), [(8 * 633 * 3 * 10**5, False), (10**6, True)])
+def test_decoded_images_that_memory_has_no_room_for_are_warned_of(monkeypatch, capsys, available, warned):
+    train, _ = load_image_datasets(DataConfig())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(decoded_cache, "available_memory", lambda: available)
+    assert decoded_cache.cache_decoded(train, DataConfig(workers=0)).decoded
+    printed = capsys.readouterr().err
+    assert printed.count("warning: data.cache_gb is 0.5: decoded images take ") == warned
+    assert ("in each of 4 processes" in printed) == warned
+
+
+# --- disk ---
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Let the disks be of other sizes: disk(free=100)."""
+
+    def set_free(free: int, total: int = 10**12) -> None:
+        monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=total))
+
+    return set_free
+
+
+def test_a_disk_too_small_for_all_checkpoints_is_warned_of(disk, tmp_path):
+    disk(free=3_100 * MB)
+    assert disk_shortage(tmp_path / "run", 3, 1_000 * MB, 100 * MB) == ""
+    disk(free=3_099 * MB)
+    shortage = disk_shortage(tmp_path / "run", 3, 1_000 * MB, 100 * MB)
+    assert shortage.startswith("3.1 GB are free on the disk of run.dir ")
+    assert shortage.endswith("take up to 3.1 GB more; choose another run.dir, or lower run.keep_checkpoints")
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_refused(disk, tmp_path):
+    disk(free=999 * MB)
+    with pytest.raises(UserError, match=r"^999 MB are free .*, and a checkpoint takes 1 GB; choose another run\.dir"):
+        disk_shortage(tmp_path, 1, 1_000 * MB, 0)
+
+
+def test_a_disk_that_does_not_say_its_size_is_not_judged(disk, tmp_path):
+    disk(free=0, total=0)
+    assert disk_shortage(tmp_path, 1, 1_000 * MB, 0) == ""
+
+
+def test_a_run_looks_at_its_disk_after_its_first_step(pretrain, disk, capsys):
+    disk(free=300_000)
+    pretrain("--data.workers=0")
+    assert "its checkpoints and encoder take up to " in capsys.readouterr().err
+    disk(free=10)
+    with pytest.raises(UserError, match=r"^1e-05 MB are free on the disk of run\.dir .*; choose another run\.dir"):
+        pretrain("--data.workers=0", "--run.steps=6")
+
+
+# --- attention ---
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "kernel"),
+    [("fused", "learned", "flash"), ("unfused", "learned", "unfused"), ("fused", "relative_bias", "math")],
+)
+def test_the_kernel_of_attention_is_known(attention, position, kernel):
+    config = Config(model=ModelConfig(width=32, heads=2, depth=1, img_size=32, attention=attention, position=position))
+    model, _ = build_model(config)
+    assert attention_kernel(model, 17, torch.device("cpu"), torch.float32) == kernel
+
+
+def test_a_model_without_attention_has_no_kernel():
+    assert attention_kernel(torch.nn.Linear(2, 2), 17, torch.device("cpu"), torch.float32) is None

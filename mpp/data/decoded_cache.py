@@ -1,6 +1,7 @@
 """Decoded images kept in memory, where all of them fit: each is decoded once a run, not once an epoch."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,8 +12,12 @@ from mpp.config import DataConfig
 from mpp.data.dataset import DecodedImages, ImageDataset
 from mpp.data.workers import WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage
+from mpp.runtime.hardware import local_processes
+from mpp.runtime.messages import warn
+from mpp.runtime.resources import available_memory, in_units, loader_room
 
-IMAGES_PER_BATCH = 64  # that a loader process hands over at a time
+IMAGES_PER_BATCH = 64  # that a loader process hands over at a time, at most
+BYTES_PER_BATCH = 4 * 2**20  # in shared memory, unless a single image takes more
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,29 @@ class WholeImages(Dataset):
         return pixels.permute(1, 2, 0).flatten(), pixels.shape
 
 
+@dataclass
+class BatchesBySize:
+    """Batches of indices for about BYTES_PER_BATCH each, by the mean size of the images so far; of one image at first.
+
+    A sampler for torch's loader, which asks for the next batch when an earlier one has come.
+    """
+
+    count: int
+    """Images of the dataset."""
+    shapes: list[torch.Size] = field(default_factory=list)
+    """Of the images that have come, which the caller appends to."""
+    size: int = 0
+    """Bytes of these."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = 0
+        while first < self.count:
+            fitting = BYTES_PER_BATCH * len(self.shapes) // max(1, self.size)
+            end = min(self.count, first + min(IMAGES_PER_BATCH, max(1, fitting)))
+            yield list(range(first, end))
+            first = end
+
+
 def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else unchanged.
 
@@ -40,30 +68,46 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     limit = int(data.cache_gb * 1e9)  # bytes
     if limit == 0:
         return dataset
-    batches = [batch.tolist() for batch in torch.arange(len(dataset)).split(IMAGES_PER_BATCH)]
+    batches = BatchesBySize(len(dataset))
+    sample_size = min(IMAGES_PER_BATCH, len(dataset))  # tells how much memory all will take
+    looked = False  # at the memory that is available
     parts: list[Tensor] = []
-    shapes: list[torch.Size] = []
-    size = 0  # bytes
     loader = WatchedLoader(
         WholeImages(dataset, data),
         dataset.image_name,
         batch_sampler=batches,
-        num_workers=loader_processes(data),
+        num_workers=loader_room(loader_processes(data), 0, BYTES_PER_BATCH).workers,
         collate_fn=join_by_type,
         pin_memory=False,
     )
     for pixels, batch_shapes in loader:
         parts += [part.clone() for part in pixels]  # the memory of a loader process keeps a file open
-        shapes += batch_shapes
-        size += sum(part.nbytes for part in pixels)
-        expected = size * len(dataset) / len(shapes)
-        if size > limit or expected > 2 * limit:
+        batches.shapes += batch_shapes
+        batches.size += sum(part.nbytes for part in pixels)
+        expected = batches.size
+        if len(batches.shapes) >= sample_size:
+            expected = batches.size * len(dataset) / len(batches.shapes)
+        if batches.size > limit or expected > 2 * limit:
             return dataset
+        if not looked and len(batches.shapes) >= sample_size:
+            looked = True
+            warn_of_memory(data, min(expected, limit))
         if len({part.dtype for part in parts}) > 1:
             return dataset
-    sizes = np.array(shapes)
+    sizes = np.array(batches.shapes)
     pixels = torch.cat(parts) if parts else torch.empty(0)
     return replace(dataset, decoded=DecodedImages(pixels, sizes.prod(1).cumsum(), sizes))
+
+
+def warn_of_memory(data: DataConfig, size: float) -> None:
+    """Warn where memory has no room for decoded images of so many bytes, which are held twice while they are joined."""
+    processes = local_processes()
+    available = available_memory()
+    if 2 * size * processes > available:
+        warn(
+            f"data.cache_gb is {data.cache_gb:g}: decoded images take {in_units(size)} in each of {processes} "
+            f"processes, twice that for a moment, and {in_units(available)} of memory are available; lower it (0: none)"
+        )
 
 
 def join_by_type(samples: list[tuple[Tensor, torch.Size]]) -> tuple[list[Tensor], list[torch.Size]]:

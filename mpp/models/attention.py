@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from timm.layers import Attention, RelPosBias, RotaryEmbeddingCat, apply_rot_embed_cat, resize_rel_pos_bias_table
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from mpp.config import Grid, require
 from mpp.models.positions import interpolate_offsets, other_grid
@@ -204,6 +205,30 @@ def mix_values(attention: Attention, queries: Tensor, keys: Tensor, values: Tens
         logits = logits + bias
     weights = logits.softmax(-1)
     return attention.attn_drop(weights) @ values
+
+
+def attention_kernel(model: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """How a model's first block computes attention in training: torch's kernel, or "unfused"; None: it has none.
+
+    Args:
+        tokens: T.
+        dtype: of queries, keys and values.
+    """
+    attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
+    if attention is None:
+        return None
+    if not attention.fused_attn:
+        return "unfused"
+    shape = (2, tokens, attention.num_heads, attention.head_dim)
+    queries, keys, values = (
+        torch.empty(shape, device=device, dtype=dtype, requires_grad=True).transpose(1, 2) for _ in range(3)
+    )
+    bias = None
+    if getattr(attention, "added", None) is not None:
+        bias_shape = (1, attention.num_heads, tokens, tokens)
+        bias = torch.empty(bias_shape, device=device, dtype=dtype, requires_grad=True)
+    kernel = torch._fused_sdp_choice(queries, keys, values, attn_mask=bias, dropout_p=attention.attn_drop.p)
+    return SDPBackend(kernel).name.removesuffix("_ATTENTION").lower()
 
 
 def project(attention: Attention, tokens: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

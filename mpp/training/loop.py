@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.features.metrics import Sums, sum_over_processes
-from mpp.runtime.processes import maximum_of_all
+from mpp.runtime.messages import warn
+from mpp.runtime.processes import maximum_of_all, on_main_process
 from mpp.runtime.progress import progress_bar
+from mpp.runtime.resources import disk_shortage
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
-from mpp.training.checkpoint import Cursors, resume, save
+from mpp.training.checkpoint import Cursors, complete_checkpoints, resume, save
 from mpp.training.feed import Feed
 from mpp.training.history import EVALUATED, last_value, series
 from mpp.training.log import Tracker, read_history
@@ -93,6 +95,8 @@ class Loop:
             logged = due(done, run.log_every, run.steps)
             values, sums = self.training_step(step, self.batches_of_step(step), measure=logged)
             self.count_step()
+            if step == self.start:
+                self.look_at_disk()
             if logged:
                 scalars = self.log_step(done, values, sums)
                 self.end_if_refused(done, scalars)
@@ -146,6 +150,24 @@ class Loop:
         self.cursors |= self.cursors_of_step
         self.speed.count_step()
         self.bar.update()
+
+    def look_at_disk(self) -> None:
+        """Warn where the disk has no room for all checkpoints; UserError, on all processes, where not one fits.
+
+        After a first step, since the optimiser has its tensors then.
+        """
+        keep = self.run_config.keep_checkpoints
+        kept = min(keep, len(complete_checkpoints(self.folder)))
+        encoders = 3 if self.run_config.keep_best else 1  # the best and one in its place, and the last
+        size = self.training_step.checkpoint_bytes()
+        encoder_bytes = encoders * self.training_step.encoder_bytes()
+
+        def look() -> None:
+            shortage = disk_shortage(self.folder, keep + 1 - kept, size, encoder_bytes)
+            if shortage:
+                warn(shortage)
+
+        on_main_process(self.accelerator, look)
 
     def log_step(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> dict[str, float]:
         """Log the scalars of the step that was done last, and return them."""

@@ -21,6 +21,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
+from mpp.models.attention import attention_kernel
 from mpp.runtime.files import appears
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.lock import exclusive
@@ -133,6 +134,8 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
     task = build(replace(config, data=data), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
+    if accelerator.device.type == "cuda":
+        accelerator.print(describe_attention(task, accelerator))
     with exclusive(folder, accelerator):
         write_beginning(config, folder, task, accelerator)
         flops = flops_of_step(task, layout.images, config.optim)
@@ -141,6 +144,17 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
             preemption.finish_steps()
         Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
+
+
+def describe_attention(task: ImageTask, accelerator: Accelerator) -> str:
+    """The kernel that computes attention, in a line: some are slower or faster on a card, and torch chooses."""
+    encoder = task.model.encoder
+    tokens = getattr(encoder, "num_prefix_tokens", 0) + getattr(encoder.patch_embed, "num_patches", 1)
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    kernel = attention_kernel(encoder, tokens, accelerator.device, dtype) or "of another kind"
+    if kernel == "cudnn":
+        kernel = "cudnn (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment: another one)"
+    return f"attention: {kernel}"
 
 
 def write_beginning(config: Any, folder: Path, task: ImageTask, accelerator: Accelerator) -> None:

@@ -103,6 +103,17 @@ class TrainingStep:
         buffers = [buffer for norm in norms for buffer in norm.buffers()]
         self.earlier_statistics = [(buffer, buffer.clone()) for buffer in buffers]
 
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the model's and, after a first step, of the optimiser's tensors, on all processes together."""
+        tensors = list(self.model.state_dict().values())
+        for state in self.optimizer.state.values():
+            tensors += [value for value in state.values() if torch.is_tensor(value)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def encoder_bytes(self) -> int:
+        """Bytes of the exported encoder, nearly."""
+        return sum(tensor.nbytes for tensor in self.model.encoder.state_dict().values())
+
     def drop_passes(self) -> None:
         """Undo the passes of a step that is not finished: the model is as before the step."""
         self.optimizer.zero_grad()
