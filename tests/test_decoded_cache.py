@@ -10,7 +10,7 @@ from conftest import dataset_of, encoded, picture
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoded_cache import cache_decoded
+from mpp.data.decoded_cache import BatchesBySize, cache_decoded
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage
 
@@ -57,3 +57,24 @@ def test_holding_many_images_opens_few_files():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert cached.decode(3839, ImagesConfig()).shape == (3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_an_image", "sizes"),
+    [
+        pytest.param(2**10, [1, 64, 35], id="small images: 64 at most"),
+        pytest.param(2**20, [1, *[4] * 24, 3], id="4 MB at a time"),
+        pytest.param(2**25, [1] * 100, id="photographs one by one"),
+    ],
+)
+def test_whole_images_come_in_batches_of_some_4_mb(bytes_of_an_image, sizes):
+    batches = BatchesBySize(100)
+    indices: list[int] = []
+    sizes_of_batches = []
+    for batch in batches:
+        indices += batch
+        sizes_of_batches.append(len(batch))
+        batches.shapes += [torch.Size([1])] * len(batch)
+        batches.size += bytes_of_an_image * len(batch)
+    assert indices == list(range(100))
+    assert sizes_of_batches == sizes
