@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 from conftest import views_of
 from torch.utils.data import Dataset
@@ -24,6 +25,7 @@ from mpp.runtime.resources import (
     loader_room,
     memory_cgroups,
 )
+from mpp.training.run import describe_attention
 
 MB = 10**6
 PAGE = 4096
@@ -264,5 +266,15 @@ def test_the_kernel_of_attention_is_known(attention, position, kernel):
     assert attention_kernel(model, 17, torch.device("cpu"), torch.float32) == kernel
 
 
-def test_a_model_without_attention_has_no_kernel():
-    assert attention_kernel(torch.nn.Linear(2, 2), 17, torch.device("cpu"), torch.float32) is None
+@pytest.mark.parametrize(
+    ("name", "precision", "line"),
+    [
+        ("vit_tiny_patch16_224", "bf16", "attention: flash"),
+        ("resnet18", "no", "attention: none of timm's usual kind"),
+    ],
+)
+def test_the_line_on_attention(name, precision, line):
+    encoder = timm.create_model(name)
+    task = SimpleNamespace(model=SimpleNamespace(encoder=encoder))
+    accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision=precision)
+    assert describe_attention(task, accelerator) == line

@@ -149,9 +149,10 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
 def describe_attention(task: ImageTask, accelerator: Accelerator) -> str:
     """The kernel that computes attention, in a line: some are slower or faster on a card, and torch chooses."""
     encoder = task.model.encoder
-    tokens = getattr(encoder, "num_prefix_tokens", 0) + getattr(encoder.patch_embed, "num_patches", 1)
+    patches = getattr(getattr(encoder, "patch_embed", None), "num_patches", 1)  # a ResNet has none
+    tokens = getattr(encoder, "num_prefix_tokens", 0) + patches
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    kernel = attention_kernel(encoder, tokens, accelerator.device, dtype) or "of another kind"
+    kernel = attention_kernel(encoder, tokens, accelerator.device, dtype) or "none of timm's usual kind"
     if kernel == "cudnn":
         kernel = "cudnn (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment: another one)"
     return f"attention: {kernel}"
