@@ -1,13 +1,21 @@
 """Samples: one view of held-out images, others in each epoch, and replacements of images that cannot be decoded."""
 
+from multiprocessing.reduction import ForkingPickler
+
 import numpy as np
+import pytest
 import torch
 from conftest import views_of
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from mpp.config import DataConfig
+from mpp.config import CorruptionConfig, DataConfig
+from mpp.corruption import Corruption, draw
 from mpp.data.sources import load_image_datasets
+from mpp.data.views import Batch, collate
 from mpp.runtime.randomness import FIXED_VIEW
+
+NO_LABEL = torch.tensor(-1)
 
 
 def test_held_out_images_have_one_view_and_training_images_one_an_epoch():
@@ -38,3 +46,57 @@ def test_views_fit_torchs_own_loader():
     _, test = load_image_datasets(DataConfig())
     loader = DataLoader(views_of(test), sampler=[(0, 0), (0, 1)], batch_size=None)
     assert np.shape([sample.images for sample in loader]) == (2, 3, 32, 32)
+
+
+# --- batches that loader processes send ---
+
+
+def batch_with(
+    pattern: str | None = None,
+    image: tuple[int, ...] = (3, 32, 32),
+    label: torch.Tensor = NO_LABEL,
+    cursor: torch.Tensor | None = None,
+) -> Batch:
+    samples = []
+    for index in range(3):
+        corruption = pattern and draw(CorruptionConfig(pattern=pattern), (14, 14), 0, 0, index)
+        pixels = torch.randint(0, 256, image, dtype=torch.uint8)
+        samples.append(Batch(pixels, corruption, label, torch.tensor(2**40 + index), []))
+    return collate(samples)._replace(cursor=cursor, unreadable=["broken.png: empty"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pattern": "random"},
+        {"pattern": "multiblock"},  # with hidden patches
+        {"pattern": "random", "cursor": torch.arange(6)},
+        {},
+        {"cursor": torch.arange(6)},
+        {"label": torch.tensor([3, -1])},
+        {"label": torch.ones(5, 7, dtype=torch.int16)},  # a mask
+        {"image": (2, 3, 32, 32)},  # two views
+    ],
+    ids=["masked", "hidden", "streamed", "classes", "streamed classes", "several labels", "segmentation", "two views"],
+)
+def test_a_loader_process_sends_two_tensors_and_the_batch_arrives_unchanged(settings, monkeypatch):
+    share = torch.UntypedStorage._share_fd_cpu_
+    files = []
+
+    def noted_share(storage, *args, **kwargs):
+        files.append(storage.nbytes())
+        return share(storage, *args, **kwargs)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", noted_share)
+    sent = batch_with(**settings)
+    arrived = ForkingPickler.loads(ForkingPickler.dumps(sent))
+    assert len(files) == 2
+    leaves = tree_leaves(sent)
+    assert sum(files) == sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    assert type(arrived) is Batch and type(arrived.corruption) is (Corruption if "pattern" in settings else type(None))
+    for one, other in zip(leaves, tree_leaves(arrived), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype and torch.equal(one, other) and other.is_contiguous()
+        else:
+            assert one == other
+    assert arrived.indices.untyped_storage().nbytes() == arrived.indices.nbytes  # a step keeps them until it is logged

@@ -7,9 +7,10 @@ step alone says which images come next; there is no partial batch and no padding
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,40 @@ class Batch(NamedTuple):
     indices: Tensor  # (B,) int64: indices of the images in their split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
     cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/stream.py
+
+    def __reduce__(self) -> tuple[Callable[..., "Batch"], tuple[Any, ...]]:
+        """Pickle, as a loader process sends the batch: two tensors, the images and the bytes of all others.
+
+        Each tensor that is sent costs a file in shared memory, and a connection that passes its descriptor.
+        """
+        tensors = [self.indices]
+        if self.corruption is not None:
+            tensors += self.corruption
+        if self.cursor is not None:
+            tensors.append(self.cursor)
+        tensors.append(self.labels)  # the last, since those of segmentation are int16: int64 begins at a multiple of 8
+        packed = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+        types = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        return unpack, (self.images, packed, types, self.cursor is not None, self.unreadable)
+
+
+def unpack(
+    images: Tensor,
+    packed: Tensor,
+    types: list[tuple[torch.dtype, torch.Size]],
+    has_cursor: bool,
+    unreadable: list[str],
+) -> Batch:
+    """The batch of a pickle: see `Batch.__reduce__`."""
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in types]
+    tensors = []
+    for part, (dtype, shape) in zip(packed.split(sizes), types, strict=True):
+        tensors.append(part.view(dtype).view(shape))
+    indices, *others, labels = tensors
+    indices = indices.clone()  # they are kept longer than the batch, whose memory a view would keep
+    cursor = others.pop() if has_cursor else None
+    corruption = Corruption(*others) if others else None
+    return Batch(images, corruption, labels, indices, unreadable, cursor)
 
 
 @dataclass(frozen=True)
@@ -118,5 +153,6 @@ def collate(samples: list[Batch]) -> Batch:
 def batch_bytes(views: ViewDataset, images: int) -> int:
     """Shared memory that a batch of so many images takes on its way from a loader process: whole pages a tensor."""
     sample = collate([views[FIXED_VIEW, 0]])
-    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    return sum(math.ceil(images * tensor.nbytes / mmap.PAGESIZE) * mmap.PAGESIZE for tensor in tensors)
+    all_bytes = sum(leaf.nbytes for leaf in tree_leaves(sample) if isinstance(leaf, Tensor))
+    sent = (sample.images.nbytes, all_bytes - sample.images.nbytes)
+    return sum(math.ceil(images * size / mmap.PAGESIZE) * mmap.PAGESIZE for size in sent)
