@@ -54,7 +54,7 @@ PRETRAIN = side_by_side(
 PRETRAIN |= {f"network {name}": [f"--network.name={name}", *UNSEEN] for name in NETWORKS if name != "predictor"}
 PRETRAIN |= {
     "bf16": ["--run.precision=bf16", "--optim.name=muon"],
-    "bf16 residual stream": ["--run.precision=bf16", "--model.residual=bf16", *UNSEEN, "--network.name=autoencoder"],
+    "residual stream in bf16": ["--run.precision=bf16", "--model.residual=bf16", *UNSEEN, "--network.name=autoencoder"],
     "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *UNSEEN],
     "positions in every block, Polyak average": ["--model.position_at=every", "--optim.average=0.9"],
     "the same positions, accumulation": ["--model.position_at=every_shared", "--data.batch_size=3"],
