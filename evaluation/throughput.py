@@ -6,11 +6,9 @@ Everything is timed in turn, round after round, so that a machine whose speed dr
 medians, and the median and range of the rounds' ratios. `pip install -e '.[peers]'` adds other packages to it.
 """
 
-import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -23,14 +21,22 @@ import timm
 import torch
 
 from evaluation.benchmark.loading import image_files, mpp_crops, steps_from_files, torchvision_crops
-from evaluation.benchmark.steps import MATRIX_PRODUCTS, TRAINING_STEPS, Bench, mpp_step, sizes_of_model
+from evaluation.benchmark.steps import (
+    MATRIX_PRODUCTS,
+    TRAINING_STEPS,
+    Bench,
+    mpp_step,
+    open_bench,
+    repeat,
+    seconds_of,
+    sizes_of_model,
+)
 from evaluation.config import ThroughputConfig
 from evaluation.frozen.results import table, write_json
-from mpp.config import RunConfig, require
+from mpp.config import ModelConfig, require
 from mpp.config.parsing import parse
 from mpp.runtime.command import command
 from mpp.runtime.hardware import bf16_is_native
-from mpp.runtime.start import start
 
 WARMUP_ROUNDS = 3
 CROPS_PER_ROUND = 32
@@ -58,7 +64,13 @@ Seconds = dict[str, list[float]]
 
 def measure_all(config: ThroughputConfig) -> dict[str, Any]:
     """All figures: seconds and FLOPs of each step, the highest rate of the machine, and ratios."""
-    bench = open_bench(config)
+    bench = open_bench(
+        ModelConfig(name=config.model),
+        config.batch_size,
+        device=config.device,
+        precision=config.precision,
+        compile=config.compile,
+    )
     ceiling = CEILINGS[bench.accelerator.mixed_precision]
     builders = dict(TRAINING_STEPS)
     for name, build in MATRIX_PRODUCTS.items():
@@ -79,14 +91,6 @@ def measure_all(config: ThroughputConfig) -> dict[str, Any]:
     return describe_conditions(config, bench) | figures
 
 
-def open_bench(config: ThroughputConfig) -> Bench:
-    """The device in its precision, and the sizes that all steps are built to."""
-    if config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    accelerator = start(RunConfig(dir="unused", precision=config.precision, trackers=(), compile=config.compile))
-    return Bench(config.model, config.batch_size, config.compile, accelerator)
-
-
 def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: int) -> Seconds:
     """Seconds of each step in each round after the warm-up."""
     seconds: Seconds = {name: [] for name in steps}
@@ -96,16 +100,6 @@ def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: in
             if number >= warmup:
                 seconds[name].append(duration)
     return seconds
-
-
-def seconds_of(step: Callable[[], object]) -> float:
-    """Duration of a step, the work of a GPU included."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    synchronize()
-    begin = time.perf_counter()
-    step()
-    synchronize()
-    return time.perf_counter() - begin
 
 
 def time_loading(bench: Bench, config: ThroughputConfig) -> Seconds:
@@ -143,12 +137,6 @@ def take_next(items: Iterator[Any], count: int) -> list[Any]:
     return list(islice(items, count))
 
 
-def repeat(step: Callable[[], object], count: int) -> None:
-    """Do a step several times."""
-    for _ in range(count):
-        step()
-
-
 def ratio_by_round(slower: list[float], faster: list[float]) -> dict[str, float]:
     """Median and extremes of the ratios of two times in the same round."""
     ratios = [a / b for a, b in zip(slower, faster, strict=True)]
@@ -165,10 +153,17 @@ def describe_conditions(config: ThroughputConfig, bench: Bench) -> dict[str, Any
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-    for package in TIMED_PACKAGES:
-        with suppress(PackageNotFoundError):
-            machine[package] = version(package)
+    machine |= installed_versions(TIMED_PACKAGES)
     return {"config": asdict(config), "precision": bench.accelerator.mixed_precision, "machine": machine}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def show(result: dict[str, Any]) -> None:

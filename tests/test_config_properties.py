@@ -18,6 +18,7 @@ from evaluation.config import (
     FeaturesConfig,
     FewshotConfig,
     FinetuneConfig,
+    GpuReportConfig,
     KnnConfig,
     LinearConfig,
     ReportConfig,
@@ -34,7 +35,7 @@ from mpp.errors import UserError
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]
 COMMANDS += [ContrastiveConfig, CompareConfig, VisualizeConfig, ThroughputConfig, SegmentationConfig, ExportConfig]
-COMMANDS += [EmbedConfig, ReportConfig]
+COMMANDS += [EmbedConfig, ReportConfig, GpuReportConfig]
 few = settings(
     max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -145,7 +145,7 @@ def test_a_wait_would_be_noticed(no_waiting):
 @pytest.mark.parametrize("name", [*TRAINING_STEPS, *MATRIX_PRODUCTS])
 def test_the_steps_that_throughput_times_run(name, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
-    bench = Bench("vit_tiny_patch16_224", 2, False, start(RunConfig(dir="unused", trackers=())))
+    bench = Bench(ModelConfig(name="vit_tiny_patch16_224"), 2, False, start(RunConfig(dir="unused", trackers=())))
     timed = (TRAINING_STEPS | MATRIX_PRODUCTS)[name](bench)
     assert throughput.seconds_of(timed.step) > 0 and timed.flops > 1e8
     assert bench.accelerator.device.type == DEVICE

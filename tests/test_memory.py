@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from evaluation import gpu_report, memory
+from evaluation import memory
 from mpp.config import Config, ModelConfig, ObjectiveConfig, OptimConfig, RunConfig
 from mpp.models.encoder import build_encoder
 
@@ -93,14 +93,3 @@ def test_the_command_prints_the_peak(capsys):
     printed = capsys.readouterr().out
     for words in ("4 images a forward pass", "weights", "total"):
         assert words in printed
-
-
-def test_a_report_has_three_parts(tmp_path, monkeypatch, capsys):
-    """Its commands are tested on their own."""
-    monkeypatch.setattr(gpu_report, "output_of", lambda *words: " ".join(words))
-    gpu_report.main([f"--out={tmp_path / 'report.txt'}", "--device=cpu"])
-    text = (tmp_path / "report.txt").read_text()
-    titles = [line for line in text.splitlines() if line.startswith("== ")]
-    assert titles == ["== versions and card", "== tests", "== speed"]
-    for words in ("PyTorch version", "tests/test_gpu.py", "evaluation.throughput"):
-        assert words in text

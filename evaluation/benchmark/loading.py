@@ -2,6 +2,7 @@
 
 import io
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,16 +14,21 @@ from torch import Tensor
 from torchvision import datasets, transforms
 
 from evaluation.benchmark.steps import Bench, set_up_pretraining
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.decoding.decode import decode
 from mpp.data.decoding.pictures import to_ppm
-from mpp.data.loader import training_loader
+from mpp.data.loader import BatchLayout, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.pretrain import Pretraining
 
 IMAGE_FILES = 256
 """Images that are loaded, again and again."""
+LOADED_BATCH = 16
+"""Images of a batch of `loading_rate`: few, since batches wait in shared memory, which a container may lack."""
+PREFETCHED_BATCHES = 2
+"""Batches that wait for each loader process: DataLoader's default."""
+PATCH_SIZE = 16
 CROP_AREA = (0.05, 1.0)
 ENDLESS_STEPS = 1_000_000
 SCHEDULE_STEPS = 100
@@ -65,6 +71,28 @@ def steps_from_files(bench: Bench, folder: Path, workers: int) -> Iterator[None]
     loader = training_loader(on_files.views(on_files.train), bench.layout, 0, ENDLESS_STEPS)
     for step, batch in enumerate(loader):
         yield training_step(step % SCHEDULE_STEPS, [batch], measure=False)
+
+
+def loading_rate(folder: Path, size: int, workers: int, seconds: float) -> float:
+    """Images a second that loader processes deliver to a consumer that is faster than they are.
+
+    Args:
+        size: side of the crops.
+        seconds: how long they are timed, after they have begun.
+    """
+    data = DataConfig(path=str(folder), crop_area=CROP_AREA, eval_split=None, eval_fraction=0.001, workers=workers)
+    train, _ = load_image_datasets(data)
+    grid = (size // PATCH_SIZE, size // PATCH_SIZE)
+    views = ViewDataset(train, data, size, corruption=CorruptionConfig(), grid=grid)
+    layout = BatchLayout.of(LOADED_BATCH, None, 1, 0)
+    batches = iter(training_loader(views, layout, 0, ENDLESS_STEPS))
+    for _ in range(PREFETCHED_BATCHES * workers):  # of which some were loaded while processes began
+        next(batches)
+    begin = time.perf_counter()
+    images = 0
+    while time.perf_counter() - begin < seconds:
+        images += len(next(batches).images)
+    return images / (time.perf_counter() - begin)
 
 
 def mpp_crops(folder: Path, size: int) -> Iterator[Tensor]:

@@ -3,10 +3,13 @@
 All models have the width, depth, heads, patches, batch and precision of the one that is asked for.
 """
 
+import os
+import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import timm
 import torch
@@ -14,24 +17,26 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
-from mpp.config import Config, ModelConfig, OptimConfig, RunConfig
-from mpp.data.loader import BatchLayout
-from mpp.data.views import Batch, collate
+from mpp.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from mpp.data.loader import BatchLayout, training_loader
+from mpp.data.views import Batch
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
+from mpp.runtime.start import start
 from mpp.training.flops import flop_counter
 from mpp.training.optim import build_optimizer
 from mpp.training.step import TrainingStep
 
 CPU_MATRIX_SIDE = 2048
 GPU_MATRIX_SIDE = 4 * CPU_MATRIX_SIDE
+GPU_MATRIX_PRODUCTS = 20
+"""Products in a row, which keep a GPU as busy as training does: its clock falls under a load that lasts."""
 
 
 class Bench(NamedTuple):
     """Model, batch size and device of all steps."""
 
-    model: str
-    """timm's name."""
+    model: ModelConfig
     batch_size: int
     compile: bool
     accelerator: Accelerator
@@ -39,9 +44,11 @@ class Bench(NamedTuple):
     @property
     def config(self) -> Config:
         """The pre-training that is timed: the paper's, with the optimiser that other packages have too."""
+        precision = "bf16" if self.accelerator.mixed_precision == "bf16" else "fp32"
         return Config(
-            run=RunConfig(dir="unused", trackers=()),
-            model=ModelConfig(name=self.model),
+            run=RunConfig(dir="unused", trackers=(), precision=precision),
+            data=DataConfig(workers=0),
+            model=self.model,
             optim=OptimConfig(name="adam", global_batch_size=self.batch_size),
         )
 
@@ -49,6 +56,21 @@ class Bench(NamedTuple):
     def layout(self) -> BatchLayout:
         """One forward pass of the whole batch."""
         return BatchLayout.of(self.batch_size, None, 1, 0)
+
+
+def open_bench(
+    model: ModelConfig,
+    batch_size: int,
+    *,
+    device: Literal["auto", "cpu"],
+    precision: Literal["auto", "bf16", "fp32"] = "auto",
+    compile: bool = False,
+) -> Bench:
+    """The device in its precision, and the sizes that all steps are built to."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    accelerator = start(RunConfig(dir="unused", precision=precision, trackers=(), compile=compile))
+    return Bench(model, batch_size, compile, accelerator)
 
 
 class TimedStep(NamedTuple):
@@ -69,6 +91,22 @@ class ViTSizes(NamedTuple):
     heads: int
 
 
+def seconds_of(step: Callable[[], object]) -> float:
+    """Duration of a step, the work of a GPU included."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def repeat(step: Callable[[], object], count: int) -> None:
+    """Do a step several times."""
+    for _ in range(count):
+        step()
+
+
 def count_and_compile(step: Callable[[], object], bench: Bench, model: nn.Module) -> TimedStep:
     """A step with its FLOPs, counted by doing it once; then its model is compiled, if that is asked for."""
     with flop_counter() as counter:
@@ -79,10 +117,9 @@ def count_and_compile(step: Callable[[], object], bench: Bench, model: nn.Module
 
 
 def set_up_pretraining(bench: Bench) -> tuple[Pretraining, TrainingStep, Batch]:
-    """Our pre-training as a run sets it up, and a batch of the package's photographs in memory."""
+    """Our pre-training as a run sets it up, and a batch of the package's photographs as the loader returns it."""
     task = Pretraining(bench.config, bench.accelerator, bench.layout)
-    views = task.views(task.train)
-    batch = collate([views[0, index % len(task.train)] for index in range(bench.batch_size)])
+    (batch,) = training_loader(task.views(task.train), bench.layout, 0, 1)
     return task, TrainingStep(task, bench.config.optim), batch
 
 
@@ -117,7 +154,7 @@ def training_step(bench: Bench, model: nn.Module, loss: Callable[[], torch.Tenso
 def timm_step(bench: Bench) -> TimedStep:
     """timm's model as it comes, trained to classify."""
     device = bench.accelerator.device
-    model = timm.create_model(bench.model, num_classes=1000).to(device)
+    model = timm.create_model(bench.model.name, num_classes=1000).to(device)
     images = torch.randn(bench.batch_size, *model.pretrained_cfg["input_size"], device=device)
     labels = torch.randint(0, 1000, (bench.batch_size,), device=device)
     return training_step(bench, model, lambda: F.cross_entropy(model(images), labels))
@@ -186,12 +223,17 @@ def sizes_of_model(bench: Bench) -> ViTSizes:
 
 
 def matrix_product(bench: Bench, dtype: torch.dtype) -> TimedStep:
-    """A square matrix product: the highest rate that the machine reaches."""
+    """Products of two square matrices: the highest rate that the machine reaches.
+
+    They are of random numbers: products of ones take less power, so that a GPU does them at a higher clock.
+    """
     device = bench.accelerator.device
-    side = GPU_MATRIX_SIDE if device.type == "cuda" else CPU_MATRIX_SIDE
+    on_gpu = device.type == "cuda"
+    side = GPU_MATRIX_SIDE if on_gpu else CPU_MATRIX_SIDE
+    products = GPU_MATRIX_PRODUCTS if on_gpu else 1
     left = torch.randn(side, side, device=device, dtype=dtype)
     right = torch.randn(side, side, device=device, dtype=dtype)
-    return TimedStep(lambda: left @ right, 2 * side**3)
+    return TimedStep(partial(repeat, lambda: left @ right, products), 2 * side**3 * products)
 
 
 BuildStep = Callable[[Bench], TimedStep]

@@ -35,14 +35,19 @@ class ThroughputConfig:
 
 @dataclass(frozen=True)
 class GpuReportConfig:
-    """Tests and speed of mpp on this machine's GPU, in one text file."""
+    """Speed and tests of mpp on this machine's GPU, in one text file; what to set on it."""
 
     out: str = "gpu_report.txt"
     """The file."""
-    batch_size: int = 64
-    """Images a step."""
+    batch_size: int | None = setting(None, at_least=1)
+    """Images a step. null: for each model as many as fit into the GPU's free memory."""
+    minutes: float = setting(10.0, above=0)
+    """Time for the whole report. Parts that do not fit are left out, and the report says so."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """cpu rehearses the report."""
+    """cpu rehearses the report with tiny models."""
+
+    def __post_init__(self):
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
