@@ -19,10 +19,10 @@ from mpp.training.step import TrainingStep
 CLUSTER = ("--model.attention=fused", "--model.activation_checkpointing=true", "--model.drop_path=0.1")
 
 
-def as_one_graph(folder, dies_at=None):
+def as_one_graph(folder, dies_at=None, backend="inductor"):
     """In each process: refuse graph breaks; note how many graphs there are after each step."""
     compiled, update = torch.nn.Module.compile, TrainingStep.__call__
-    torch.nn.Module.compile = lambda module: compiled(module, fullgraph=True)
+    torch.nn.Module.compile = lambda module: compiled(module, fullgraph=True, backend=backend)
 
     def noted(self, step, *args, **options):
         if step == dies_at:
@@ -33,6 +33,17 @@ def as_one_graph(folder, dies_at=None):
         return result
 
     TrainingStep.__call__ = noted
+
+
+@pytest.mark.faults
+def test_evaluations_compile_two_graphs_and_later_ones_none(tmp_path):
+    """One in evaluation mode, and one for its last batch, which is shorter. Dynamo's graphs are not lowered here."""
+    words = [word for word in TINY if not word.startswith(("--run.steps", "--data.eval_images"))]
+    words += ["--run.steps=7", "--run.eval_every=2", "--data.eval_images=20", "--run.compile=true"]
+    count_graphs = partial(as_one_graph, tmp_path, backend="eager")
+    run = Command("pretrain", *words, f"--run.dir={tmp_path / 'run'}", prepare=count_graphs)
+    assert run.wait() == [0], run.said
+    assert (tmp_path / "0.graphs").read_text().split() == ["1", "1", "3", "3", "3", "3", "3"]
 
 
 SIGNALLED = """
@@ -91,7 +102,7 @@ def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, residu
     words += [*CLUSTER, f"--run.precision={precision}", f"--model.residual={residual}", "--run.steps=6"]
     if processes > 1:
         # SGD: Muon would amplify the rounding in which compiled kernels differ, and by how much depends on the CPU.
-        words += ["--model.width=192", "--model.depth=1", "--optim.name=sgd", "--optim.lr=1e-2"]
+        words += ["--model.width=192", "--model.depth=3", "--optim.name=sgd", "--optim.lr=1e-2"]
     plain, compiled, killed = (f"--run.dir={tmp_path / name}" for name in ("plain", "compiled", "killed"))
     runs = (*words, plain, "then", *words, "--run.compile=true", compiled)
     run = Command("pretrain", *runs, processes=processes, prepare=partial(as_one_graph, tmp_path))
