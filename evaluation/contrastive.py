@@ -33,6 +33,7 @@ from mpp.features.reconstructions import prediction_panel
 from mpp.models.descriptions import learned_labels
 from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
+from mpp.runtime.transfer import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due
@@ -121,7 +122,7 @@ class Contrastive(ImageTask):
         return F.normalize(projections, dim=-1).unflatten(0, (-1, 2))
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        images = batch.images.to(self.accelerator.device, non_blocking=True)
+        (images,) = to_device([batch.images], self.accelerator.device)
         own = self.project(model, images)
         everyone = own
         if self.layout.world_size > 1:

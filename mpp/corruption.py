@@ -44,7 +44,7 @@ class Corruption(NamedTuple):
 
     def to(self, device: torch.device) -> "Corruption":
         """The same on a device."""
-        return Corruption(*(part.to(device, non_blocking=True) for part in self))
+        return Corruption(*(part.to(device) for part in self))
 
 
 def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:

@@ -39,6 +39,7 @@ from mpp.models.timm_models import cell_grid
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
+from mpp.runtime.transfer import to_device
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.health import describe_collapse
@@ -124,8 +125,8 @@ class Pretraining(ImageTask):
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
-        images = batch.images.to(self.accelerator.device, non_blocking=True)
-        corruption = batch.corruption.to(self.accelerator.device)
+        images, *parts = to_device([batch.images, *batch.corruption], self.accelerator.device)
+        corruption = Corruption(*parts)
         if self.predicts_features:
             predicted = model(images, corruption)  # the targets, which its teacher computes, are included
         else:

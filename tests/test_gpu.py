@@ -21,6 +21,7 @@ from mpp.pretrain import main
 from mpp.runtime.command import command
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.start import start
+from mpp.runtime.transfer import copy_stream, to_device
 from mpp.training.optim import build_optimizer
 from mpp.training.step import TrainingStep
 
@@ -140,6 +141,26 @@ def test_a_wait_would_be_noticed(no_waiting):
     no_waiting(True)
     with pytest.raises(RuntimeError, match="synchroniz"):
         number.item()
+
+
+@on_cuda
+def test_a_batch_is_copied_while_the_gpu_computes(no_waiting):
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    computing = torch.cuda.current_stream(device)
+    images = [torch.full((64, 3, 224, 224), number, dtype=torch.uint8).pin_memory() for number in range(8)]
+    _ = [copy.sum() for copy in to_device(images, device)]  # memory and kernels are there from now on
+    torch.cuda.synchronize()
+    no_waiting(True)
+    torch.cuda._sleep(2**31)  # cycles: a second or more
+    sums = []
+    for batch in images:
+        (copy,) = to_device([batch], device)
+        sums.append(copy.sum())
+        del copy  # its memory may not be that of the next one before it is summed
+    no_waiting(False)
+    copy_stream(device).synchronize()
+    assert not computing.query()  # it still sleeps, and all batches are there
+    assert [int(each) for each in sums] == [int(batch.sum()) for batch in images]
 
 
 @pytest.mark.parametrize("name", [*TRAINING_STEPS, *MATRIX_PRODUCTS])

@@ -16,6 +16,7 @@ from mpp.data.views import Batch, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, is_right
 from mpp.runtime.randomness import FIXED_VIEW
+from mpp.runtime.transfer import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker
 from mpp.training.task import ImageTask
@@ -58,8 +59,7 @@ class Classification(ImageTask):
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
-        images = batch.images.to(device, non_blocking=True)
-        labels = batch.labels.to(device, non_blocking=True)
+        images, labels = to_device([batch.images, batch.labels], device)
         target = labels if labels.ndim == 1 else labels[:, 0]
         if model.training and self.mix is not None:
             images, target = self.mix(images.float(), target)  # (B, C) now
