@@ -103,8 +103,8 @@ class SourceConfig(ImagesConfig):
     (pictures: 4)."""
     workers: int | None = setting(None, at_least=0, operational=True)
     """Loader processes of each training process; up to four more serve its evaluations. null: on a GPU the process's
-    share of the cores less one, at most 16; on a CPU 2. 0: the training process loads. It also does where one or two
-    threads of a CPU train on decoded images (data.cache_gb)."""
+    share of the cores less one, at most 16; on a CPU 2; fewer where shared memory has no room for their batches. 0: the
+    training process loads. It also does where one or two threads of a CPU train on decoded images (data.cache_gb)."""
 
 
 @dataclass(frozen=True)
