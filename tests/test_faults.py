@@ -623,7 +623,7 @@ def mounts_are_allowed() -> bool:
             ["--data.workers=null", "--data.batch_size=64"],
             True,
             0,
-            "note: 2 of 2 loader processes (data.workers), and 0 of 2 for evaluations: all need up to 97.1 MB of ",
+            "note: 2 of 2 loader processes (data.workers), and 0 of 2 for evaluations: all need up to 96.9 MB of ",
             id="null: as many as fit",
         ),
         pytest.param(["--data.workers=12"], False, 2, "docker run --shm-size=8g`", id="without the look"),
