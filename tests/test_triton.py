@@ -25,4 +25,5 @@ def test_kernels_for_a_gpu_compile(tally):
     *kinds, total = map(json.loads, ended.stdout.splitlines())
     assert len(kinds) == len(KINDS) and not [kind for kind in kinds if kind["failed"]], ended.stdout
     assert all(kind["kernels"] > 10 for kind in kinds) and total["compiled"] > 60
+    assert all(kind["graphs"] == [3, 3] for kind in kinds)  # training, evaluation, its last batch
     tally(f"Triton kernels of {len(kinds)} kinds of models, forward and backward", total["compiled"])
