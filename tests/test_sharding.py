@@ -117,7 +117,7 @@ BF16 = {
     "accumulated": ("--data.batch_size=2", "--optim.average=0.9", "--run.sync_gradients=last_pass"),
     "checkpointed": ("--model.activation_checkpointing=true", "--model.position=relative"),
     "teacher": ("--config=rivals/data2vec", "--model.depth=4"),
-    "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2"),
+    "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2", "--model.residual=bf16"),
     "layer scale": ('--model.arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": true}',),
 }
 
