@@ -66,9 +66,11 @@ def available_memory() -> int:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # of version 1
         ):
             try:
-                limit = (folder / limit_file).read_text().strip()
-                used = int((folder / used_file).read_text())
-                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                limit = (folder / limit_file).read_text(encoding="utf-8").strip()
+                used = int((folder / used_file).read_text(encoding="utf-8"))
+                statistics = dict(
+                    line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+                )
             except OSError:  # another version's, or not for us to read
                 continue
             if limit != "max":
@@ -81,7 +83,7 @@ def memory_cgroups() -> list[Path]:
     """Folders of the control groups that limit this process's memory, those above its own included."""
     folders = []
     try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return []
     for group in groups:
