@@ -684,6 +684,35 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally):
     tally("a loader process hangs in its fork", 1)
 
 
+def lack_a_batch(take_number: int) -> None:
+    """On the first of two processes, images cannot be read at this take (from 1) of a batch."""
+    from mpp.errors import ReadFailed
+    from mpp.training.feed import Feed
+
+    take = Feed.take
+    taken = []
+
+    def failing_take(self):
+        taken.append(None)
+        if len(taken) == take_number and os.environ["RANK"] == "0":
+            raise ReadFailed("images cannot be read")
+        return take(self)
+
+    Feed.take = failing_take
+
+
+@pytest.mark.parametrize(
+    "pass_number", range(4), ids=["step 0, pass 0", "step 0, pass 1", "step 1, pass 0", "step 1, pass 1"]
+)
+def test_a_batch_that_one_of_two_processes_lacks_ends_both(tmp_path, tally, pass_number):
+    """In any pass of the first two steps: DDP communicates in the first pass of the second one, too."""
+    options = [*TINY, "--data.batch_size=2", f"--run.dir={tmp_path / 'run'}"]
+    run = Command("pretrain", *options, processes=2, prepare=partial(lack_a_batch, pass_number + 1))
+    assert set(run.wait()) == {2}, run.said[-3000:]
+    assert run.said.count("images cannot be read; ") == 2
+    tally("a batch that one of two processes lacks: both end", 1)
+
+
 def poison() -> None:
     """On the second of two processes, the gradient of step 5 is infinite."""
     from mpp.training.step import TrainingStep

@@ -23,6 +23,7 @@ from mpp.runtime.command import command, user_message
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launcher import check_address, check_process_count
 from mpp.runtime.start import check_trackers, choose_precision, choose_threads
+from mpp.training import run
 from mpp.training.parallel import start_compilers
 from mpp.training.run import is_compiled
 from mpp.training.step import TrainingStep
@@ -61,8 +62,21 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
         pytest.param({"steps": 9999}, "cpu", True, True, id="a run that began on a GPU"),
     ],
 )
-def test_long_runs_on_a_gpu_are_compiled(settings, device, at_the_beginning, expected):
+def test_long_runs_on_a_gpu_are_compiled(monkeypatch, settings, device, at_the_beginning, expected):
+    monkeypatch.setattr(run, "can_compile", lambda _: True)
     assert is_compiled(RunConfig(**settings), torch.device(device), at_the_beginning) is expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiler", "expected"),
+    [((9, 0), "/usr/bin/cc", True), ((6, 0), "/usr/bin/cc", False), ((9, 0), None, False)],
+    ids=["an H100", "a P100", "no C compiler"],
+)
+def test_long_runs_are_compiled_where_triton_can(monkeypatch, capability, compiler, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(run.shutil, "which", lambda _: compiler)
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: name)
+    assert is_compiled(RunConfig(steps=5000), torch.device("cuda"), None) is expected
 
 
 def test_a_choice_of_the_beginning_is_saved_and_kept(pretrain, trained, capsys):

@@ -46,7 +46,8 @@ def loader_room(workers: int, evaluation_workers: int, batch_bytes: int) -> Load
         return asked
     memory = shutil.disk_usage(SHARED_MEMORY)
     needed = loader_bytes(workers, evaluation_workers, batch_bytes)
-    if needed <= memory.free:
+    is_unlimited = memory.total == 0
+    if is_unlimited or needed <= memory.free:
         return asked
     while loader_bytes(workers, 0, batch_bytes) > memory.free:
         workers -= 1

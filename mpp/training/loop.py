@@ -117,6 +117,8 @@ class Loop:
         """
         passes = self.task.layout.accumulation_steps
         each_pass = self.task.communicates_each_pass or self.training_step.parallel.communicates_each_pass
+        if step == self.start + 1:
+            each_pass = True  # DDP lays out its buckets anew, together, before the first pass after a first step
         self.cursors_of_step = {}
         for number in range(passes):
             with self.speed.waiting():

@@ -1,5 +1,8 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
+import importlib.util
+import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,6 +42,7 @@ from mpp.training.task import ImageTask
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
+OLDEST_TRITON_CARD = (7, 0)  # compute capability
 MIN_COMPILED_STEPS = 2_000  # compiling takes minutes, and a fifth to a quarter of a step's time is gained
 
 
@@ -63,7 +67,7 @@ def train(config: Any, build: Build) -> Path:
         with releasing_resources(accelerator), deaths_explained():
             accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
             if config.run.compile == "auto" and uses_gpu():
-                reason = f"on a GPU, runs of at least {MIN_COMPILED_STEPS:,} steps are; decided when the run begins"
+                reason = f"on a GPU, runs of at least {MIN_COMPILED_STEPS:,} steps are; decided when they begin"
                 choice = "compiled" if resolved.run.compile else "not compiled"
                 accelerator.print(f"{choice} (run.compile auto: {reason})")
             build_and_train(resolved, folder, build, accelerator, preemption)
@@ -91,7 +95,8 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
     saved = saved_settings(Path(config.run.dir))  # when the run began
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    compiled = is_compiled(config.run, accelerator.device, saved.get("run", {}).get("compile"))
+    at_the_beginning = saved.get("run", {}).get("compile")
+    compiled = all(gather_object([is_compiled(config.run, accelerator.device, at_the_beginning)]))
     run = replace(config.run, precision=precision, compile=compiled)
     resolved = replace(config, run=run, optim=config.optim.resolved(config.run.steps))
     if not hasattr(config, "model"):  # fine-tuning has an encoder instead
@@ -108,7 +113,14 @@ def is_compiled(run: RunConfig, device: torch.device, at_the_beginning: bool | N
         return run.compile
     if at_the_beginning is not None:
         return at_the_beginning
-    return device.type == "cuda" and run.steps >= MIN_COMPILED_STEPS
+    return device.type == "cuda" and run.steps >= MIN_COMPILED_STEPS and can_compile(device)
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether inductor compiles for this GPU: Triton is here, knows the card, and has a C compiler."""
+    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name)
+    knows_card = torch.cuda.get_device_capability(device) >= OLDEST_TRITON_CARD
+    return has_compiler and knows_card and importlib.util.find_spec("triton") is not None
 
 
 def describe_overrides(config: Any) -> str:

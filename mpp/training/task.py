@@ -138,6 +138,7 @@ class ImageTask:
         """
         evaluation_workers = self.fixed_view_loader.workers
         room = LoaderRoom(workers, evaluation_workers)
+        self.accelerator.wait_for_everyone()  # those that decode images for their cache take shared memory meanwhile
         if workers or evaluation_workers:
             size = batch_bytes(self.held_out_views, self.layout.largest)
             room = loader_room(workers, evaluation_workers, size)
@@ -145,7 +146,9 @@ class ImageTask:
         fitting = min(each.workers for each in rooms)
         self.fixed_view_loader.workers = min(each.evaluation_workers for each in rooms)
         shortage = max(each.shortage for each in rooms)
-        if fitting < workers and (as_before or self.data.workers is not None):
+        if fitting < workers and as_before:
+            raise UserError(f"a stream is resumed with {workers} loader processes, as before; {shortage}")
+        if fitting < workers and self.data.workers is not None:
             allowed = f"at most {fitting} (0: the training process loads)"
             raise UserError(f"data.workers is {workers}; it must be {allowed}: {shortage}")
         if shortage:
