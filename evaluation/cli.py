@@ -87,3 +87,7 @@ def main() -> None:
         sys.exit(2)
     sys.argv = [f"mpp {name}", *words]
     import_module("mpp.runtime.command").command(lambda: import_module(module).main())  # torch makes a cache on import
+
+
+if __name__ == "__main__":
+    main()

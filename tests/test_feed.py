@@ -116,6 +116,7 @@ def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> flo
     """Share of the time that the simulated device is idle, with a loader 1.1 times as fast as the device."""
     clock = SimulatedClock(load=1.0, compute=1.1, ahead=ahead)
     loop = SimpleNamespace(
+        start=0,
         task=SimpleNamespace(layout=BatchLayout.of(8 * passes, 8, 1, 0), communicates_each_pass=False),
         training_step=SimpleNamespace(parallel=SimpleNamespace(communicates_each_pass=False)),
         preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda ending: ending or Ending.NONE),
