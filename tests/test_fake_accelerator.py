@@ -1,4 +1,4 @@
-"""The commands on a fake accelerator: no operation mixes devices, and between two logged steps nobody waits."""
+"""The commands on a fake accelerator: no operation mixes devices, and no step waits between two logged ones."""
 
 import json
 import shutil

@@ -270,7 +270,7 @@ def test_the_kernel_of_attention_is_known(attention, position, kernel):
     ("name", "precision", "line"),
     [
         ("vit_tiny_patch16_224", "bf16", "attention: flash"),
-        ("resnet18", "no", "attention: none of timm's usual kind"),
+        ("resnet18", "no", "attention: not an attention layer from timm"),
     ],
 )
 def test_the_line_on_attention(name, precision, line):

@@ -164,7 +164,7 @@ def describe_attention(task: ImageTask, accelerator: Accelerator) -> str:
     patches = getattr(getattr(encoder, "patch_embed", None), "num_patches", 1)  # a ResNet has none
     tokens = getattr(encoder, "num_prefix_tokens", 0) + patches
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    kernel = attention_kernel(encoder, tokens, accelerator.device, dtype) or "none of timm's usual kind"
+    kernel = attention_kernel(encoder, tokens, accelerator.device, dtype) or "not an attention layer from timm"
     if kernel == "cudnn":
         kernel = "cudnn (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment: another one)"
     return f"attention: {kernel}"
