@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import multiprocessing
 import os
 import pickle
 import pty
@@ -15,11 +16,13 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing import resource_sharer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -386,8 +389,9 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally):
     finish(Command("pretrain", *TINY, RARE, f"--run.dir={tmp_path / 'whole'}"))
     folder.mkdir()
     config = parse(Config, options)
-    settled = dataclasses.replace(config, optim=config.optim.resolved(config.run.steps))
-    (folder / "config.yaml").write_text(to_yaml(settled))
+    run = dataclasses.replace(config.run, compile=False)
+    resolved = dataclasses.replace(config, run=run, optim=config.optim.resolved(config.run.steps))
+    (folder / "config.yaml").write_text(to_yaml(resolved))
     (folder / "checkpoints").write_text("in the way")
     run = Command("pretrain", *options)
     assert run.wait() == [2]
@@ -560,6 +564,35 @@ def test_a_bomb_is_refused_in_little_memory(tally):
     process.join()
     assert "pixels" in error and megabytes < 20
     tally("decompression bomb", 1)
+
+
+def dies_with_its_batch(seconds: float) -> None:
+    """A loader process dies while it hands over a batch: its socket is closed, and the process is not gone yet."""
+    from mpp.data.decoding import decode as decoding
+
+    decode, detach = decoding.decode, resource_sharer.DupFd.detach
+    dying = context.Event()
+
+    def decode_and_die(data, limit):
+        if multiprocessing.current_process().name == workers.PROCESS_NAME and not dying.is_set():
+            dying.set()
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return decode(data, limit)
+
+    def closed(self):
+        if dying.is_set():
+            raise EOFError
+        return detach(self)
+
+    decoding.decode, resource_sharer.DupFd.detach = decode_and_die, closed
+
+
+def test_a_loader_process_that_dies_with_its_batch_is_named(tmp_path, image_folder, tally):
+    options = [*TINY, f"--data.path={image_folder}", "--data.workers=2", "--run.steps=50"]
+    run = Command("pretrain", *options, f"--run.dir={tmp_path / 'run'}", prepare=partial(dies_with_its_batch, 0.4))
+    assert run.wait() == [2], run.said[-2000:]
+    assert "a loader process died (" in run.said and "Traceback" not in run.said
+    tally("a loader process dies", 1)
 
 
 def deadly(data: bytes, slow: bool) -> None:

@@ -74,7 +74,7 @@ def home():
 def start(fake_hub, home, tmp_path):
     """A run on a dataset of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
 
-    def start(*words, name="run", processes=1, path="anyone/birds", token="", prepare=hurry):
+    def start(*words, name="run", processes=1, path="somebody/birds", token="", prepare=hurry):
         options = (*TINY, f"--data.path={path}", "--data.eval_split=null", f"--run.dir={tmp_path / name}")
         environments = [each | {"HF_TOKEN": token} for each in environments_of(processes, sharded=False)]
         return Command("pretrain", *options, *words, environments=environments, prepare=prepare)
@@ -225,7 +225,7 @@ def test_a_hub_that_stays_away(fake_hub, run, undisturbed, tmp_path, processes, 
     output = run(*again, name="other", processes=processes, code=None)
     lines = {line for line in output.splitlines() if line.startswith("error") and "another process is gone" not in line}
     assert len(lines) == 1, output
-    assert "data.path is anyone/birds, which cannot be loaded" in lines.pop()
+    assert "data.path is somebody/birds, which cannot be loaded" in lines.pop()
     tally("hub: goes away for good before a run, and in the middle of a stream (one and two processes) *", 2)
 
 
@@ -359,7 +359,7 @@ def test_a_download_that_fills_the_disk(start, run, tally):
 def test_prepare(fake_hub, home, run, tmp_path, tally):
     """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
     fake_hub.faults["resolve"] = Fault(503, times=3)
-    made = Command("prepare", "--data.path=anyone/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
+    made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
     assert made.wait() == [0], made.said
     assert fake_hub.faults["resolve"].times == 0, made.said
     run(STREAMED, path=str(tmp_path / "shards"))

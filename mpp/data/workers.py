@@ -54,6 +54,7 @@ PROCESS_NAME = "image loader"
 NO_IMAGE = -1  # in the notes, between two images
 START_TIMEOUT_S = 60.0  # a loader process that has not begun by then hangs, on any machine
 START_ATTEMPTS = 3
+SECONDS_TO_DIE = 1.0  # between a process's closed socket and its end
 MAX_DEFAULT_WORKERS = 16  # per training process: more are seldom busy, and each holds batches in shared memory
 CPU_WORKERS = 2  # more would take the cores that train
 
@@ -205,6 +206,14 @@ class LoaderQueue(Queue):
 
     Python's drops it, prints a traceback, and the training process waits for it for ever.
     """
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """The next batch. Torch looks for a dead process where this fails, so one that is dying is waited for."""
+        try:
+            return super().get(*args, **kwargs)
+        except (EOFError, ConnectionError):  # the process that hands over the batch has closed its socket
+            time.sleep(SECONDS_TO_DIE)
+            raise
 
     def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
         if not isinstance(batch, tuple):  # the queue is being closed, and nothing is waited for
