@@ -30,7 +30,7 @@ from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.config.parsing import parse
-from mpp.config.saved import changed_keys, to_yaml
+from mpp.config.saved import changes_since, describe_changes, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
@@ -254,9 +254,10 @@ def check_settings(config: PrepareConfig) -> Path:
     out = Path(config.out)
     saved = out / NOTES_FOLDER / "config.yaml"
     if saved.is_file():
-        different = changed_keys(config, saved)
+        different = changes_since(config, saved)
         if different:
-            raise UserError(f"out is {out}, prepared with another {', '.join(different)}; choose another out")
+            described = describe_changes(different, "the folder")
+            raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
     elif out.is_dir() and any(path.name not in lock.LOCK_FILES for path in out.iterdir()):
         raise UserError(f"out is {out}, which holds something else; choose another out")
     return saved

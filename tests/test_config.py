@@ -10,7 +10,7 @@ from mpp.config import Config
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten
 from mpp.config.parsing import parse
-from mpp.config.saved import changed_keys, to_yaml
+from mpp.config.saved import changes_since, describe_changes, to_yaml
 from mpp.errors import UserError
 
 
@@ -56,9 +56,11 @@ def test_only_plumbing_may_change(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(to_yaml(Config()))
     operational = ["--data.workers=7", "--run.log_every=3", "--data.batch_size=2", "--run.checkpoint_every=9"]
-    assert changed_keys(parse(Config, operational), saved) == []
+    assert changes_since(parse(Config, operational), saved) == {}
     science = ["--optim.lr=0.5", "--run.seed=1", "--corruption.rate=0.3"]
-    assert changed_keys(parse(Config, science), saved) == ["run.seed", "corruption.rate", "optim.lr"]
+    changes = changes_since(parse(Config, science), saved)
+    assert changes == {"run.seed": (0, 1), "corruption.rate": (0.5, 0.3), "optim.lr": (0.01, 0.5)}
+    assert describe_changes(changes, "the run").endswith("optim.lr (0.01 in the run, 0.5 now)")
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_other_settings_are_named_before_images_are_looked_for(folder, tmp_path)
     for record in records.values():
         record["revision"] = "0" * 40
     file.write_text(json.dumps(records))
-    with pytest.raises(UserError, match=r"prepared with another data\.path; choose another out"):
+    with pytest.raises(UserError, match=r"prepared with other settings: data\.path \(.* in the folder, .* now\);"):
         main([*options(folder, tmp_path / "out"), "--data.path=owner/name"])
 
 
@@ -289,14 +289,14 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     main(options(folder, out))
     monkeypatch.setattr(prepare, "write_all", lambda *_: pytest.fail("it was prepared"))
-    with pytest.raises(ValueError, match="prepared with another quality; choose another out"):
+    with pytest.raises(ValueError, match=r"prepared with other settings: quality \(\d+ in the folder, \d+ now\)"):
         main(options(folder, out, "--quality=50"))
     new = folder / "train" / "cat" / "more.png"
     new.write_bytes(encoded(picture(0)))
     with pytest.raises(ValueError, match=r"prepared from other images .*30.*31"):
         main(options(folder, out))
     new.replace(folder / "train" / "cat" / "empty.png")  # as many as before
-    with pytest.raises(ValueError, match="prepared with another rows"):
+    with pytest.raises(ValueError, match="prepared with other settings: rows"):
         main(options(folder, out, "--rows=9"))
     with pytest.raises(ValueError, match=r"prepared from other images \(train: the files .* changed\)"):
         main(options(folder, out))

@@ -294,12 +294,19 @@ def test_a_short_runs_warm_up_is_noted_and_resumed(pretrain, monkeypatch):
     assert parse_saved(Config, folder / "config.yaml").optim.warmup_steps == 2
     rates = read_metrics(folder, "optim/lr")
     assert [rates[step] for step in (1, 2, 3)] == pytest.approx([0.005, 0.01, 0.01]) and rates[10] < 0.001
+    longer = (*options, "--run.steps=20")  # the warm-up, 4 steps of these, follows from them and is not named
+    with pytest.raises(UserError, match=r"another config: run\.steps \(10 in the run, 20 now\);"):
+        pretrain(*longer, without="--optim.warmup")
+    with pytest.raises(UserError, match=r"20 now\), optim\.warmup_steps \(2 in the run, 5 now\);"):
+        pretrain(*longer, "--optim.warmup_steps=5", without="--optim.warmup")
 
 
 def test_another_config_in_the_same_folder_is_refused(pretrain, trained):
     folder = trained
     before = (folder / "config.yaml").read_bytes()
-    with pytest.raises(ValueError, match=r"run\.steps, corruption\.rate, optim\.lr differ"):
+    with pytest.raises(
+        ValueError, match=r"run\.steps \(4 in the run, 5 now\), .*, optim\.lr \(0.01 in the run, 0.5 now\);"
+    ):
         pretrain("--optim.lr=0.5", "--corruption.rate=0.3", "--run.steps=5")
     assert (folder / "config.yaml").read_bytes() == before
 

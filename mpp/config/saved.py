@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from mpp.config.checks import describe_value
 from mpp.config.imports import require_imports
 from mpp.config.keys import flatten, iterate_settings, plain
 from mpp.config.parsing import ConfigT, read
@@ -37,8 +38,12 @@ def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
     return read(config_class, ["--config", str(path)])
 
 
-def changed_keys(config: Any, path: Path, spelled: Callable[[Any], Any] = lambda config: config) -> list[str]:
-    """Keys of settings that are not operational in which `config` differs from the one saved at `path`.
+Changes = dict[str, tuple[Any, Any]]
+"""Key of a setting -> its value before, its value now."""
+
+
+def changes_since(config: Any, path: Path, spelled: Callable[[Any], Any] = lambda config: config) -> Changes:
+    """Settings that are not operational in which `config` differs from the one saved at `path`.
 
     Args:
         spelled: brings a config into the spelling in which the two are compared.
@@ -49,8 +54,21 @@ def changed_keys(config: Any, path: Path, spelled: Callable[[Any], Any] = lambda
         saved = flatten(spelled(parse_saved(type(config), path)))
     except ValueError as error:
         raise UserError(f"{path} is not a config of this command ({error})") from None
-    changed = []
+    changes = {}
     for key, field, value in iterate_settings(spelled(config)):
         if not field.metadata.get("operational") and value != saved[key]:
-            changed.append(key)
-    return changed
+            changes[key] = (saved[key], value)
+    return changes
+
+
+def describe_changes(changes: Changes, saved_in: str) -> str:
+    """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
+
+    Args:
+        saved_in: what was made with the values before, such as "the run".
+    """
+    described = [
+        f"{key} ({describe_value(before)} in {saved_in}, {describe_value(now)} now)"
+        for key, (before, now) in changes.items()
+    ]
+    return ", ".join(described)

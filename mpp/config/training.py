@@ -108,6 +108,11 @@ class OptimConfig:
         """The same settings with numbers, for a run of `steps`, in place of null."""
         return replace(self, warmup_steps=self.warmup(steps), momentum=self.momentum_or_default())
 
+    def derived(self, steps: int) -> set[str]:
+        """Names of settings whose value is the one that null stands for in a run of `steps`."""
+        usual = replace(self, warmup_steps=None, momentum=None).resolved(steps)
+        return {name for name in ("warmup_steps", "momentum") if getattr(self, name) == getattr(usual, name)}
+
     def check_warmup(self, steps: int, key: str = "run.steps") -> None:
         """Raise UserError if a run of `steps`, the value of the setting `key`, never leaves the warm-up."""
         warmup = self.warmup(steps)

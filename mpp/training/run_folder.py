@@ -24,7 +24,7 @@ from accelerate import Accelerator
 
 from mpp.config import require
 from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code, require_imports
-from mpp.config.saved import changed_keys, read_saved, to_yaml
+from mpp.config.saved import Changes, changes_since, describe_changes, parse_saved, read_saved, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
 from mpp.runtime import lock
@@ -52,7 +52,7 @@ def open_run(config: Any, accelerator: Accelerator) -> Path:
     """The run folder of `config.run.dir`, new or to be resumed. Every process may call it; only the marker goes.
 
     Raises:
-        UserError: the folder holds something else, or a run of another config (the keys that differ are named).
+        UserError: the folder holds something else, or a run of another config (the settings that differ are named).
     """
     folder = Path(config.run.dir)
     if accelerator.is_main_process and folder.is_dir() and is_run_folder(folder):
@@ -80,14 +80,20 @@ def refuse_other_run(config: Any, folder: Path) -> None:
     different = settings_changed_since(config, folder)
     if different:
         raise UserError(
-            f"run.dir is {folder}, a run made with another config: {', '.join(different)} differ; "
+            f"run.dir is {folder}, a run made with another config: {describe_changes(different, 'the run')}; "
             "choose another run.dir, or the same values to resume"
         )
 
 
-def settings_changed_since(config: Any, folder: Path) -> list[str]:
-    """Keys of settings in which a config differs from a run's; images that have moved as a whole count as the same."""
-    different = changed_keys(config, folder / CONFIG_FILE, make_paths_absolute)
+def settings_changed_since(config: Any, folder: Path) -> Changes:
+    """Settings in which a config differs from a run's; images that have moved as a whole count as the same.
+
+    A number that stands for null on both sides is left out where another setting made it differ.
+    """
+    different = changes_since(config, folder / CONFIG_FILE, make_paths_absolute)
+    before = parse_saved(type(config), folder / CONFIG_FILE)
+    derived = derived_settings(config) & derived_settings(before)
+    different = leave_out(different, derived) or different
     if "data.path" not in different:
         return different
     before = saved_settings(folder).get("data") or {}
@@ -97,7 +103,17 @@ def settings_changed_since(config: Any, folder: Path) -> list[str]:
     same = {"data.path"}
     if path_after_move(before.get("labels"), before["path"], data.path) == data.labels:
         same.add("data.labels")
-    return [key for key in different if key not in same]
+    return leave_out(different, same)
+
+
+def derived_settings(config: Any) -> set[str]:
+    """Keys of settings whose value is the one that null stands for in this config."""
+    return {f"optim.{name}" for name in config.optim.derived(config.run.steps)}
+
+
+def leave_out(changes: Changes, keys: set[str]) -> Changes:
+    """The changes of all other settings."""
+    return {key: values for key, values in changes.items() if key not in keys}
 
 
 def is_run_folder(folder: Path) -> bool:
