@@ -9,7 +9,7 @@ training set; the classifier is then fitted to all of it, and tested once.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
+from evaluation.frozen.kept_heads import HeadDescription, StandardizedLinear, describe_encoder, save_head
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
+from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.heads import zero_head
+from mpp.config import require
 from mpp.features.metrics import accuracy
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.command import command
@@ -34,13 +37,50 @@ DEVIATION_OFFSET = 1e-6  # added to the deviation of a feature: a constant one i
 QUICK_FIT_NUMBERS = 2**27  # numbers in the features: fitting to fewer takes seconds, and shows no progress bar
 
 
+class FittedHead(NamedTuple):
+    """A head that was tested."""
+
+    head: StandardizedLinear
+    class_numbers: list[int]
+    """Numbers in the dataset of the classes of its outputs."""
+
+
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report, and return it."""
-    return run_probe(config, "linear", lambda features: evaluate(features, config), "solver", loaded)
+    if config.save:
+        allowed = "left out: a floor has no weights, and its head is not kept"
+        require(not config.encoder.startswith("floor:"), "save", True, allowed)
+    heads: list[FittedHead] = []
+    report = run_probe(config, "linear", lambda features: evaluate(features, config, heads), "solver", loaded)
+    if config.save and report:
+        keep_head(config, report, heads[0])
+    return report
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
-    """Test accuracy with the penalty or learning rate that is best on the dev split."""
+def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) -> None:
+    """Write a head to its folder beside the report."""
+    path = report_path(config.out, config.encoder, f"linear{report_suffix(config)}.json")
+    protocol = report["protocol"]
+    names = report["class_names"] or []
+    description = HeadDescription(
+        task="classes",
+        class_names=[names[number] if number < len(names) else str(number) for number in fitted.class_numbers],
+        class_numbers=fitted.class_numbers,
+        representation=config.representation,
+        depth=protocol["chosen_depth"],
+        input=protocol["input"],
+        **describe_encoder(config),
+    )
+    save_head(path.with_name(f"{path.stem}_head"), fitted.head, description)
+
+
+def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[FittedHead] | None = None) -> list[dict]:
+    """Test accuracy with the penalty or learning rate that is best on the dev split.
+
+    Args:
+        heads: gets the tested head of each seed, in place of those that it has.
+    """
+    numbers = features.class_numbers().tolist()
     features, classes = features.with_numbered_classes()
     if config.solver == "lbfgs":
         name, choices, seeds = "l2", config.l2, (0,)
@@ -48,11 +88,13 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
         name, choices, seeds = "lr", config.lr, config.seeds
 
     dev_cases = [(choice, seeds[0]) for choice in choices]
-    dev_accuracies = fit_and_test(features.dev_split(), config, classes, dev_cases)
+    dev_accuracies, _ = fit_and_test(features.dev_split(), config, classes, dev_cases)
     by_choice = dict(zip(choices, dev_accuracies, strict=True))
     best = max(by_choice, key=by_choice.get)
 
-    accuracies = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
+    accuracies, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
+    if heads is not None:
+        heads[:] = [FittedHead(head, numbers) for head in fitted]
     results = []
     for seed, test_accuracy in zip(seeds, accuracies, strict=True):
         chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": by_choice[best]}
@@ -62,8 +104,8 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
 
 def fit_and_test(
     features: LabelledFeatures, config: LinearConfig, classes: int, cases: Sequence[tuple[float, int]]
-) -> list[float]:
-    """Test accuracies of classifiers, one for each case.
+) -> tuple[list[float], list[StandardizedLinear]]:
+    """Test accuracies of classifiers, one for each case, and the classifiers.
 
     All are fitted to one copy of the training features; test features are standardised block by block.
 
@@ -77,16 +119,16 @@ def fit_and_test(
     train.sub_(mean).div_(std)
     train_labels = torch.from_numpy(features.train_labels).to(device())
     test_labels = torch.from_numpy(features.test_labels).to(device())
-    accuracies = []
+    accuracies, heads = [], []
     for choice, seed in cases:
-        classifier = fit(train, train_labels, classes, config, choice, seed)
+        head = StandardizedLinear(fit(train, train_labels, classes, config, choice, seed), mean, std)
         predicted = []
         with torch.no_grad():
             for block in blocks_on_device(features.test, max(1, LOGITS_PER_BLOCK // classes)):
-                logits = classifier((block - mean) / std)
-                predicted.append(logits.argmax(1))
+                predicted.append(head(block).argmax(1))
         accuracies.append(accuracy(torch.cat(predicted), test_labels))
-    return accuracies
+        heads.append(head)
+    return accuracies, heads
 
 
 def copy_to_device(features: NDArray) -> Tensor:

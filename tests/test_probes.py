@@ -504,7 +504,7 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
 def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
     module.main([f"--encoder={vit[1]}", f"--out={tmp_path / 'r.json'}", *FAST])
     report = read_json(tmp_path / "r.json")
-    assert set(report) == {"results", "summary", "protocol"}
+    assert set(report) == {"results", "summary", "protocol", "class_names"}
     assert all(0 <= result["accuracy"] <= 1 for result in report["results"])
 
 

@@ -70,6 +70,9 @@ class LinearConfig(FrozenProbeConfig):
     """Seeds of SGD's order; L-BFGS has none."""
     iterations: int = setting(500, at_least=1, needs={"solver": "lbfgs"})
     """Largest number of iterations of L-BFGS."""
+    save: bool = setting(False, operational=True, needs={"features": False})
+    """Keep the classifier for `mpp predict`, in a folder beside the report. Of several depths it is that of the last,
+    of several seeds that of the first."""
 
 
 @dataclass(frozen=True)

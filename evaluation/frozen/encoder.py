@@ -12,7 +12,7 @@ from einops import rearrange
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from evaluation.config import EncoderConfig
+from evaluation.config import EncoderConfig, ProbeDataConfig
 from mpp.config import ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
@@ -52,6 +52,17 @@ class FrozenEncoder(nn.Module):
     def stages(self) -> Sequence[nn.Module]:
         """The parts that depth counts: blocks of a ViT, stages of a ResNet."""
         return stages(self.model)
+
+    def describe_input(self, data: ProbeDataConfig) -> dict[str, Any]:
+        """What it is shown of the images of `data`: size, crop, channels, normalisation, and how files are read."""
+        return {
+            "img_size": list(self.img_size),
+            "crop_pct": data.eval_crop or self.crop_pct,
+            "channels": self.channels,
+            "mean": list(self.normalize.mean),
+            "std": list(self.normalize.std),
+            "data": data.how_read(),
+        }
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
         """Features of images (B, C, H, W), from 0 to 255, after each depth, (B, D) float32: see `features_at`."""

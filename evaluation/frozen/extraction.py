@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
@@ -134,6 +134,8 @@ class ExtractedFeatures(NamedTuple):
 
     by_depth: dict[int, LabelledFeatures]  # empty except on the main process
     left_out: dict[str, int]  # number of training and of test images that cannot be decoded
+    class_names: list[str] | None = None  # by number; None: of features from a file, or without names
+    shown: dict[str, Any] | None = None  # see HeadDescription.input; None: of features from a file, or of a floor
 
 
 def extract_labelled_features(
@@ -165,4 +167,12 @@ def extract_labelled_features(
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
         features = LabelledFeatures(of_train, train.labels, of_test, test.labels)
         by_depth[depth] = features.checked(config.encoder)
-    return ExtractedFeatures(by_depth, left_out)
+    shown = None
+    if isinstance(encoder, FrozenEncoder):
+        shown = encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)}
+    return ExtractedFeatures(by_depth, left_out, splits[0].class_names, shown)
+
+
+def describe_precision(accelerator: Accelerator) -> str:
+    """The precision that encoders compute in: bf16 or fp32."""
+    return "bf16" if accelerator.mixed_precision == "bf16" else "fp32"

@@ -54,14 +54,18 @@ class LabelledFeatures(NamedTuple):
 
         Labels in a file may be identifiers, far apart.
         """
-        known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
-        classes = np.unique(np.concatenate(known))
+        classes = self.class_numbers()
 
         def number(labels: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.where(labels < 0, -1, np.searchsorted(classes, labels))
 
         numbered = self._replace(train_labels=number(self.train_labels), test_labels=number(self.test_labels))
         return numbered, len(classes)
+
+    def class_numbers(self) -> NDArray[np.int64]:
+        """The classes (C,) that occur, ascending."""
+        known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
+        return np.unique(np.concatenate(known))
 
     def dev_split(self) -> "LabelledFeatures":
         """The training features, a tenth of which is the test split: choices are made on it."""

@@ -57,6 +57,8 @@ def run_probe(
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
     report["protocol"]["rank_by_depth"] = rank_by_depth(extracted.by_depth)
+    report["protocol"]["input"] = extracted.shown
+    report["class_names"] = extracted.class_names
     write_probe_report(path, report, group_by)
     return report
 

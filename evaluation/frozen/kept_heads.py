@@ -1,0 +1,134 @@
+"""Heads that a probe has trained on frozen features, kept as a folder: head.safetensors and head.json.
+
+The encoder is not in it. head.json has its fingerprint, so that the head is used with no other.
+C classes, D width.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from evaluation.config import EncoderConfig
+from mpp.errors import UserError
+from mpp.runtime.files import complete
+from mpp.runtime.weights import describe_unreadable, fingerprint
+
+WEIGHTS_FILE = "head.safetensors"
+DESCRIPTION_FILE = "head.json"
+
+HeadTask = Literal["classes", "pixels"]
+"""What a head predicts: the class of an image, or of each pixel."""
+
+
+class StandardizedLinear(nn.Module):
+    """A linear layer on standardised features: (B, D) to logits (B, C).
+
+    Args:
+        classify: D to C.
+        mean, std: of each feature, (D,).
+    """
+
+    def __init__(self, classify: nn.Linear, mean: Tensor, std: Tensor):
+        super().__init__()
+        self.classify = classify
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.classify((features - self.mean) / self.std)
+
+
+@dataclass(frozen=True)
+class HeadDescription:
+    """head.json: what a head predicts, from which features of which encoder."""
+
+    task: HeadTask
+    class_names: list[str]
+    """Of the outputs, in their order."""
+    class_numbers: list[int]
+    """Numbers of the classes in the dataset, or in the files of masks."""
+    representation: str
+    """Feature of the image; of pixels: patches."""
+    depth: int
+    """Blocks that the features have passed."""
+    encoder: str
+    """Where the encoder was."""
+    weights: str
+    """Fingerprint of its weights, or of those in `checkpoint`; empty: random, or published by timm."""
+    checkpoint: str | None
+    random: bool
+    seed: int
+    """Of random weights."""
+    input: dict[str, Any]
+    """What the encoder was shown: img_size (height and width), crop_pct, channels, mean, std, and how files are read;
+    and its precision."""
+
+
+@dataclass(frozen=True)
+class KeptHead:
+    """A head that was read from its folder."""
+
+    folder: Path
+    description: HeadDescription
+    weights: dict[str, Tensor]
+
+
+def describe_encoder(config: EncoderConfig) -> dict[str, Any]:
+    """The entries of a description that name the encoder of a command's settings."""
+    weights = "" if config.random else fingerprint(Path(config.checkpoint or config.encoder))
+    return {
+        "encoder": config.encoder,
+        "weights": weights,
+        "checkpoint": config.checkpoint,
+        "random": config.random,
+        "seed": config.seed,
+    }
+
+
+def save_head(folder: Path, head: nn.Module, description: HeadDescription) -> None:
+    """Write a head, complete or not at all, in place of an earlier one, and say how it is used."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with complete(folder) as partial:
+        partial.mkdir()
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+        save_file(weights, partial / WEIGHTS_FILE)
+        text = json.dumps(asdict(description), indent=1, ensure_ascii=False)
+        (partial / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
+    print(f"wrote {folder}: mpp predict --classifier {folder} --data.path NEW_IMAGES")
+
+
+def is_kept_head(folder: Path) -> bool:
+    """Whether a folder holds a head."""
+    return (folder / DESCRIPTION_FILE).is_file()
+
+
+def load_head(folder: Path) -> KeptHead:
+    """Read a head; nothing in its files is executed.
+
+    Raises:
+        UserError: its files cannot be read.
+    """
+    try:
+        description = json.loads((folder / DESCRIPTION_FILE).read_text(encoding="utf-8"))
+        head = HeadDescription(**description)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"classifier is {folder}, whose {DESCRIPTION_FILE} cannot be read: {error}") from error
+    file = folder / WEIGHTS_FILE
+    try:
+        return KeptHead(folder, head, load_file(file))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"classifier is {folder}, which cannot be read: {describe_unreadable(file, error)}") from error
+
+
+def rebuild_linear(head: KeptHead) -> StandardizedLinear:
+    """The head of images with its weights."""
+    classes, width = head.weights["classify.weight"].shape
+    module = StandardizedLinear(nn.Linear(width, classes), torch.zeros(width), torch.ones(width))
+    module.load_state_dict(head.weights)
+    return module
