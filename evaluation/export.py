@@ -27,19 +27,20 @@ from evaluation.exports.formats import (
     without_exporter_messages,
 )
 from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE, SHOTS, Verification
-from evaluation.frozen.encoder import FrozenEncoder, Unavailable, open_frozen_encoder, patch_grid
+from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.supervision.classifiers import load_classifier
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
-from mpp.errors import UserError, one_line
+from mpp.errors import Unavailable, UserError, one_line
 from mpp.models.timm_models import set_attention
 from mpp.runtime.command import command
 from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import encoder_folder, fingerprint
+from mpp.training.card import card_of_file
 
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -239,8 +240,9 @@ def weights_and_card(config: ExportConfig) -> tuple[str, str]:
         return Path(config.checkpoint).name, ""
     if not path.exists():
         return config.encoder, ""  # timm's name, or the hub's
-    card = encoder_folder(path) / "README.md"
-    return fingerprint(path), card.read_text(encoding="utf-8") if card.is_file() else ""
+    file = encoder_folder(path) / "README.md"
+    card = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return fingerprint(path), card_of_file(card, has_head=config.representation == "logits")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

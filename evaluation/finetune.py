@@ -30,10 +30,11 @@ from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
 from mpp.data.loader import BatchLayout
-from mpp.errors import Diverged, UserError
+from mpp.errors import Diverged, Unavailable
 from mpp.models.timm_models import checkpoint_activations
 from mpp.runtime.command import command
 from mpp.runtime.weights import fingerprint
+from mpp.training.card import HEAD_LEFT_OUT
 from mpp.training.log import Tracker, last_evaluation, last_scalars
 from mpp.training.run import train
 
@@ -57,10 +58,10 @@ class Finetuning(Classification):
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
         if config.init == "random":
-            self.method = "Trained with labels, from random weights; the classification head is left out"
+            self.method = f"Trained with labels, from random weights; {HEAD_LEFT_OUT}"
         else:
             self.kind = "encoder fine-tuned with labels"
-            self.method = f"Fine-tuned with labels, from {config.encoder}; the classification head is left out"
+            self.method = f"Fine-tuned with labels, from {config.encoder}; {HEAD_LEFT_OUT}"
         frozen = self.load(config)
         self.img_size = frozen.img_size
         encoder = frozen.model.requires_grad_(True)
@@ -87,7 +88,7 @@ class Finetuning(Classification):
             drop_path_rate=config.drop_path,
         )
         if getattr(frozen.model, "attn_pool", None) is not None:
-            raise UserError(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
+            raise Unavailable(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
         return frozen
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 from evaluation.config import MaskedConfig
 from evaluation.frozen.results import report_path, table, write_json
 from mpp.config.parsing import parse
-from mpp.errors import UserError
+from mpp.errors import Unavailable
 from mpp.runtime.command import command
 from mpp.training.log import last_evaluation
 
@@ -27,11 +27,16 @@ METRIC_OF_LINE = {
 
 
 def run(config: MaskedConfig) -> dict[str, Any]:
-    """Read the metrics of the run, write the report, and return it."""
+    """Read the metrics of the run, write the report, and return it.
+
+    Raises:
+        UserError: no run there.
+        Unavailable: a run that predicts no colours.
+    """
     last = last_evaluation(Path(config.encoder))
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"
-        raise UserError(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
+        raise Unavailable(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
     results = []
     for line, metric in METRIC_OF_LINE.items():
         if metric in last:

@@ -23,7 +23,6 @@ from evaluation.figures.style import DPI
 from evaluation.frozen.encoder import (
     CELLS_PER_SIDE,
     ColorBaseline,
-    Unavailable,
     open_frozen_encoder,
     patch_grid,
     resolve_depths,
@@ -31,7 +30,7 @@ from evaluation.frozen.encoder import (
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.results import events_folder, report_path, report_suffix, write_probe_report
+from evaluation.frozen.results import events_folder, report_path, report_suffix, settings_suffix, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
 from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
@@ -51,9 +50,9 @@ from evaluation.patches.statistics import (
     with_numbered_classes,
 )
 from evaluation.patches.tables import class_table, draw_predictions, reading_table
-from mpp.config import RunConfig, require
+from mpp.config import RunConfig
 from mpp.data.workers import deaths_explained
-from mpp.errors import UserError
+from mpp.errors import Unavailable
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
 from mpp.runtime.start import start_alone
@@ -71,7 +70,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     """
     run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run_settings, "patches are evaluated")
-    path = report_path(config.out, config.encoder, f"segmentation{report_suffix(config)}.json")
+    path = report_path(config.out, config.encoder, f"segmentation{report_suffix(config)}{settings_suffix(config)}.json")
     splits = load_masked_images(config.data, loaded)
     weights = "" if config.random else config.checkpoint or config.encoder
     check_labels_unseen(weights, config.data, splits.train.images, splits.test.images)
@@ -180,16 +179,17 @@ def open_patch_encoder(config: SegmentationConfig) -> PatchEncoder:
     """The encoder that the settings name; for floor:pixels, the colours and positions of patches.
 
     Raises:
-        UserError: it has no patches.
+        Unavailable: it has no patches.
     """
     encoder = open_frozen_encoder(config)
     if isinstance(encoder, ColorBaseline):
-        require(encoder.kind == "pixels", "encoder", config.encoder, "floor:pixels, of the floors")
+        if encoder.kind != "pixels":
+            raise Unavailable(f"encoder is {config.encoder}; it must be floor:pixels, of the floors")
         return PatchBaseline(encoder.img_size, encoder.crop_pct, (CELLS_PER_SIDE, CELLS_PER_SIDE))
     try:
         patch_grid(encoder.model)
     except Unavailable as error:
-        raise UserError(f"encoder is {config.encoder}, which has no patches to evaluate: {error}") from None
+        raise Unavailable(f"encoder is {config.encoder}, which has no patches to evaluate: {error}") from None
     return encoder.to(device())
 
 

@@ -29,6 +29,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
 from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW
+from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
 from mpp.training.flops import executed_flops
 from mpp.training.log import last_evaluation
 from mpp.training.run import train
@@ -52,7 +53,7 @@ class Supervised(Classification):
     @property
     def method(self) -> str:
         """How it is trained, for the model card."""
-        return f"Trained with labels, from {self.start}; the classification head is left out"
+        return f"Trained with labels, from {self.start}; {HEAD_LEFT_OUT}"
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with its head; height and width of its images."""
@@ -82,7 +83,7 @@ class Distilled(Supervised):
         return (
             f"Trained with labels, from {self.start}, and by {distill.kind} distillation from {distill.teacher} "
             "through a token (DeiT: Touvron et al., ICML 2021). The tokens begin with [class] and the distillation "
-            "token; both heads are left out"
+            f"token; {BOTH_HEADS_LEFT_OUT}"
         )
 
     def build_model(self) -> tuple[DistilledEncoder, ImageSize]:

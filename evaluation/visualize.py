@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evaluation.config import VisualizeConfig
-from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import LoadedSplits
@@ -19,6 +18,7 @@ from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.subject import load_subject
 from mpp.config import require
 from mpp.data.workers import deaths_explained
+from mpp.errors import Unavailable
 from mpp.runtime.command import command
 from mpp.training.log import event_writer
 

@@ -29,6 +29,13 @@ class Undecodable(UserError):
         self.first = first
 
 
+class Unavailable(UserError):
+    """An encoder or its images lack what a picture or an evaluation needs, which the message names.
+
+    Pages, sets of pictures and comparisons leave that one out, and say so.
+    """
+
+
 class UnreadableImage(Exception):
     """The bytes are no image that can be shown."""
 

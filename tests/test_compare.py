@@ -288,6 +288,21 @@ def test_a_failed_evaluation_leaves_the_others(floor, tmp_path):
     assert list(floor.results()["summary"]["comparison"]) == ["floor"]
 
 
+def test_an_evaluation_that_does_not_apply_is_named_and_left_out(floor, trained, capsys):
+    """Masked patches of a run that predicts no colours, and a depth that an encoder does not have."""
+    (trained / "metrics.jsonl").write_text('{"step": 3, "heldout/loss": 1.0}\n')
+    floor.config["encoders"].append({"name": "hog", "encoder": str(trained)})
+    deep = {"name": "deep", "command": "knn", "options": FAST | {"depth": 6}}
+    floor.config["evaluations"] += [{"name": "masked", "command": "masked"}, deep]
+    few_shot = {"name": "a", "encoders": ["floor"]}
+    floor.config["questions"] = [few_shot, {"name": "b", "encoders": ["hog"], "evaluations": ["masked"]}]
+    floor.compare()
+    printed = capsys.readouterr().out
+    assert "note: hog-0-masked-one is left out, it does not apply: encoder is" in printed
+    assert "note: floor-0-deep-one is left out, it does not apply: depth is 6; it must be from 1 to 1" in printed
+    assert list(floor.results()["summary"]["a"]) == ["floor"]
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, FloatingPointError, KeyError])
 def test_an_unforeseen_error_leaves_the_others_too(floor, monkeypatch, capsys, kind):
     def fail(config):

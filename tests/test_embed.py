@@ -1,5 +1,6 @@
 """Features as a table: the encoder's own, broken images named, resumed to the same rows."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,8 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         export.main([f"--encoder={tuned / 'lr_0.1'}", *options, "--data.workers=0"])
         found = FORMATS[format].read(written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
         assert torch.allclose(found, network(torch.zeros(1, 3, *size)), atol=1e-5)
+        card = json.loads(written.with_name(f"{written.name}.json").read_text())["about"]["card"]
+        assert "this file has the classification head, too" in card and "left out" not in card
     with pytest.raises(UserError, match=r"encoder is .*; it must be the folder of a finished supervised or fine-tuned"):
         embed.main([f"--encoder={finished_run}", *words])
     with pytest.raises(UserError, match="representation is logits; it must be another one beside depth"):

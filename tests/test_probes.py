@@ -268,13 +268,15 @@ def test_patches_are_pooled_where_the_class_token_comes_late(kind):
 @pytest.mark.faults
 def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     folder = shutil.copytree(vit[1], tmp_path / "run" / "encoder").parent
-    common = [f"--encoder={folder}", "--shots=1", "--seeds=0", *FAST]
+    common = [f"--encoder={folder}", "--data.workers=0", "--threads=1"]
     words_of_report = {
         "fewshot": [],
         "fewshot_random_0": ["--random=true"],
         "fewshot_class": ["--representation=class"],
         "fewshot_class_depth_1": ["--representation=class", "--depth=1"],
         "fewshot_random_3_16px": ["--random=true", "--seed=3", "--img_size=16"],
+        "fewshot_train_images_200": ["--data.train_images=200"],
+        "fewshot_class_precision_fp32_shots_1-5": ["--representation=class", "--precision=fp32", "--shots=[1,5]"],
     }
     for words in words_of_report.values():
         fewshot.main([*common, *words])

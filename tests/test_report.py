@@ -17,6 +17,7 @@ from PIL import Image
 from evaluation import check, contrastive
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
+from evaluation.pages import run_words
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
 from evaluation.report import main as report
@@ -214,6 +215,19 @@ def test_what_is_no_run_is_one_line(what, finished_run, tmp_path):
         shutil.copy(finished_run / "config.yaml", run)
     with pytest.raises(UserError, match=r"encoder is .*; it must be (a run that has logged|the folder of a run)"):
         report([f"--encoder={run}", *FAST])
+
+
+@pytest.mark.parametrize(
+    ("untrained", "trained", "said"),
+    [(1.0, 1.0, "saturated"), (0.98, 1.0, "saturated"), (0.6, 0.61, "more images"), (0.6, 0.9, None)],
+)
+def test_advice_on_a_probe_that_cannot_rise_is_not_more_images(untrained, trained, said, tmp_path):
+    history = [
+        {"step": step, "heldout/loss": 1.0, "knn/depth_01": knn, "knn/floor_pixels": 0.5}
+        for step, knn in ((0, untrained), (9, trained))
+    ]
+    advice = run_words.advice_on_features(tmp_path, history)
+    assert [word for word in ("saturated", "more images") if word in " ".join(advice)] == ([said] if said else [])
 
 
 def test_every_part_of_a_page_is_escaped():

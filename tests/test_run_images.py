@@ -12,9 +12,9 @@ import yaml
 from conftest import CUT, dataset_of, encoded, picture
 
 from evaluation import embed, fewshot, finetune, knn, segmentation, visualize
-from evaluation.config import FinetuneConfig, KnnConfig
+from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig
 from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.results import report_path, report_suffix
+from evaluation.frozen.results import report_path, report_suffix, settings_suffix
 from evaluation.frozen.run_images import load_images_of
 from mpp.config import SourceConfig
 from mpp.data import sources
@@ -65,6 +65,20 @@ def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):
     assert [name.rpartition("_")[0] for name in (elsewhere, other_labels)] == ["_elsewhere", "_elsewhere"]
     assert elsewhere != other_labels
     assert from_python.rpartition("_")[0] == "_birds"
+    assert suffix("--data.train_images=100") == "_train_images_100"  # of the run's own images
+    assert suffix("--data.train_images=100", "--data.eval_seed=1") == "_eval_seed_1_train_images_100"
+
+
+def test_reports_by_other_settings_are_named_after_them(tmp_path):
+    def suffix(config_class, *words: str) -> str:
+        return settings_suffix(parse_with_images(config_class, ["--encoder=floor:pixels", *words], ""))
+
+    assert suffix(FewshotConfig) == suffix(FewshotConfig, "--threads=1", "--depth=1", "--data.workers=0") == ""
+    assert suffix(FewshotConfig, "--shots=5") == "_shots_5"
+    assert suffix(FewshotConfig, "--shots=[5, 10]", "--data.eval_crop=1") == "_eval_crop_1.0_shots_5-10"
+    assert suffix(LinearConfig, "--solver=sgd") == "_solver_sgd"
+    long, other = (suffix(LinearConfig, f"--l2={[step / number for number in range(1, 30)]}") for step in (1, 2))
+    assert len(long) == len(other) == 7 and long != other
 
 
 def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, capsys):
@@ -73,11 +87,14 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, 
     fewshot.main([f"--encoder={folder}", *FAST])
     printed = capsys.readouterr().out
     assert f"the images of {folder}: --data.path {image_folder} --data.eval_split null --data.eval_fraction" in printed
-    assert "8 labelled images to learn from, 3 to evaluate on" in printed
+    assert "9 labelled images to learn from (all; the encoder was trained on 8 images" in printed
     protocol = json.loads(next((folder / "evaluation").glob("fewshot*.json")).read_text())["protocol"]
+    fewshot.main([f"--encoder={folder}", "--data.train_images=7", *FAST])
+    assert "7 labelled images to learn from, 3 to evaluate on" in capsys.readouterr().out
+    assert len(list((folder / "evaluation").glob("fewshot*.json"))) == 2
     assert protocol["data"]["path"] == str(image_folder)
     assert protocol["data"]["cut_seed"] == 3
-    all_images = own_images(folder / "encoder", "--data.train_images=null")
+    all_images = own_images(folder / "encoder")
     assert all_images.train_images is None
     assert all_images.cut_seed == 3
     for given, path in (("null", None), ("elsewhere", "elsewhere")):
@@ -223,8 +240,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
         own_images(of_a_relative_path)
     images = own_images(of_a_relative_path, f"--data.path={moved}")
     assert (images.path, images.cut_seed, images.eval_split) == (str(moved), 3, None)
-    same = replace(KnnConfig().data, path=str(moved))
-    assert report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=same)) == ""
+    assert report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=images)) == ""
     other = shutil.copytree(moved, tmp_path / "other")
     (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
     capsys.readouterr()

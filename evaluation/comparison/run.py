@@ -21,9 +21,10 @@ from evaluation.frozen.probing import forget_features
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import record_images
 from mpp.data.identity import differences
-from mpp.errors import Diverged, UserError
+from mpp.errors import Diverged, Unavailable, UserError
 from mpp.runtime.command import user_message
 from mpp.runtime.lock import Held, hold
+from mpp.runtime.messages import note
 from mpp.training.record import read_record
 from mpp.training.run import fingerprint_first_weights, train
 from mpp.training.run_folder import is_finished
@@ -71,7 +72,7 @@ def reason_of(error: Exception) -> str:
 
 
 def evaluate_case(case: Case, folder: Path) -> None:
-    """Train the encoder and evaluate it, where that is not done yet.
+    """Train the encoder and evaluate it, where that is not done yet; what does not apply to it is left out, and named.
 
     Raises:
         Held: another process works at it.
@@ -85,6 +86,9 @@ def evaluate_case(case: Case, folder: Path) -> None:
         try:
             case.evaluation.run(settings_to_evaluate(case, folder))
             report = json.loads(file.read_text(encoding="utf-8"))
+        except Unavailable as error:
+            note(f"{case.slug} is left out, it does not apply: {error}")
+            return
         except Diverged as error:  # fine-tuning
             write_json(file, {"diverged": str(error), "comparison": provenance(case)})
             raise

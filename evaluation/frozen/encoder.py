@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig, ProbeDataConfig
 from mpp.config import ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
-from mpp.errors import UserError
+from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
@@ -25,10 +25,6 @@ from mpp.runtime.hardware import uses_gpu
 CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
 BASELINE_CROP_PCT = 0.875
-
-
-class Unavailable(ValueError):
-    """An encoder or its images lack what a picture or an evaluation needs; the message names it."""
 
 
 class FrozenEncoder(nn.Module):
@@ -173,13 +169,14 @@ def resolve_depths(depth: int | str, deepest: int) -> list[int]:
     """The depths that the setting `depth` means: a number from 1 to `deepest`, last, all or dev.
 
     Raises:
-        UserError: a number that is none of these.
+        Unavailable: a number that is none of these.
     """
     if depth == "last":
         return [deepest]
     if not isinstance(depth, int):
         return list(range(1, deepest + 1))
-    require(1 <= depth <= deepest, "depth", depth, f"from 1 to {deepest}, last, all or dev")
+    if not 1 <= depth <= deepest:  # an encoder with fewer blocks
+        raise Unavailable(f"depth is {depth}; it must be from 1 to {deepest}, last, all or dev")
     return [depth]
 
 

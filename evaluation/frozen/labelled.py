@@ -3,7 +3,7 @@
 from accelerate import Accelerator
 
 from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, run_image_settings
 from mpp.config import SourceConfig
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
@@ -43,9 +43,21 @@ def load_labelled(
     train = all_train.choose(data.train_images, data.eval_seed)
     check_labels_unseen(encoder, data, train, held_out)
     accelerator.print(
-        f"{describe_source(data)}: {len(train)} labelled images to learn from, {len(held_out)} to evaluate on"
+        f"{describe_source(data)}: {len(train)} labelled images to learn from{describe_share(encoder, data)}, "
+        f"{len(held_out)} to evaluate on"
     )
     note_tested(train.labels, held_out.labels, train.class_names)
     if spare == 0:
         return [train, held_out]
     return [train, held_out, all_train.choose(spare, data.eval_seed, after=len(train))]
+
+
+def describe_share(encoder: str, data: SourceConfig) -> str:
+    """A note for images of which the encoder saw a share, and all are taken here; "" otherwise."""
+    run = find_run(encoder) if encoder else None
+    if run is None or data.train_images is not None or not holds_run_images(data.path, run):
+        return ""
+    share = run_image_settings(run).get("train_images")
+    if share is None:
+        return ""
+    return f" (all; the encoder was trained on {share} images: --data.train_images takes as few)"

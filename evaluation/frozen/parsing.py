@@ -7,10 +7,10 @@ from typing import Any
 
 from evaluation.frozen.run_images import (
     LoadedSplits,
+    evaluated_image_settings,
     find_run,
     is_moved_copy,
     load_unchanged_splits,
-    run_image_settings,
 )
 from mpp.config import HOW_READ, refuse_idle
 from mpp.config.command_line import as_words, files_first
@@ -53,6 +53,7 @@ def read_with_images(config_class: type[ConfigT], arguments: Sequence[str] | Non
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
     Other images are read as the run's were: with its channels and range. So are those of an encoder without its run.
+    A run's `data.train_images` is the share that it was trained on: of the labelled ones all are used.
     Fine-tuning crops held-out images as the run did, and does not flip where the run did not. Where the run's images
     are gone, a `data.path` that names a copy of them names the run's images: see `is_moved_copy`.
 
@@ -90,7 +91,7 @@ def inherited_settings(config: Any, path_is_named: bool) -> dict[str, Any]:
         return only_how_read(how_read(config.encoder)) if path_is_named else {}
 
     path = config.data.path
-    settings = run_image_settings(run)
+    settings = evaluated_image_settings(run)
     if path_is_named and is_moved_copy(run, path):
         settings["labels"] = path_after_move(settings.get("labels"), settings["path"], path)
     elif path_is_named:

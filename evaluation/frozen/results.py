@@ -12,13 +12,20 @@ import numpy as np
 from evaluation.config import EncoderConfig
 from evaluation.figures.charts import plot_by_depth
 from evaluation.figures.style import DPI
-from evaluation.frozen.run_images import IMAGE_SETTINGS, find_run, holds_run_images
-from mpp.config import sides
+from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
+from mpp.config import SourceConfig, sides
+from mpp.config.fields import default_of
+from mpp.config.keys import iterate_settings, plain
 from mpp.data.identity import short_digest
 from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.weights import BEST, encoder_folder, run_of
 from mpp.training.log import event_writer
+
+NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")
+"""Settings that `report_suffix` names, or the place of a report."""
+MAX_SETTINGS_LENGTH = 80
+"""Characters of settings in a report's name; more are a digest."""
 
 
 def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
@@ -48,9 +55,9 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
 
 
 def report_suffix(config: EncoderConfig) -> str:
-    """The end of a report's name: encoder, images and features where they are not the usual ones.
+    """The end of a name: encoder, images and features where they are not the usual ones.
 
-    Reports of other encoders, images and features have files of their own.
+    Other encoders, images and features have files of their own. For a report, see `settings_suffix` too.
     """
     parts = []
     if Path(config.encoder).name == BEST:
@@ -71,6 +78,8 @@ def report_suffix(config: EncoderConfig) -> str:
         settings = [str(getattr(config.data, key)) for key in IMAGE_SETTINGS if hasattr(config.data, key)]
         digest = short_digest(["\n".join(settings).encode()])[:6]  # names recur
         parts += [name, digest]
+    else:
+        parts += parts_of_name(unusual_choices(config.data, run))
 
     representation = getattr(config, "representation", "mean")
     if representation != "mean":
@@ -79,6 +88,49 @@ def report_suffix(config: EncoderConfig) -> str:
     if depth != "last":
         parts.append(f"depth_{depth}")
     return "".join(f"_{part}" for part in parts)
+
+
+def unusual_choices(data: SourceConfig, run: Path | None) -> dict[str, Any]:
+    """Settings that choose among the usual images, or read them, otherwise than usual: those of the run, or defaults.
+
+    Args:
+        run: the encoder's run; None: it has none.
+    """
+    usual = evaluated_image_settings(run) if run else {}
+    unusual = {}
+    for key in IMAGE_SETTINGS:
+        value = getattr(data, key)
+        moves_along = key == "path" or (key == "labels" and data.path != usual.get("path"))
+        if not moves_along and plain(value) != plain(usual.get(key, getattr(type(data), key))):
+            unusual[key] = value
+    return unusual
+
+
+def settings_suffix(config: Any) -> str:
+    """The end of a report's name that names all other settings that are not the defaults, such as shots.
+
+    The file of saved features begins the name.
+    """
+    named = {*NAMED_SETTINGS, *(f"data.{name}" for name in IMAGE_SETTINGS)}
+    if config.random:
+        named.add("seed")
+    others = {}
+    for key, field, value in iterate_settings(config):
+        is_default = value == default_of(field)
+        if not (is_default or field.metadata.get("operational") or key in named):
+            others[key.rpartition(".")[2]] = value
+    return "".join(f"_{part}" for part in parts_of_name(others))
+
+
+def parts_of_name(settings: dict[str, Any]) -> list[str]:
+    """Settings as parts of a file's name, `shots_1-5`; a digest where they are many."""
+    parts = []
+    for key, value in settings.items():
+        text = re.sub(r"[^\w.]+", "-", str(plain(value))).strip("-")
+        parts.append(f"{key}_{text}")
+    if sum(map(len, parts)) > MAX_SETTINGS_LENGTH:
+        return [short_digest([repr(settings).encode()])[:6]]
+    return parts
 
 
 def summarize_accuracies(results: list[dict], group_by: str) -> dict[str, dict[str, float]]:

@@ -39,6 +39,8 @@ LoadedSplits = dict[str, Dataset]
 SOURCE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig)]
 IMAGE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
 """Names of the settings that say which images these are."""
+EVALUATED_SETTINGS = [name for name in IMAGE_SETTINGS if name != "train_images"]
+"""Those that an evaluation takes over from the run. A share of the images to pre-train on is none of the labels."""
 
 
 def find_run(encoder: str) -> Path | None:
@@ -57,13 +59,21 @@ def find_run(encoder: str) -> Path | None:
 
 
 def run_image_settings(run: Path) -> dict[str, Any]:
-    """The settings of a run's images, by name; of a hub dataset with the commit that the run began with."""
+    """The settings of a run's images, by name; of a hub dataset with the commit that the run began with.
+
+    `train_images` is among them: `evaluated_image_settings` leaves it out.
+    """
     saved = saved_settings(run)["data"]
     settings = {name: saved[name] for name in IMAGE_SETTINGS if name in saved}
     settings["revision"] = None  # a folder here may have the dataset's name by now
     if is_hub_dataset(SourceConfig(**settings)):
         settings["revision"] = recorded_commit(run) or saved.get("revision")
     return settings
+
+
+def evaluated_image_settings(run: Path) -> dict[str, Any]:
+    """The settings by which an encoder is evaluated on its run's images: on all of them, whatever share it saw."""
+    return {name: value for name, value in run_image_settings(run).items() if name in EVALUATED_SETTINGS}
 
 
 def run_source(run: Path) -> SourceConfig:
@@ -98,7 +108,7 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
         ways = "name where they are now by --data.path"
         raise UserError(f"the images of {run} were at {location}, which is gone; {ways}")
     source = run_source(run)
-    is_same = all(getattr(data, name) == getattr(source, name) for name in IMAGE_SETTINGS)
+    is_same = all(getattr(data, name) == getattr(source, name) for name in EVALUATED_SETTINGS)
     splits = None if is_known_by_files(record) else load_splits(data if is_same else source)
     changed = image_differences(run, source, splits and without_masks(splits, data))
     if changed and is_same and named_mask_column(data):  # masks outside their list's folder are images to pre-training

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import mpp
-from evaluation.frozen.encoder import Unavailable
 from evaluation.pages.page import Block, Table, Text
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten
@@ -28,7 +27,7 @@ def noted(missing: Missing, title: str) -> Iterator[None]:
     """While open, an error that content is not available ends the block, and its reason goes to `missing`."""
     try:
         yield
-    except (UserError, OSError, Unavailable) as error:
+    except (UserError, OSError) as error:
         missing[title] = str(error)
 
 

@@ -9,7 +9,6 @@ from PIL import Image
 
 from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
-from evaluation.frozen.encoder import Unavailable
 from evaluation.frozen.results import report_suffix
 from evaluation.frozen.run_images import load_unchanged_splits_of
 from evaluation.pages.about import Missing, noted
@@ -25,6 +24,7 @@ from evaluation.pictures.gallery import (
 )
 from evaluation.pictures.subject import Subject, load_subject
 from mpp.data.workers import deaths_explained
+from mpp.errors import Unavailable
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.training.history import History, after_training_began, best_depth, probe_lines

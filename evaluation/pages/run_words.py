@@ -17,7 +17,7 @@ from mpp.training.history import (
 )
 from mpp.training.record import read_record
 from mpp.training.run_folder import saved_settings
-from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration
+from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration, percent
 from mpp.training.watch import read_verdict
 
 MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
@@ -134,7 +134,12 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
     if first["step"] == 0:
         _, untrained_accuracy = best_depth(first, group)
         baseline = max(untrained_accuracy, first.get(f"{group}/floor_pixels", 0))
-        if accuracy < baseline + MIN_GAIN_OVER_BASELINES:
+        if baseline + MIN_GAIN_OVER_BASELINES >= 1:
+            advice.append(
+                f"the probe is saturated: random weights or pixel colours already reach {percent(baseline)}, so it "
+                "tells no features apart; evaluate with harder labels (--data.path, --data.label_column)"
+            )
+        elif accuracy < baseline + MIN_GAIN_OVER_BASELINES:
             advice.append(
                 "the features are hardly better than those of random weights or pixel colours: more images, more steps "
                 f"or another objective; they may still fine-tune well (mpp finetune --encoder {folder})"

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from evaluation.frozen.encoder import FrozenEncoder, Unavailable, patch_grid
+from evaluation.frozen.encoder import FrozenEncoder, patch_grid
+from mpp.errors import Unavailable
 from mpp.models.attention import is_known
 from mpp.models.timm_models import has_class, set_attention
 

@@ -24,7 +24,7 @@ from evaluation.config import EncoderConfig, FewshotConfig, PrecisionConfig
 from evaluation.figures import charts
 from evaluation.figures import images as image_figures
 from evaluation.figures.style import DPI
-from evaluation.frozen.encoder import Unavailable, patch_grid
+from evaluation.frozen.encoder import patch_grid
 from evaluation.frozen.extraction import extract_labelled_features, views_for
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import write_json
@@ -38,7 +38,7 @@ from evaluation.pictures.subject import Subject, concatenate
 from mpp.config import Grid, require
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
-from mpp.errors import UserError
+from mpp.errors import Unavailable, UserError
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evaluation.frozen.encoder import Unavailable, patch_grid
+from evaluation.frozen.encoder import patch_grid
 from evaluation.pictures.pca import principal_components
+from mpp.errors import Unavailable
 from mpp.models.attention import RELATIVE, RelativeBiases, RelativeKeys
 
 

@@ -22,7 +22,7 @@ from mpp.data.crops import centre_crop
 from mpp.data.decoding.channels import select_channels
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
-from mpp.errors import UserError
+from mpp.errors import Unavailable
 from mpp.models.encoder import Normalize
 from mpp.models.timm_models import has_class
 from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
@@ -172,14 +172,14 @@ def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, nor
     Returns:
         (B, D), or (B, 2 D) for `both`; where timm's head pools, D is `encoder.head_hidden_size`.
     Raises:
-        UserError: the [class] token is asked for, and there is none.
+        Unavailable: the [class] token is asked for, and there is none.
     """
     if normed and representation == "mean" and not hasattr(encoder, "num_prefix_tokens"):
         return encoder.forward_head(tokens, pre_logits=True)
     parts = []
     if representation in ("class", "both"):
         if not has_class(encoder):
-            raise UserError(f"representation is {representation}, but this encoder has no [class] token; use mean")
+            raise Unavailable(f"representation is {representation}, but this encoder has no [class] token; use mean")
         parts.append(tokens[:, 0])
     if representation in ("mean", "both"):
         if tokens.ndim == 4:

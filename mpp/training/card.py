@@ -1,5 +1,6 @@
 """The model card of an exported encoder: with it, the folder is a complete model repository."""
 
+import re
 from pathlib import Path
 
 from torch import nn
@@ -7,6 +8,11 @@ from torch import nn
 from mpp.models.timm_models import has_class
 from mpp.models.vit import VariantViT
 from mpp.training.log import last_evaluation
+
+HEAD_LEFT_OUT = "the classification head is left out"
+BOTH_HEADS_LEFT_OUT = "both heads are left out"
+"""How the card of an encoder that learned labels ends its sentence on the training."""
+HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 CARD = """---
 library_name: timm
@@ -84,3 +90,16 @@ def describe_output(encoder: nn.Module) -> str:
         return "a feature map"
     shape = f"(B, {prefix} + N, D)" if prefix else "(B, N, D)"
     return f"{shape}, the [class] token first" if has_class(encoder) else shape
+
+
+def card_of_file(card: str, has_head: bool) -> str:
+    """The card of an encoder's folder as that of a file that was exported from it, which timm cannot load.
+
+    Args:
+        has_head: whether the file has the classification head, too, or both of a distilled encoder.
+    """
+    card = HOW_TO_LOAD.sub("", card)
+    if has_head:
+        card = card.replace(HEAD_LEFT_OUT, "this file has the classification head, too")
+        card = card.replace(BOTH_HEADS_LEFT_OUT, "this file has the mean of both heads, too")
+    return card
