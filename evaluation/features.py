@@ -12,7 +12,7 @@ from evaluation.config import FeaturesConfig
 from evaluation.frozen.extraction import extract_labelled_features
 from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.results import report_path, report_suffix, settings_suffix
+from evaluation.frozen.results import report_of
 from mpp.config import RunConfig, require
 from mpp.runtime.command import command
 from mpp.runtime.start import start
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, loaded = parse_and_load(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    path = report_path(config.out, config.encoder, f"features{report_suffix(config)}{settings_suffix(config)}.npz")
+    path = report_of(config, "features", ".npz")
     by_depth = extract_labelled_features(config, accelerator, loaded).by_depth  # empty except on the main process
     for depth, features in by_depth.items():
         file = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path

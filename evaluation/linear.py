@@ -21,7 +21,7 @@ from evaluation.frozen.kept_heads import HeadDescription, StandardizedLinear, de
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.results import report_path, report_suffix
+from evaluation.frozen.results import report_of
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.heads import zero_head
 from mpp.config import require
@@ -59,7 +59,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
 
 def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) -> None:
     """Write a head to its folder beside the report."""
-    path = report_path(config.out, config.encoder, f"linear{report_suffix(config)}.json")
+    path = report_of(config, "linear")
     protocol = report["protocol"]
     names = report["class_names"] or []
     description = HeadDescription(

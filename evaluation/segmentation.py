@@ -30,7 +30,7 @@ from evaluation.frozen.encoder import (
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.results import events_folder, report_path, report_suffix, settings_suffix, write_probe_report
+from evaluation.frozen.results import events_folder, report_of, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
 from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
@@ -70,7 +70,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     """
     run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run_settings, "patches are evaluated")
-    path = report_path(config.out, config.encoder, f"segmentation{report_suffix(config)}{settings_suffix(config)}.json")
+    path = report_of(config, "segmentation")
     splits = load_masked_images(config.data, loaded)
     weights = "" if config.random else config.checkpoint or config.encoder
     check_labels_unseen(weights, config.data, splits.train.images, splits.test.images)

@@ -11,13 +11,7 @@ from accelerate import Accelerator
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
 from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
-from evaluation.frozen.results import (
-    report_path,
-    report_suffix,
-    settings_suffix,
-    summarize_accuracies,
-    write_probe_report,
-)
+from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
@@ -49,9 +43,7 @@ def run_probe(
         The report: results, summary, protocol.
     """
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
-    encoder_suffix = "" if config.features else report_suffix(config)
-    name = f"{command}{encoder_suffix}{settings_suffix(config)}.json"
-    path = report_path(config.out, config.encoder, name, config.features)
+    path = report_of(config, command)
     if config.features:
         saved = load_features(Path(config.features))
         note_tested(saved.train_labels, saved.test_labels)

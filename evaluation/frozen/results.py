@@ -54,6 +54,13 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
         raise UserError(f"{path} cannot be written ({error.strerror}); name another place by --out") from error
 
 
+def report_of(config: EncoderConfig, command: str, ending: str = ".json") -> Path:
+    """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
+    features = getattr(config, "features", None)
+    of_encoder = "" if features else report_suffix(config)
+    return report_path(config.out, config.encoder, f"{command}{of_encoder}{settings_suffix(config)}{ending}", features)
+
+
 def report_suffix(config: EncoderConfig) -> str:
     """The end of a name: encoder, images and features where they are not the usual ones.
 
