@@ -16,16 +16,13 @@ import mpp.pretrain
 from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfig
 from mpp.config import Config, RunConfig
 from mpp.config.keys import known_keys
-from mpp.config.saved import parse_saved
 from mpp.errors import Diverged, UserError
 from mpp.runtime import hardware, launcher, start
 from mpp.runtime.command import command, user_message
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launcher import check_address, check_process_count
 from mpp.runtime.start import check_trackers, choose_precision, choose_threads
-from mpp.training import run
 from mpp.training.parallel import start_compilers
-from mpp.training.run import is_compiled
 from mpp.training.step import TrainingStep
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -48,43 +45,6 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert choose_threads(RunConfig(threads=threads)) == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "device", "at_the_beginning", "expected"),
-    [
-        pytest.param({"steps": 2000}, "cuda", None, True, id="a long run on a GPU"),
-        pytest.param({"steps": 1999}, "cuda", None, False, id="a short run on a GPU"),
-        pytest.param({"steps": 9999}, "cpu", None, False, id="a CPU"),
-        pytest.param({"steps": 1999, "compile": True}, "cpu", None, True, id="asked for"),
-        pytest.param({"steps": 9999, "compile": False}, "cuda", None, False, id="refused"),
-        pytest.param({"steps": 9999}, "cuda", False, False, id="a run that was short when it began"),
-        pytest.param({"steps": 9999}, "cpu", True, True, id="a run that began on a GPU"),
-    ],
-)
-def test_long_runs_on_a_gpu_are_compiled(monkeypatch, settings, device, at_the_beginning, expected):
-    monkeypatch.setattr(run, "can_compile", lambda _: True)
-    assert is_compiled(RunConfig(**settings), torch.device(device), at_the_beginning) is expected
-
-
-@pytest.mark.parametrize(
-    ("capability", "compiler", "expected"),
-    [((9, 0), "/usr/bin/cc", True), ((6, 0), "/usr/bin/cc", False), ((9, 0), None, False)],
-    ids=["an H100", "a P100", "no C compiler"],
-)
-def test_long_runs_are_compiled_where_triton_can(monkeypatch, capability, compiler, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(run.shutil, "which", lambda _: compiler)
-    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: name)
-    assert is_compiled(RunConfig(steps=5000), torch.device("cuda"), None) is expected
-
-
-def test_a_choice_of_the_beginning_is_saved_and_kept(pretrain, trained, capsys):
-    config = trained / "config.yaml"
-    assert parse_saved(Config, config).run.compile is False
-    config.write_text(config.read_text().replace("compile: false", "compile: true"))
-    pretrain()  # would be another run, and refused, with another choice
-    assert "is finished" in capsys.readouterr().out
 
 
 def test_compilers_are_as_many_as_the_cores_of_a_process(monkeypatch):

@@ -30,7 +30,7 @@ class RunConfig:
     process holds the gradients of the whole model."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the model with torch.compile. auto: on a GPU, in runs of at least 2,000 steps; decided when a run begins,
-    and kept when it is resumed."""
+    and kept when it is resumed. A run may be resumed with another value: results then differ by rounding."""
     log_every: int = setting(20, at_least=1, operational=True)
     """Steps between two lines of metrics."""
     eval_every: int = setting(400, at_least=1, operational=True)

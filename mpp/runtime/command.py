@@ -62,6 +62,7 @@ def user_message(error: Exception) -> str | None:
     return None
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a GPU's memory did not suffice."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory did not suffice. A compiler that tries its kernels hands such an error on as its own."""
+    error = getattr(error, "inner_exception", error)
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_WORDS)

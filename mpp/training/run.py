@@ -1,8 +1,5 @@
 """From a config to a finished run folder: what every training command does around the loop."""
 
-import importlib.util
-import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
-from mpp.config import DataConfig, RunConfig
+from mpp.config import DataConfig
 from mpp.config.keys import changed_settings
 from mpp.config.saved import to_yaml
 from mpp.data.hub import resolve_commit
@@ -33,6 +30,7 @@ from mpp.runtime.processes import TRAINING_TIMEOUT, broadcast_from_main, on_main
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import fingerprint
+from mpp.training.compilation import compiled_before, describe_compiling, explaining_failures, is_compiled
 from mpp.training.flops import flops_of_step
 from mpp.training.loop import Loop
 from mpp.training.record import recorded_commit, write_record
@@ -42,8 +40,6 @@ from mpp.training.task import ImageTask
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
-OLDEST_TRITON_CARD = (7, 0)  # compute capability
-MIN_COMPILED_STEPS = 2_000  # compiling takes minutes, and a fifth to a quarter of a step's time is gained
 
 
 def train(config: Any, build: Build) -> Path:
@@ -66,10 +62,9 @@ def train(config: Any, build: Build) -> Path:
     with Preemption(accelerator, folder) as preemption:
         with releasing_resources(accelerator), deaths_explained():
             accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
-            if config.run.compile == "auto" and uses_gpu():
-                reason = f"on a GPU, runs of at least {MIN_COMPILED_STEPS:,} steps are; decided when they begin"
-                choice = "compiled" if resolved.run.compile else "not compiled"
-                accelerator.print(f"{choice} (run.compile auto: {reason})")
+            compiling = describe_compiling(config.run, resolved.run.compile, compiled_before(folder))
+            if compiling:
+                accelerator.print(compiling)
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if config.run.report and accelerator.is_main_process:
@@ -93,34 +88,17 @@ def refuse_unlike_arithmetic() -> None:
 
 def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
-    saved = saved_settings(Path(config.run.dir))  # when the run began
+    folder = Path(config.run.dir)
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    at_the_beginning = saved.get("run", {}).get("compile")
-    compiled = all(gather_object([is_compiled(config.run, accelerator.device, at_the_beginning)]))
+    compiled = all(gather_object([is_compiled(config.run, accelerator.device, compiled_before(folder))]))
     run = replace(config.run, precision=precision, compile=compiled)
     resolved = replace(config, run=run, optim=config.optim.resolved(config.run.steps))
     if not hasattr(config, "model"):  # fine-tuning has an encoder instead
         return resolved
     if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
-    measured = saved.get("model", {})
+    measured = saved_settings(folder).get("model", {})  # when the run began
     return replace(resolved, model=config.model.with_moments(measured.get("mean"), measured.get("std")))
-
-
-def is_compiled(run: RunConfig, device: torch.device, at_the_beginning: bool | None) -> bool:
-    """Whether a run's model is compiled: as given, else as when the run began, else on a GPU if the run is long."""
-    if run.compile != "auto":
-        return run.compile
-    if at_the_beginning is not None:
-        return at_the_beginning
-    return device.type == "cuda" and run.steps >= MIN_COMPILED_STEPS and can_compile(device)
-
-
-def can_compile(device: torch.device) -> bool:
-    """Whether inductor compiles for this GPU: Triton is here, knows the card, and has a C compiler."""
-    has_compiler = any(shutil.which(name) for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name)
-    knows_card = torch.cuda.get_device_capability(device) >= OLDEST_TRITON_CARD
-    return has_compiler and knows_card and importlib.util.find_spec("triton") is not None
 
 
 def describe_overrides(config: Any) -> str:
@@ -154,7 +132,8 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
         set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
             preemption.finish_steps()
-        Loop(task, config, folder, flops, preemption).train()
+        with explaining_failures(config.run):
+            Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
 
 

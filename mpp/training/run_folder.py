@@ -86,11 +86,12 @@ def refuse_other_run(config: Any, folder: Path) -> None:
 
 
 def settings_changed_since(config: Any, folder: Path) -> Changes:
-    """Settings in which a config differs from a run's; images that have moved as a whole count as the same.
+    """Settings in which a config differs from a run's, with which it may not go on.
 
-    A number that stands for null on both sides is left out where another setting made it differ.
+    Images that have moved as a whole count as the same. Compiling changes the rounding alone. A number that stands for
+    null on both sides is left out where another setting made it differ.
     """
-    different = changes_since(config, folder / CONFIG_FILE, make_paths_absolute)
+    different = leave_out(changes_since(config, folder / CONFIG_FILE, make_paths_absolute), {"run.compile"})
     before = parse_saved(type(config), folder / CONFIG_FILE)
     derived = derived_settings(config) & derived_settings(before)
     different = leave_out(different, derived) or different
