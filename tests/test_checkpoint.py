@@ -1,6 +1,7 @@
 """Complete or absent, exact, checked."""
 
 import errno
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from mpp.errors import UserError
+from mpp.runtime.lock import Held, hold
 from mpp.training import checkpoint
 from mpp.training.checkpoint import complete_checkpoints, restore, save_checkpoint, snapshot
 
@@ -117,3 +119,26 @@ def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):
     monkeypatch.undo()
     save(tmp_path, 2)
     assert restored_step(tmp_path) == 2
+
+
+def test_what_a_killed_run_left_half_written_is_gone_when_it_goes_on(pretrain, request):
+    """Its own files alone: the report and exported models are written by commands that do not hold the folder."""
+    run = request.getfixturevalue("trained")  # the name is a function's here
+    shutil.rmtree(run / "encoder")
+    half_written = [".encoder.partial/model.safetensors", ".encoder_best.earlier/model.safetensors"]
+    half_written += [
+        "checkpoints/.step_00000003.partial/model.safetensors",
+        ".data.json.partial",
+        ".verdict.json.partial",
+    ]
+    of_others = [".report.html.partial", ".encoder.onnx.partial", "evaluation/.features.npz.7.partial"]
+    for name in half_written + of_others:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+    with hold(run, "run.dir"), pytest.raises(Held):
+        pretrain()
+    assert all((run / name).exists() for name in half_written)
+    pretrain()
+    left = {path.relative_to(run).as_posix() for path in run.rglob(".*.*") if path.suffix in (".partial", ".earlier")}
+    assert left == set(of_others) and (run / "encoder").is_dir()
+    assert (run / "encoder_best" / "model.safetensors").exists()

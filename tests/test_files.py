@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpp.runtime.files import complete
+from mpp.runtime.files import clear_leftovers, complete
 
 
 def synced_paths(monkeypatch) -> list[Path]:
@@ -62,6 +62,17 @@ def test_what_a_killed_process_left_is_written_over(tmp_path):
     with complete(tmp_path / "folder") as partial:
         partial.mkdir()
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder"}
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["after its successor came", "before"])
+def test_a_folder_that_was_moved_aside_is_there_again(tmp_path, replaced):
+    earlier, folder = tmp_path / ".encoder.earlier", tmp_path / "encoder"
+    for path in [tmp_path / ".encoder.partial", earlier, *([folder] if replaced else [])]:
+        path.mkdir()
+        (path / path.name).touch()
+    clear_leftovers(folder)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert (folder / (folder.name if replaced else earlier.name)).is_file()
 
 
 def test_a_file_never_replaces_a_folder(tmp_path):

@@ -1,6 +1,8 @@
 """Looks at a machine before a run: shared memory for batches, memory for decoded images, disk for checkpoints."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -8,7 +10,7 @@ import torch
 from conftest import views_of
 from torch.utils.data import Dataset
 
-from mpp.config import Config, DataConfig, ModelConfig
+from mpp.config import Config, DataConfig, ModelConfig, RunConfig
 from mpp.data import decoded_cache
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import batch_bytes
@@ -25,6 +27,8 @@ from mpp.runtime.resources import (
     loader_room,
     memory_cgroups,
 )
+from mpp.training import loop
+from mpp.training.loop import Loop
 from mpp.training.run import describe_attention
 
 MB = 10**6
@@ -251,6 +255,14 @@ def test_a_run_ends_where_its_disk_has_no_room_for_a_checkpoint(pretrain, disk):
     disk(free=10)
     with pytest.raises(UserError, match=r"free on the disk of run\.dir .*; choose another run\.dir"):
         pretrain()
+
+
+def test_one_process_looks_at_the_disk_for_all(monkeypatch):
+    monkeypatch.setattr(loop, "complete_checkpoints", None)  # may not be called
+    step = Mock(checkpoint_bytes=lambda: 10**18, encoder_bytes=lambda: 0)  # which all gather
+    another = SimpleNamespace(is_main_process=False)
+    run = SimpleNamespace(accelerator=another, run_config=RunConfig(), training_step=step, folder=Path("run"))
+    Loop.look_at_disk(run)
 
 
 # --- attention ---

@@ -50,6 +50,23 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def earlier_path(path: Path) -> Path:
+    """The path beside `path` to which a folder is moved while another one takes its place."""
+    return path.with_name(f".{path.name}.earlier")
+
+
+def clear_leftovers(path: Path) -> None:
+    """Delete what a process left beside `path` that was killed while it wrote there; no other may write there now.
+
+    A folder that was moved aside, and whose successor did not take its place, takes it again.
+    """
+    delete(partial_path(path))
+    earlier = earlier_path(path)
+    if earlier.exists() and not path.exists():
+        os.replace(earlier, path)
+    delete(earlier)
+
+
 def write_complete(file: Path, text: str) -> None:
     """Write a text file that is complete or absent: UTF-8, whatever the locale and whatever file names are in it."""
     with complete(file) as partial:
@@ -67,7 +84,7 @@ def finish_folder(folder: Path) -> None:
 
 def replace_folder(partial: Path, folder: Path) -> None:
     """Rename a finished folder to `folder`, in place of the one that is there."""
-    earlier = folder.with_name(f".{folder.name}.earlier")
+    earlier = earlier_path(folder)
     shutil.rmtree(earlier, ignore_errors=True)
     if folder.exists():
         os.replace(folder, earlier)  # not deleted where it lies: a crash could leave half of it

@@ -21,7 +21,7 @@ from torch import nn
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
-from mpp.runtime.files import complete
+from mpp.runtime.files import clear_leftovers, complete
 from mpp.runtime.hashing import sha256_of
 from mpp.runtime.processes import broadcast_from_main, on_main_process
 from mpp.training.averaging import parameters_of, swap_averages
@@ -29,6 +29,7 @@ from mpp.training.optim import build_optimizer
 from mpp.training.parallel import gather_tensors, read_tensors
 
 COMPLETE_NAME = re.compile(r"step_\d+")
+LEFTOVER_NAME = re.compile(r"\.(step_\d+)\.\w+")
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 CURSORS_FILE = "cursors.json"
@@ -111,6 +112,15 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursor
         ) from error
     delete_other_checkpoints(folder, step, keep)
     return final
+
+
+def clear_partial_checkpoints(folder: Path) -> None:
+    """Delete what killed processes left of checkpoints, each as large as a whole one. No other may train there now."""
+    parent = folder / "checkpoints"
+    names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    for match in map(LEFTOVER_NAME.fullmatch, names):
+        if match:
+            clear_leftovers(parent / match[1])
 
 
 def delete_other_checkpoints(folder: Path, step: int, keep: int) -> None:

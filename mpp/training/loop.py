@@ -158,13 +158,13 @@ class Loop:
 
         After a first step, since the optimiser has its tensors then.
         """
-        keep = self.run_config.keep_checkpoints
-        kept = min(keep, len(complete_checkpoints(self.folder)))
         encoders = 3 if self.run_config.keep_best else 1  # the best and one in its place, and the last
         size = self.training_step.checkpoint_bytes()
         encoder_bytes = encoders * self.training_step.encoder_bytes()
 
         def look() -> None:
+            keep = self.run_config.keep_checkpoints
+            kept = min(keep, len(complete_checkpoints(self.folder)))
             shortage = disk_shortage(self.folder, keep + 1 - kept, size, encoder_bytes)
             if shortage:
                 warn(shortage)

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
 from mpp.config import DataConfig
+from mpp.config.imports import IMPORTS_FILE
 from mpp.config.keys import changed_settings
 from mpp.config.saved import to_yaml
 from mpp.data.hub import resolve_commit
@@ -22,24 +23,29 @@ from mpp.data.moments import channel_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.models.attention import attention_kernel
-from mpp.runtime.files import appears
+from mpp.runtime.files import appears, clear_leftovers
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.lock import exclusive
 from mpp.runtime.messages import note
 from mpp.runtime.processes import TRAINING_TIMEOUT, broadcast_from_main, on_main_process, set_timeout
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
-from mpp.runtime.weights import fingerprint
+from mpp.runtime.weights import BEST, ENCODER, fingerprint
+from mpp.training.checkpoint import clear_partial_checkpoints
 from mpp.training.compilation import compiled_before, describe_compiling, explaining_failures, is_compiled
 from mpp.training.flops import flops_of_step
+from mpp.training.log import METRICS_FILE
 from mpp.training.loop import Loop
-from mpp.training.record import recorded_commit, write_record
+from mpp.training.record import RECORD_FILE, recorded_commit, write_record
 from mpp.training.report_process import write_report
 from mpp.training.run_folder import CONFIG_FILE, is_finished, open_run, saved_settings, write_config
 from mpp.training.task import ImageTask
+from mpp.training.watch import VERDICT
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
+WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, ENCODER, BEST)
+"""Files and folders of a run, besides checkpoints, that training writes aside and renames."""
 
 
 def train(config: Any, build: Build) -> Path:
@@ -127,6 +133,7 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
     if accelerator.device.type == "cuda":
         accelerator.print(describe_attention(task, accelerator))
     with exclusive(folder, accelerator):
+        on_main_process(accelerator, lambda: clear_killed_run(folder))
         write_beginning(config, folder, task, accelerator)
         flops = flops_of_step(task, layout.images, config.optim)
         set_timeout(TRAINING_TIMEOUT)
@@ -147,6 +154,16 @@ def describe_attention(task: ImageTask, accelerator: Accelerator) -> str:
     if kernel == "cudnn":
         kernel = "cudnn (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment: another one)"
     return f"attention: {kernel}"
+
+
+def clear_killed_run(folder: Path) -> None:
+    """Delete what killed processes left half written in a run's folder, which this process holds.
+
+    Pages and results of evaluations are written by commands that do not hold it, perhaps now: theirs stay.
+    """
+    for name in WRITTEN_WHOLE:
+        clear_leftovers(folder / name)
+    clear_partial_checkpoints(folder)
 
 
 def write_beginning(config: Any, folder: Path, task: ImageTask, accelerator: Accelerator) -> None:
