@@ -23,9 +23,10 @@ from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
 from mpp.models.exporting import export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
+from mpp.training import step as training_step
 from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.step import TrainingStep
+from mpp.training.step import FiniteCheck, TrainingStep
 
 
 def weights(folder):
@@ -428,6 +429,27 @@ def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeyp
         pretrain(*arguments, f"--optim.name={optimizer}")
     assert all(torch.equal(*pair) for pair in zip(weights[1], weights[3], strict=True))
     assert not all(torch.equal(*pair) for pair in zip(weights[0], weights[1], strict=True))
+
+
+def test_steps_are_verified_before_their_records_pile_up(pretrain, monkeypatch):
+    """As on a GPU, with a record of at most 4 steps: after 4, 8, and the last of 10, with which metrics are logged."""
+    record, verify, steps, verified = FiniteCheck.record, FiniteCheck.verify, [], []
+
+    def on_a_gpu(self, step, *arguments):
+        self.verifies_each_step = False
+        steps.append(step)
+        record(self, step, *arguments)
+
+    def noted(self):
+        if self.unverified:
+            verified.append((len(steps), len(self.unverified)))
+        verify(self)
+
+    monkeypatch.setattr(training_step, "MAX_UNVERIFIED", 4)
+    monkeypatch.setattr(FiniteCheck, "record", on_a_gpu)
+    monkeypatch.setattr(FiniteCheck, "verify", noted)
+    run = pretrain("--run.steps=10", "--run.log_every=5000", "--run.checkpoint_every=5000")
+    assert verified == [(4, 4), (8, 4), (10, 2)] and list(read_metrics(run)) == [10]
 
 
 def test_images_smaller_than_the_crop_and_one_pixel_are_fine(pretrain, tmp_path):

@@ -71,15 +71,23 @@ class FakeEvent:
         self.gpu.work(0)
         self.at = self.gpu.done_at
 
+    def query(self) -> bool:
+        return self.at <= self.gpu.clock.now
+
     def elapsed_time(self, later: "FakeEvent") -> float:
         return 1000 * (later.at - self.at)
 
 
-def test_a_gpu_is_idle_where_its_queue_is_empty_and_not_where_the_host_waits(clock, monkeypatch):
-    gpu = FakeGPU(clock)
-    monkeypatch.setattr(speed.torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(speed.torch.cuda, "synchronize", lambda device: clock.pass_(max(0.0, gpu.done_at - clock.now)))
+@pytest.fixture
+def gpu(clock, monkeypatch):
+    fake = FakeGPU(clock)
+    monkeypatch.setattr(speed.torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(speed.torch.cuda, "synchronize", lambda device: clock.pass_(max(0.0, fake.done_at - clock.now)))
     monkeypatch.setattr(speed.torch.cuda, "max_memory_allocated", lambda device: 0)
+    return fake
+
+
+def test_a_gpu_is_idle_where_its_queue_is_empty_and_not_where_the_host_waits(clock, gpu):
     measured = Speed(flops=1, images=1, device=torch.device("cuda"), hours=0.0)
     gpu.work(8)
     with measured.waiting():
@@ -93,3 +101,21 @@ def test_a_gpu_is_idle_where_its_queue_is_empty_and_not_where_the_host_waits(clo
     scalars = measured.read(waited=12.0)
     assert scalars["speed/gpu_idle"] == pytest.approx(3 / 20)
     assert scalars["speed/data_wait"] == pytest.approx(12 / 20)
+
+
+def test_events_are_no_more_than_the_gpu_is_behind(clock, gpu):
+    """5,000 steps between two lines: the GPU takes a second a step, and is idle for half of one."""
+    measured = Speed(flops=1, images=1, device=torch.device("cuda"), hours=0.0)
+    most = 0
+    for _ in range(5_000):
+        with measured.waiting():
+            clock.pass_(1.5)
+        gpu.work(1)
+        measured.count_step()
+        most = max(most, len(measured.gaps))
+    assert most <= 2
+    assert measured.read(waited=0.0)["speed/gpu_idle"] == pytest.approx(1 / 3, rel=1e-3)
+    with measured.waiting():
+        pass
+    clock.pass_(1)
+    assert measured.read(waited=0.0)["speed/gpu_idle"] == 0

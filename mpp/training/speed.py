@@ -1,6 +1,7 @@
 """Speed and memory of training between two lines of metrics, with and without evaluations, and a GPU's idle time."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,8 +30,10 @@ class Speed:
         self.line_begin = time.perf_counter()
         self.paused_seconds = 0.0
         """Since the last line, for evaluations and checkpoints."""
-        self.gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """Events before and after each wait for a batch since the last line."""
+        self.idle_seconds = 0.0
+        """Of the GPU, since the last line."""
+        self.gaps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Events before and after each wait for a batch to which the GPU has yet to come."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -52,6 +55,7 @@ class Speed:
         yield
         after.record()
         self.gaps.append((before, after))
+        self.add_idle_time()
 
     def count_step(self) -> None:
         """Note that a step is done."""
@@ -75,18 +79,24 @@ class Speed:
             "speed/hours": self.hours,
             "speed/memory_gb": self.memory_bytes() / 1e9,
         }
-        if self.gaps:
-            scalars["speed/gpu_idle"] = self.idle_seconds() / seconds
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.add_idle_time()
+            scalars["speed/gpu_idle"] = self.idle_seconds / seconds
         self.line_begin = now
         self.paused_seconds = 0.0
         self.steps = 0
-        self.gaps.clear()
+        self.idle_seconds = 0.0
         return scalars
 
-    def idle_seconds(self) -> float:
-        """Seconds that the GPU waited for batches, by its own clock."""
-        torch.cuda.synchronize(self.device)
-        return sum(before.elapsed_time(after) for before, after in self.gaps) / 1000
+    def add_idle_time(self) -> None:
+        """Add the seconds that the GPU waited for batches, by its own clock, as far as it is. The host does not wait.
+
+        So there are no more events than the GPU is behind, however many steps are between two lines.
+        """
+        while self.gaps and self.gaps[0][1].query():
+            before, after = self.gaps.popleft()
+            self.idle_seconds += before.elapsed_time(after) / 1000
 
     def memory_bytes(self) -> int:
         """Largest memory of the GPU's tensors, or that of this process now."""

@@ -24,6 +24,7 @@ from mpp.training.parallel import prepare, whole_tensor
 from mpp.training.task import ImageTask
 
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
+MAX_UNVERIFIED = 1_000  # steps, whose losses and images' indices are kept
 
 
 class TrainingStep:
@@ -63,7 +64,7 @@ class TrainingStep:
         )
         loss = self.accelerator.reduce(sum(losses), "mean")
         self.finite.record(step, loss, norm, losses, indices)
-        if measure or self.finite.verifies_each_step:  # otherwise later: reading the flag waits for a GPU
+        if measure or self.finite.is_due():  # otherwise later: reading the flag waits for a GPU
             self.finite.verify()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -164,6 +165,10 @@ class FiniteCheck:
         finite = torch.stack([loss, norm]).isfinite().all()
         self.broken.masked_fill_(~finite, 1.0)
         self.unverified.append(UnverifiedStep(step, self.broken.clone(), torch.stack(losses), indices))
+
+    def is_due(self) -> bool:
+        """Whether to verify now, also between two lines of metrics."""
+        return self.verifies_each_step or len(self.unverified) >= MAX_UNVERIFIED
 
     def verify(self) -> None:
         """Raise Diverged on every process, naming step and images, if a step since the last call was not finite."""
