@@ -69,7 +69,7 @@ class Pretraining(ImageTask):
         self.patch_count = math.prod(self.grid)
         self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.predicts_features = config.objective.name == "features"
-        self.moves_teacher = self.predicts_features and config.objective.frozen_teacher is None
+        self.moves_teacher = config.objective.moves_teacher
         if config.objective.frozen_teacher:
             note_other_reading(config)
         for encoder_name in (config.model.init_from, config.objective.frozen_teacher):

@@ -11,7 +11,14 @@ from accelerate import Accelerator
 from mpp.errors import UserError
 from mpp.runtime.lock import Held, hold
 from mpp.training import checkpoint
-from mpp.training.checkpoint import complete_checkpoints, restore, save_checkpoint, snapshot
+from mpp.training.checkpoint import (
+    complete_checkpoints,
+    delete_other_checkpoints,
+    kept_steps,
+    restore,
+    save_checkpoint,
+    snapshot,
+)
 
 
 def trained(seed, steps=3):
@@ -23,9 +30,11 @@ def trained(seed, steps=3):
     return model, optimizer
 
 
-def save(folder, step, keep=2, steps=3):
-    """Save a checkpoint of a model that was trained for some steps."""
-    return save_checkpoint(folder, step, snapshot(*trained(0, steps)), keep)
+def save(folder, step, keep=2, steps=3, always=()):
+    """Save a checkpoint of a model that was trained for some steps, and delete earlier ones."""
+    checkpoint = save_checkpoint(folder, step, snapshot(*trained(0, steps)))
+    delete_other_checkpoints(folder, step, keep, always)
+    return checkpoint
 
 
 def restored_step(folder):
@@ -59,7 +68,7 @@ def train(model, optimizer):
 
 def test_what_is_restored_goes_on_with_the_same_bits(tmp_path):
     model, optimizer = trained(0)
-    save_checkpoint(tmp_path, 3, snapshot(model, optimizer), keep=2)
+    save_checkpoint(tmp_path, 3, snapshot(model, optimizer))
     other, its_optimizer = trained(1, steps=0)
     assert restore(tmp_path, other, its_optimizer)[0] == 3
     for _ in range(3):
@@ -83,6 +92,12 @@ def test_only_the_newest_are_kept(tmp_path):
     kept = ["step_00000010", "step_00000020"]
     assert names(complete_checkpoints(tmp_path)) == kept
     assert sorted(names((tmp_path / "checkpoints").iterdir())) == kept
+
+
+def test_those_to_branch_from_stay(tmp_path):
+    for step in (1, 2, 10, 20):
+        save(tmp_path, step, keep=1, always={2, 20, 40})
+    assert kept_steps(tmp_path) == [2, 20]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "state"])

@@ -405,12 +405,12 @@ def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
         optimizer = build_optimizer(model, OptimConfig(name="adam"))
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
-        states[kind] = save_checkpoint(tmp_path / kind, 1, snapshot(model, optimizer), keep=1)
+        states[kind] = save_checkpoint(tmp_path / kind, 1, snapshot(model, optimizer))
         assert not any(snapshot(model, optimizer, wanted=False).values()) or kind == "copy"
         other = build()
         its = build_optimizer(other, OptimConfig(name="adam"))
         assert restore(tmp_path / kind, other, its)[0] == 1
-        again = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its), keep=1)
+        again = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its))
         for file in ("model.safetensors", "optimizer.safetensors"):
             assert (again / file).read_bytes() == (states[kind] / file).read_bytes()
     for file in ("model.safetensors", "optimizer.safetensors"):

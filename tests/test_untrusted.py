@@ -115,7 +115,7 @@ def checkpoints(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for step in (2, 4):
-        save_checkpoint(tmp_path / "run", step, snapshot(model, optimizer), keep=2)
+        save_checkpoint(tmp_path / "run", step, snapshot(model, optimizer))
     return tmp_path / "run", lambda: restore(tmp_path / "run", model, optimizer)[0]
 
 

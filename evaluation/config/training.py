@@ -107,6 +107,7 @@ class FinetuneConfig:
         lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",
         keep_best="each run of fine-tuning is evaluated once, at its end",
+        branch_from="fine-tuning is several runs",
     )
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -100,7 +100,7 @@ class ObjectiveConfig:
     channel of each block's over the image's patches, their mean, layer norm (data2vec 2); none: their mean (EVA)."""
     half_life: tuple[float, float] = setting((0.01, 0.05), above=0, needs={"name": "features", "teacher": "ema"})
     """Share of the run's steps after which the moving average has half forgotten earlier weights: at the run's start
-    and at its end, and evenly in between."""
+    and at its end, and evenly in between. Numbers from 1 are steps: two equal ones suit runs of any length."""
     stop_on_collapse: bool = setting(False, needs={"name": "features"}, operational=True)
     """End a run whose targets have become the same for all patches. false: warn of it."""
     export: Literal["student", "teacher"] = setting("student", needs={"name": "features", "teacher": "ema"})
@@ -111,11 +111,19 @@ class ObjectiveConfig:
         if self.name != "features":
             allowed = "l1, l2 or null: smooth_l1 and cosine are for features"
             require(self.loss in ("l1", "l2", None), "objective.loss", self.loss, allowed)
+        start, end = self.half_life
+        allowed = "two shares below 1, or two numbers of steps from 1"
+        require((start < 1) == (end < 1), "objective.half_life", list(self.half_life), allowed)
         require(self.teacher != "", "objective.teacher", "empty", "ema, a folder, or the name of a timm model")
         if self.teacher == "ema":
             for name in ("teacher_checkpoint", "teacher_img_size"):
                 value = getattr(self, name)
                 require(value is None, f"objective.{name}", value, "null with objective.teacher=ema")
+
+    @property
+    def moves_teacher(self) -> bool:
+        """Whether features are predicted whose teacher is the encoder's own moving average."""
+        return self.name == "features" and self.teacher == "ema"
 
     @property
     def frozen_teacher(self) -> str | None:

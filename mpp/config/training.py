@@ -28,6 +28,8 @@ class RunConfig:
     sync_gradients: Literal["every_pass", "last_pass"] = setting("every_pass", operational=True)
     """Forward passes of a step after which sharded processes send their gradients. last_pass: less is sent, and each
     process holds the gradients of the whole model."""
+    branch_from: str | None = setting(None, operational=True)
+    """FOLDER@STEP: the run goes on from this checkpoint of another run, whose learning rate was the same up to it."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the model with torch.compile. auto: on a GPU, in runs of at least 2,000 steps; decided when a run begins,
     and kept when it is resumed. A run may be resumed with another value: results then differ by rounding."""
@@ -39,6 +41,9 @@ class RunConfig:
     """Steps between two checkpoints."""
     keep_checkpoints: int = setting(2, at_least=1, operational=True)
     """Number of the newest checkpoints that stay on disk."""
+    keep_at: tuple[int, ...] | None = setting(None, at_least=1, listed=True, operational=True)
+    """Steps after which a checkpoint is written and always stays, so that a run can branch from it. With
+    optim.schedule wsd the one where the cooldown begins stays anyway."""
     keep_best: bool = setting(False, operational=True)
     """Keep the encoder whose features were best in `encoder_best`, beside the last: by kNN accuracy on the held-out
     images or, without labels, by the neighbours' agreement."""
@@ -56,6 +61,12 @@ class RunConfig:
     def __post_init__(self):
         check_bounds(self, "run.")
         require(not self.dir.startswith("~"), "run.dir", self.dir, "a path without ~, which only a shell replaces")
+        for step in self.keep_at or ():
+            require(step <= self.steps, "run.keep_at", step, f"at most run.steps ({self.steps})")
+        if self.branch_from is not None:
+            folder, _, step = self.branch_from.rpartition("@")
+            allowed = "FOLDER@STEP, such as runs/trunk@8000"
+            require(bool(folder) and step.isdecimal(), "run.branch_from", self.branch_from, allowed)
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,11 @@ class OptimConfig:
     scale (Liu et al., 2025)."""
     adam_scale: float = setting(1.0, above=0, needs={"name": "muon"})
     """Learning rate of Muon's NAdamW part, as a multiple of lr."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay to 0 over the steps after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """cosine, linear: decay to 0 over the steps after the warm-up; constant: no decay; wsd (warm-up, stable, decay):
+    no decay before the cooldown at the end, so that the run can go on from any step before it."""
+    cooldown: float = setting(0.2, above=0, at_most=1, needs={"schedule": "wsd"})
+    """Share of run.steps in which the rate falls to 0, as 1 - sqrt(progress) (Haegele et al., 2024)."""
     warmup_steps: int | None = setting(None, at_least=0)
     """Steps of linear warm-up from 0, fewer than run.steps. null: 100, or a fifth of run.steps where that is less."""
     global_batch_size: int = setting(32, at_least=1)
@@ -100,6 +114,21 @@ class OptimConfig:
         """Warm-up steps of a run."""
         return min(100, steps // 5) if self.warmup_steps is None else self.warmup_steps
 
+    def stable_steps(self, steps: int) -> int | None:
+        """Steps of a run of `steps` up to the cooldown, in which the rate does not fall. None: it always falls."""
+        if self.schedule == "constant":
+            return steps
+        if self.schedule == "wsd":
+            return steps - round(self.cooldown * steps)
+        return None
+
+    def steps_to_keep(self, run: RunConfig) -> set[int]:
+        """Steps of a run whose checkpoints are written and always stay."""
+        kept = set(run.keep_at or ())
+        if self.schedule == "wsd":
+            kept.add(self.stable_steps(run.steps))
+        return kept - {0}
+
     def momentum_or_default(self) -> float | None:
         """The momentum, given or usual; None: adam has none."""
         return {"muon": 0.95, "sgd": 0.9}.get(self.name) if self.momentum is None else self.momentum
@@ -117,6 +146,10 @@ class OptimConfig:
         """Raise UserError if a run of `steps`, the value of the setting `key`, never leaves the warm-up."""
         warmup = self.warmup(steps)
         require(warmup < steps, "optim.warmup_steps", warmup, f"less than {key} ({steps}), or null")
+        stable = self.stable_steps(steps)
+        if stable is not None:
+            allowed = f"at most {stable}, where the cooldown begins ({key} {steps}, optim.cooldown {self.cooldown:g})"
+            require(warmup <= stable, "optim.warmup_steps", warmup, allowed)
 
     def __post_init__(self):
         check_bounds(self, "optim.")

@@ -286,8 +286,8 @@ def moving_average_decay(half_life: tuple[float, float], step: int, steps: int) 
     """Decay of the moving average in step `step` (from 0) of `steps`: 2 ** (-1 / half-life in steps).
 
     Args:
-        half_life: at the first and at the last step, as shares of all steps.
+        half_life: at the first and at the last step: in steps or, below 1, as shares of all steps.
     """
     start, end = half_life
-    progress = (end - start) * step / max(1, steps - 1)
-    return 0.5 ** (1 / (steps * (start + progress)))
+    now = start + (end - start) * step / max(1, steps - 1)
+    return 0.5 ** (1 / (steps * now if start < 1 else now))

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -70,11 +70,21 @@ def save(
     optimizer: torch.optim.Optimizer,
     cursors: Cursors,
     keep: int,
+    always: Collection[int] = (),
 ) -> None:
-    """Write a checkpoint of all processes' state; UserError on every process where it cannot be written."""
+    """Write a checkpoint of all processes' state; UserError on every process where it cannot be written.
+
+    Args:
+        keep, always: see `delete_other_checkpoints`.
+    """
     cursors_by_process = gather_object([cursors])
     tensors = snapshot(model, optimizer, wanted=accelerator.is_main_process)
-    on_main_process(accelerator, lambda: save_checkpoint(folder, step, tensors, keep, cursors_by_process))
+
+    def write() -> None:
+        save_checkpoint(folder, step, tensors, cursors_by_process)
+        delete_other_checkpoints(folder, step, keep, always)
+
+    on_main_process(accelerator, write)
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: bool = True) -> Tensors:
@@ -90,8 +100,8 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: bool = 
     }
 
 
-def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursors: Sequence[Cursors] = ()) -> Path:
-    """Write checkpoints/step_XXXXXXXX and delete all but the newest `keep`.
+def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence[Cursors] = ()) -> Path:
+    """Write checkpoints/step_XXXXXXXX.
 
     Args:
         step: steps done.
@@ -100,7 +110,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursor
     Raises:
         UserError: it cannot be written; earlier checkpoints are as they were.
     """
-    final = folder / "checkpoints" / f"step_{step:08d}"
+    final = checkpoint_path(folder, step)
     try:
         with complete(final) as partial:
             write_checkpoint(partial, tensors, cursors)
@@ -110,7 +120,6 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, keep: int, cursor
         raise UserError(
             f"{final.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
         ) from error
-    delete_other_checkpoints(folder, step, keep)
     return final
 
 
@@ -123,10 +132,16 @@ def clear_partial_checkpoints(folder: Path) -> None:
             clear_leftovers(parent / match[1])
 
 
-def delete_other_checkpoints(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints up to `step`; those after it are damaged, or the run had them."""
+def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collection[int] = ()) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step`; those after it are damaged, or the run had them.
+
+    Args:
+        always: steps whose checkpoints stay.
+    """
     checkpoints = complete_checkpoints(folder)
-    kept = [path for path in checkpoints if checkpoint_step(path) <= step][-keep:]
+    earlier = [path for path in checkpoints if checkpoint_step(path) <= step]
+    kept = earlier[-keep:]
+    kept += [path for path in earlier if checkpoint_step(path) in always]
     for other in set(checkpoints) - set(kept):
         try:
             shutil.rmtree(other)
@@ -231,15 +246,24 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in paths if COMPLETE_NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where a run's checkpoint after `step` steps is."""
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
 def checkpoint_step(checkpoint: Path) -> int:
     """The steps that were done when it was taken, by its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def kept_steps(folder: Path) -> list[int]:
+    """Steps whose checkpoints a run has, in order; they may be damaged."""
+    return [checkpoint_step(path) for path in complete_checkpoints(folder)]
+
+
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint, which may be damaged; 0 if there is none."""
-    checkpoints = complete_checkpoints(folder)
-    return checkpoint_step(checkpoints[-1]) if checkpoints else 0
+    return max(kept_steps(folder), default=0)
 
 
 def flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

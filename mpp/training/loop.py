@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.features.metrics import Sums, sum_over_processes
-from mpp.runtime.messages import warn
+from mpp.runtime.messages import note, warn
 from mpp.runtime.processes import maximum_of_all, on_main_process
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.resources import disk_shortage
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
-from mpp.training.checkpoint import Cursors, complete_checkpoints, resume, save
+from mpp.training.checkpoint import Cursors, kept_steps, resume, save
 from mpp.training.feed import Feed
 from mpp.training.history import EVALUATED, last_value, series
 from mpp.training.log import Tracker, read_history
@@ -56,6 +56,10 @@ class Loop:
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
         self.saved_step = self.start  # of the newest checkpoint
+        self.steps_to_keep = self.optim_config.steps_to_keep(self.run_config)
+        for step in self.run_config.keep_at or ():
+            if step < self.start and step not in kept_steps(folder):
+                note(f"run.keep_at: the checkpoint after step {step} cannot be kept, since the run is beyond it")
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
         self.feed = Feed(batches)
         self.cursors_of_step: Cursors = {}
@@ -102,7 +106,7 @@ class Loop:
                 self.end_if_refused(done, scalars)
             if due(done, run.eval_every, run.steps):
                 self.evaluate(done)
-            if due(done, run.checkpoint_every, run.steps):
+            if due(done, run.checkpoint_every, run.steps) or done in self.steps_to_keep:
                 self.save(done)
         self.bar.close()
         with self.averaged_model() as model:
@@ -163,8 +167,8 @@ class Loop:
         encoder_bytes = encoders * self.training_step.encoder_bytes()
 
         def look() -> None:
-            keep = self.run_config.keep_checkpoints
-            kept = min(keep, len(complete_checkpoints(self.folder)))
+            keep = self.run_config.keep_checkpoints + len(self.steps_to_keep)
+            kept = min(keep, len(kept_steps(self.folder)))
             shortage = disk_shortage(self.folder, keep + 1 - kept, size, encoder_bytes)
             if shortage:
                 warn(shortage)
@@ -241,8 +245,16 @@ class Loop:
             return
         self.training_step.finite.verify()
         with self.speed.paused():
-            keep = self.run_config.keep_checkpoints
-            save(self.accelerator, self.folder, done, self.model, self.torch_optimizer, self.cursors, keep)
+            save(
+                self.accelerator,
+                self.folder,
+                done,
+                self.model,
+                self.torch_optimizer,
+                self.cursors,
+                keep=self.run_config.keep_checkpoints,
+                always=self.steps_to_keep,
+            )
         self.saved_step = done
 
     def close_with_checkpoint(self, done: int) -> None:

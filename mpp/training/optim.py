@@ -121,7 +121,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up to the base rate, then decay towards 0."""
+    """The rate of step `step` (from 0) of `steps`: linear warm-up to the base rate, then as scheduled."""
     warmup = config.warmup(steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -133,4 +133,9 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
             return config.lr * (1 - progress)
         case "constant":
             return config.lr
+        case "wsd":
+            stable = config.stable_steps(steps)
+            if step < stable:
+                return config.lr
+            return config.lr * (1 - math.sqrt((step - stable) / (steps - stable)))
     raise AssertionError(config.schedule)

@@ -31,9 +31,11 @@ from mpp.runtime.processes import TRAINING_TIMEOUT, broadcast_from_main, on_main
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
+from mpp.training.branch import begin_branch, first_folder
 from mpp.training.checkpoint import clear_partial_checkpoints
 from mpp.training.compilation import compiled_before, describe_compiling, explaining_failures, is_compiled
 from mpp.training.flops import flops_of_step
+from mpp.training.growth import describe_growth
 from mpp.training.log import METRICS_FILE
 from mpp.training.loop import Loop
 from mpp.training.record import RECORD_FILE, recorded_commit, write_record
@@ -62,6 +64,8 @@ def train(config: Any, build: Build) -> Path:
         refuse_unlike_arithmetic()
     resolved = resolve_config(config, accelerator)
     folder = open_run(resolved, accelerator)
+    if resolved.run.branch_from is not None:
+        on_main_process(accelerator, lambda: begin_branch(resolved, folder))
     if broadcast_from_main(accelerator, lambda: is_finished(folder, resolved.run.steps)):
         accelerator.print(f"{folder} is finished: {resolved.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
@@ -73,6 +77,7 @@ def train(config: Any, build: Build) -> Path:
                 accelerator.print(compiling)
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
+        accelerator.print(describe_growth(resolved, folder))
         if config.run.report and accelerator.is_main_process:
             write_report(folder)
         if preemption.asked_of_any():
@@ -94,16 +99,21 @@ def refuse_unlike_arithmetic() -> None:
 
 def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
-    folder = Path(config.run.dir)
+    origin = first_folder(config)
+    saved = saved_settings(origin)
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    compiled = all(gather_object([is_compiled(config.run, accelerator.device, compiled_before(folder))]))
-    run = replace(config.run, precision=precision, compile=compiled)
-    resolved = replace(config, run=run, optim=config.optim.resolved(config.run.steps))
+    compiled = all(gather_object([is_compiled(config.run, accelerator.device, compiled_before(origin))]))
+    branch_from = config.run.branch_from or saved.get("run", {}).get("branch_from")
+    run = replace(config.run, precision=precision, compile=compiled, branch_from=branch_from)
+    optim = config.optim
+    if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
+        optim = replace(optim, warmup_steps=saved.get("optim", {}).get("warmup_steps"))
+    resolved = replace(config, run=run, optim=optim.resolved(config.run.steps))
     if not hasattr(config, "model"):  # fine-tuning has an encoder instead
         return resolved
     if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
-    measured = saved_settings(folder).get("model", {})  # when the run began
+    measured = saved.get("model", {})  # when the run began
     return replace(resolved, model=config.model.with_moments(measured.get("mean"), measured.get("std")))
 
 

@@ -32,6 +32,7 @@ from mpp.runtime.files import partial_path, write_complete
 from mpp.runtime.output import printable
 from mpp.runtime.signals import MARKER
 from mpp.training.checkpoint import newest_step
+from mpp.training.growth import GROWING_SETTINGS, refuse_other_rates
 from mpp.training.record import has_moved_images, path_after_move
 from mpp.training.user_code import imports_used
 
@@ -78,7 +79,9 @@ def refuse_other_run(config: Any, folder: Path) -> None:
     require_imports(folder)
     refuse_other_code(folder, imports)
     different = settings_changed_since(config, folder)
-    if different:
+    if different and GROWING_SETTINGS.issuperset(different):
+        refuse_other_rates(config, parse_saved(type(config), folder / CONFIG_FILE), folder, newest_step(folder))
+    elif different:
         raise UserError(
             f"run.dir is {folder}, a run made with another config: {describe_changes(different, 'the run')}; "
             "choose another run.dir, or the same values to resume"
@@ -162,4 +165,7 @@ def make_paths_absolute(config: Any) -> Any:
             continue
         changes = {group: replace(holder, **absolute)} if group else absolute
         config = replace(config, **changes)
+    if hasattr(config, "run") and config.run.branch_from is not None:
+        absolute_path = str(Path(config.run.branch_from).expanduser().absolute())
+        config = replace(config, run=replace(config.run, branch_from=absolute_path))
     return config

@@ -1,0 +1,98 @@
+"""Runs that grow: whether a run may go on under a config with another length or schedule than it began with.
+
+One rule decides: at all steps that are done, the learning rate and, where the teacher is a moving average, its decay
+must be those that the new config has there. Nothing else in a step depends on the length of its run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from mpp.errors import UserError
+from mpp.models.teachers import moving_average_decay
+from mpp.training.checkpoint import kept_steps
+from mpp.training.optim import learning_rate
+
+GROWING_SETTINGS = {"run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps"}
+"""Settings in which a config may differ from that of the steps that are done, as far as the rule allows."""
+
+
+def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> None:
+    """Raise UserError if a run cannot go on under `config`, with the command that can.
+
+    Args:
+        before: the config of the steps that are done.
+        folder: of the run that did them.
+        done: their number.
+    """
+    if config.run.steps < done:
+        raise UserError(
+            f"run.steps is {config.run.steps}, and {folder} has done {done} steps; it must be at least that"
+            f"{advice_to_branch(folder, config.run.steps, ', or')}"
+        )
+    step, name = first_difference(config, before, done)
+    if step == done:
+        return
+    lengths = f"{describe_schedule(before)}, now {describe_schedule(config)}"
+    if name == "objective.half_life":
+        advice = "; two equal numbers of steps, such as [40, 40], suit runs of any length"
+    else:
+        advice = advice_to_branch(folder, step, ";") or advice_to_begin(before)
+    raise UserError(f"{folder} cannot go on: from step {step} on its {name} was another ({lengths}){advice}")
+
+
+def first_difference(config: Any, before: Any, done: int) -> tuple[int, str]:
+    """The first step (from 0) at which a value differs between two configs, and its name; (done, "") if none does."""
+    for step in range(done):
+        now = values_of_step(config, step)
+        for name, value in values_of_step(before, step).items():
+            if now[name] != value:
+                return step, name
+    return done, ""
+
+
+def values_of_step(config: Any, step: int) -> dict[str, float]:
+    """Every value of a step that depends on the length of the run, by the setting that it follows from."""
+    steps = config.run.steps
+    values = {"optim.lr": learning_rate(config.optim, step, steps)}
+    objective = getattr(config, "objective", None)
+    if objective is not None and objective.moves_teacher:
+        values["objective.half_life"] = moving_average_decay(objective.half_life, step, steps)
+    return values
+
+
+def describe_schedule(config: Any) -> str:
+    """The settings that a step's learning rate follows from: "1000 steps of wsd, cooldown 0.2"."""
+    optim = config.optim
+    cooldown = f", cooldown {optim.cooldown:g}" if optim.schedule == "wsd" else ""
+    return f"{config.run.steps} steps of {optim.schedule}{cooldown}, warm-up {optim.warmup(config.run.steps)}"
+
+
+def advice_to_branch(folder: Path, last: int, conjunction: str) -> str:
+    """The options that go on from the newest kept checkpoint up to step `last`; "" where none is kept."""
+    kept = [step for step in kept_steps(folder) if step <= last]
+    return f"{conjunction} --run.branch_from {folder}@{kept[-1]} --run.dir NEW goes on from there" if kept else ""
+
+
+def advice_to_begin(before: Any) -> str:
+    """How to begin a run that can grow, in place of one that cannot."""
+    if before.optim.schedule == "wsd":
+        return "; no checkpoint before that is there (run.keep_at keeps some)"
+    return "; begin a run that can with --optim.schedule wsd --run.dir NEW"
+
+
+def describe_growth(config: Any, folder: Path) -> str:
+    """How a finished run goes on, in a line."""
+    schedule, steps = config.optim.schedule, config.run.steps
+    stable = config.optim.stable_steps(steps)
+    if stable is None:
+        return (
+            f"longer: another run, since optim.schedule {schedule} ends with run.steps ({steps}); "
+            "one with --optim.schedule wsd can go on"
+        )
+    kept = [step for step in kept_steps(folder) if step <= stable]
+    origin = f"{folder}@{kept[-1]}" if kept else config.run.branch_from
+    branch = f"--run.branch_from {origin} --run.dir NEW"
+    if schedule == "wsd":
+        return f"longer: {branch} --run.steps N goes on from before the cooldown"
+    cooled_down = f"{branch} --optim.schedule wsd --run.steps {steps + max(1, steps // 4)}"
+    return f"longer: the same command with a larger run.steps; cooled down: {cooled_down}"

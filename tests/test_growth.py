@@ -1,0 +1,248 @@
+"""Runs that grow and branch: the same bits as an uninterrupted run, or a refusal with the command that works."""
+
+import json
+import math
+import shutil
+
+import pytest
+from conftest import Killed, kill_at, read_metrics
+
+from mpp.config import Config, OptimConfig
+from mpp.config.parsing import parse
+from mpp.errors import UserError
+from mpp.training import branch
+from mpp.training.checkpoint import kept_steps
+from mpp.training.growth import first_difference
+from mpp.training.optim import learning_rate
+
+WSD = ("--optim.schedule=wsd", "--optim.cooldown=0.5")
+ADAM = ("--optim.name=adam", "--optim.lr=0.01")
+KINDS = {
+    "muon": (),
+    "adam": ADAM,
+    "polyak": (*ADAM, "--optim.average=0.9"),
+    "autoencoder": ("--config=configs/rivals/mae.yaml", "--model.width=16", "--model.heads=2", "--model.depth=2"),
+    "teacher": ("--config=configs/rivals/data2vec.yaml", "--objective.half_life=[4, 4]", "--model.depth=2"),
+    "warm-up": ("--optim.warmup_steps=2",),
+}
+
+
+def config(*options):
+    return parse(Config, list(options))
+
+
+def encoder_of(folder):
+    return (folder / "encoder" / "model.safetensors").read_bytes()
+
+
+def rates(schedule, steps, **options):
+    optim = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=2, **options)
+    return [learning_rate(optim, step, steps) for step in range(steps)]
+
+
+def test_the_rate_of_wsd_in_closed_form():
+    cooldown = [1 - math.sqrt(step / 4) for step in range(4)]
+    assert rates("wsd", 10, cooldown=0.4) == [0.5, 1, 1, 1, 1, 1, *cooldown]
+    assert rates("wsd", 10, cooldown=0.8) == [0.5, 1, *[1 - math.sqrt(step / 8) for step in range(8)]]
+    assert rates("wsd", 10, cooldown=0.01) == rates("constant", 10)  # no step is left for it
+
+
+def test_a_cooldown_that_begins_in_the_warm_up_is_refused():
+    with pytest.raises(UserError, match=r"optim.warmup_steps is 30; it must be at most 20, where the cooldown begins"):
+        config("--run.steps=40", *WSD, "--optim.warmup_steps=30")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "first"),
+    [
+        (("--optim.schedule=constant", "--run.steps=40"), (*WSD, "--run.steps=60"), 31),  # the cooldown is from 30 on
+        (("--optim.schedule=constant", "--run.steps=40"), (*WSD, "--run.steps=80"), 40),
+        ((*WSD, "--run.steps=40"), (*WSD, "--run.steps=80"), 21),
+        ((*WSD, "--run.steps=40"), ("--optim.schedule=wsd", "--optim.cooldown=0.2", "--run.steps=40"), 21),
+        (("--run.steps=40",), ("--run.steps=80",), 6),  # cosine, by its warm-up of 5 steps and one at the full rate
+        ((*WSD, "--run.steps=40"), (*WSD, "--run.steps=80", "--optim.warmup_steps=4"), 0),
+    ],
+)
+def test_one_rule_says_up_to_where_two_runs_are_one(before, now, first):
+    warm_up = "--optim.warmup_steps=5"
+    step, name = first_difference(config(warm_up, *now), config(warm_up, *before), 40)
+    assert (step, name) == (first, "optim.lr" if first < 40 else "")
+
+
+@pytest.mark.parametrize(("half_life", "first"), [("[0.1, 0.1]", 0), ("[1, 30]", 1), ("[8, 8]", 40)])
+def test_a_moving_average_in_steps_suits_any_length_and_shares_do_not(half_life, first):
+    options = (
+        "--objective.name=features",
+        "--optim.schedule=constant",
+        "--optim.warmup_steps=2",
+        f"--objective.half_life={half_life}",
+    )
+    step, name = first_difference(config(*options, "--run.steps=80"), config(*options, "--run.steps=40"), 40)
+    assert (step, name) == (first, "objective.half_life" if first < 40 else "")
+
+
+def test_half_lives_are_both_shares_or_both_steps():
+    with pytest.raises(UserError, match=r"objective.half_life is .*two shares below 1, or two numbers of steps"):
+        config("--objective.name=features", "--objective.half_life=[0.5, 20]")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(pretrain, tmp_path, kind):
+    whole = pretrain(*KINDS[kind], *WSD, dir=tmp_path / "whole")
+    trunk = pretrain(
+        *KINDS[kind],
+        "--optim.schedule=constant",
+        "--run.keep_at=[2]",
+        "--run.steps=6",
+        "--run.keep_checkpoints=1",
+        dir=tmp_path / "trunk",
+    )
+    assert kept_steps(trunk) == [2, 6]
+    branch = pretrain(*KINDS[kind], *WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    assert encoder_of(branch) == encoder_of(whole) != encoder_of(trunk)
+    for scalar in ("loss", "compute/pflop", "optim/lr"):
+        assert read_metrics(branch, scalar) == read_metrics(whole, scalar)
+    shutil.rmtree(trunk)  # a branch that is under way does not need it
+    assert pretrain(*KINDS[kind], *WSD, dir=tmp_path / "branch") == branch
+
+
+def test_a_run_whose_rate_was_stable_goes_on_in_its_folder(pretrain, tmp_path, capsys):
+    whole = pretrain("--optim.schedule=constant", "--run.steps=8", dir=tmp_path / "whole")
+    grown = pretrain("--optim.schedule=constant", "--run.steps=4")
+    assert "longer: the same command with a larger run.steps; cooled down: --run.branch_from" in capsys.readouterr().out
+    assert pretrain("--optim.schedule=constant", "--run.steps=8") == grown
+    assert encoder_of(grown) == encoder_of(whole)
+
+
+def test_a_trunk_keeps_its_warm_up(pretrain, tmp_path):
+    """null is a fifth of a short run, and would be another number in a longer one."""
+    stable = ("--optim.schedule=constant", "--optim.warmup_steps=null")
+    grown = pretrain(*stable, "--run.steps=5")
+    pretrain(*stable, "--run.steps=10")
+    assert read_metrics(grown, "optim/lr")[1] == read_metrics(grown, "optim/lr")[10]
+    branched = pretrain(*stable, *WSD, "--run.steps=20", f"--run.branch_from={grown}@10", dir=tmp_path / "branch")
+    assert "warmup_steps: 1\n" in (branched / "config.yaml").read_text()
+
+
+def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, capsys):
+    run = pretrain(*WSD)
+    assert (
+        f"longer: --run.branch_from {run}@2 --run.dir NEW --run.steps N goes on from before" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        UserError, match=f"from step 3 on its optim.lr was another .*; --run.branch_from {run}@2 --run.dir NEW"
+    ):
+        pretrain(*WSD, "--run.steps=8")
+    longer = pretrain(*WSD, "--run.steps=8", f"--run.branch_from={run}@2", dir=tmp_path / "longer")
+    whole = pretrain(*WSD, "--run.steps=8", dir=tmp_path / "whole")
+    assert encoder_of(longer) == encoder_of(whole)
+
+
+def test_a_cosine_run_cannot_grow_and_says_so(pretrain, capsys):
+    pretrain()
+    assert "one with --optim.schedule wsd can go on" in capsys.readouterr().out
+    with pytest.raises(
+        UserError, match=r"from step 1 on its optim.lr was another .*begin a run that can with --optim.schedule wsd"
+    ):
+        pretrain("--run.steps=8")
+
+
+def test_fewer_steps_than_are_done_are_refused(pretrain):
+    run = pretrain("--optim.schedule=constant")
+    with pytest.raises(UserError, match=f"run.steps is 3, and {run} has done 4 steps; .*--run.branch_from {run}@2"):
+        pretrain("--optim.schedule=constant", "--run.steps=3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--run.branch_from=TRUNK@3", r"it must be one of the kept steps of that run: 2, 4 \(run.keep_at"),
+        ("--run.branch_from=TRUNK/no@2", "with the folder of a run"),
+        ("--run.branch_from=TRUNK", "it must be FOLDER@STEP"),
+        ("--run.branch_from=TRUNK@two", "it must be FOLDER@STEP"),
+        (
+            "--run.branch_from=TRUNK@2 --run.seed=1 --optim.lr=1",
+            r"a run with run.seed \(0 in it, 1 now\), optim.lr \(0.01 in it, 1.0 now\); it must be a run that",
+        ),
+        ("--run.branch_from=TRUNK@4 --run.steps=5 --optim.cooldown=0.8", r"from step 2 on its optim.lr was another"),
+    ],
+)
+def test_what_cannot_be_branched_from_is_refused_and_leaves_no_folder(pretrain, tmp_path, options, message):
+    trunk = pretrain("--optim.schedule=constant", "--run.steps=4", dir=tmp_path / "trunk")
+    words = options.replace("TRUNK", str(trunk)).split()
+    with pytest.raises(UserError, match=message):
+        pretrain("--optim.schedule=wsd", "--run.steps=8", *words, dir=tmp_path / "branch")
+    assert not (tmp_path / "branch").exists()
+
+
+def test_a_branch_of_another_branch_point_is_refused(pretrain, tmp_path):
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    branched = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    with pytest.raises(UserError, match=f"and the run in {branched} branched from {trunk}@2; choose another run.dir"):
+        pretrain(*WSD, f"--run.branch_from={trunk}@4", dir=branched)
+    with pytest.raises(UserError, match=f"and the run in {trunk} began with its first step"):
+        pretrain("--optim.schedule=constant", f"--run.branch_from={branched}@2", dir=trunk)
+
+
+def test_a_damaged_checkpoint_is_not_branched_from(pretrain, tmp_path):
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    with (trunk / "checkpoints" / "step_00000002" / "optimizer.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"!")
+    with pytest.raises(UserError, match=r"step_00000002 is damaged \(optimizer.safetensors\): no run can branch"):
+        pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    assert kept_steps(tmp_path / "branch") == []
+
+
+def test_a_copy_that_is_interrupted_is_made_again(pretrain, tmp_path, monkeypatch):
+    """Also where the command that is started again does not name the trunk."""
+    whole = pretrain(*WSD, dir=tmp_path / "whole")
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    copytree = shutil.copytree
+
+    def dies(source, target):
+        copytree(source, target)
+        raise Killed("killed")
+
+    monkeypatch.setattr(branch.shutil, "copytree", dies)
+    with pytest.raises(Killed):
+        pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    monkeypatch.undo()
+    assert kept_steps(tmp_path / "branch") == []
+    branched = pretrain(*WSD, dir=tmp_path / "branch")
+    assert encoder_of(branched) == encoder_of(whole)
+    assert json.loads((branched / "data.json").read_text()) == json.loads((trunk / "data.json").read_text())
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_branch_that_is_killed_resumes_to_the_same_bits(pretrain, tmp_path, monkeypatch, step):
+    """In the trunk, and in the branch."""
+    whole = pretrain(*WSD, dir=tmp_path / "whole")
+
+    def branched():
+        trunk = pretrain(
+            "--optim.schedule=constant", "--run.steps=2", "--run.checkpoint_every=1", dir=tmp_path / "trunk"
+        )
+        return pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+
+    with monkeypatch.context() as patch:
+        kill_at(patch, step)
+        with pytest.raises(Killed):
+            branched()
+    assert encoder_of(branched()) == encoder_of(whole)
+
+
+def test_other_images_than_the_trunks_are_refused(pretrain, tmp_path, image_folder):
+    images = f"--data.path={image_folder}"
+    trunk = pretrain(images, "--data.eval_fraction=0.2", "--optim.schedule=constant", dir=tmp_path / "trunk")
+    (image_folder / "cat" / "07.png").unlink()
+    with pytest.raises(UserError, match="started with other images"):
+        pretrain(images, "--data.eval_fraction=0.2", *WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+
+
+def test_steps_to_keep_that_are_past_are_said_and_later_ones_refused(pretrain, capsys):
+    with pytest.raises(UserError, match=r"run.keep_at is 9; it must be at most run.steps \(4\)"):
+        pretrain("--run.keep_at=[2, 9]")
+    pretrain("--optim.schedule=constant", "--run.keep_checkpoints=1")
+    pretrain("--optim.schedule=constant", "--run.keep_checkpoints=1", "--run.steps=6", "--run.keep_at=[3]")
+    assert "run.keep_at: the checkpoint after step 3 cannot be kept" in capsys.readouterr().out
