@@ -258,7 +258,7 @@ def test_a_run_ends_where_its_disk_has_no_room_for_a_checkpoint(pretrain, disk):
 
 
 def test_one_process_looks_at_the_disk_for_all(monkeypatch):
-    monkeypatch.setattr(loop, "complete_checkpoints", None)  # may not be called
+    monkeypatch.setattr(loop, "kept_steps", None)  # may not be called
     step = Mock(checkpoint_bytes=lambda: 10**18, encoder_bytes=lambda: 0)  # which all gather
     another = SimpleNamespace(is_main_process=False)
     run = SimpleNamespace(accelerator=another, run_config=RunConfig(), training_step=step, folder=Path("run"))
