@@ -75,7 +75,7 @@ def test_only_plumbing_may_change(tmp_path):
         (["--model.init_from="], ["model.init_from is empty"]),
         (["--run.step=3"], ["unknown setting run.step: did you mean run.steps?"]),
         (["--data.crop_ratio=[0.75,.inf]"], ["data.crop_ratio"]),
-        (["--run.steps=many"], ["run.steps", "int", "many"]),
+        (["--run.steps=many"], ["run.steps is many; it must be a whole number of at least 1"]),
         (["--run.steps=0"], ["run.steps", "at least 1"]),
         (["--run.dir=~/here"], ["run.dir is ~/here", "without ~"]),
         (["--run.precision=fp17"], ["run.precision", "bf16", "fp32"]),
@@ -85,7 +85,9 @@ def test_only_plumbing_may_change(tmp_path):
         (["--model.heads=3"], ["model.width", "multiple of model.heads (3)"]),
         (["--data.crop_area=[0.5,0.1]"], ["data.crop_area"]),
         (["--config=nowhere.yaml"], ["nowhere.yaml"]),
-        (["--run.steps=5", "--config"], ["expected one argument"]),
+        (["--run.steps=5", "--config"], ["--config has no value; it must be a YAML file"]),
+        (["--run.steps"], ["--run.steps has no value; it must be a whole number of at least 1"]),
+        (["--run=3"], ["run is 3; it is a group of settings, which are given as --run.NAME VALUE"]),
     ],
 )
 def test_errors_are_one_line_that_names_the_culprit(arguments, words):
@@ -101,9 +103,12 @@ def test_errors_are_one_line_that_names_the_culprit(arguments, words):
     ("text", "words"),
     [
         ("run: {stepz: 3}", r"unknown setting run\.stepz: .* \(in .*bad\.yaml\)"),
-        ("run: {steps: many}", "many"),
+        ("run: {steps: many}", r"run\.steps is many; .* of at least 1 \(in .*bad\.yaml\)"),
         ("nonsense: {a: 1}", "nonsense"),
-        ("run: [", "while parsing"),
+        ("run: {steps: 2020-01-01}", r"run\.steps is \"2020-01-01\"; it must be a whole number"),
+        ("model: {arguments: 3}", r"model\.arguments is 3; it must be settings such as '{name: value}', or null \("),
+        ("run: [", r"bad\.yaml, line 1, column 7 is not YAML: expected the node content"),
+        ("run:\n  steps: 3\n  seed: a: b", r"bad\.yaml, line 3, column 10 is not YAML: mapping values are not allowed"),
         ("# all defaults", r"bad\.yaml, which has no settings"),
         ("- 1", r"bad\.yaml, which has no settings"),
         ("run:\n", r"bad\.yaml: run is null; it must have settings below it, or be left out"),
@@ -162,7 +167,17 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
         ("--corruption.mask_ratio=0.75", "unknown setting corruption.mask_ratio: did you mean corruption.rate?"),
         ("--epochs=3", "unknown setting epochs: did you mean run.steps?"),
         ("data.path=here", "unknown word data.path=here: did you mean --data.path=here?"),
-        ("--data.bands=4,3,2", r"\(a list is written '\[a, b\]'\)"),
+        ("--data.bands=4,3,2", r"\(did you mean '\[4, 3, 2\]'\?\)$"),
+        ("--optim.name=adamw", r"optim\.name is adamw; it must be one of muon, adam, sgd \(did you mean adam\?\)$"),
+        ("--run.compile=maybe", r"run\.compile is maybe; it must be auto, true or false$"),
+        ("--run.compile=True,", r"did you mean true\?"),
+        ("--optim.clip=None", r"optim\.clip is None; it must be a number above 0, or null \(did you mean null\?\)$"),
+        ("--optim.lr=0,01", r"optim\.lr is 0,01; it must be a number above 0 \(did you mean 0\.01\?\)$"),
+        ("--run.steps=1e3", r"run\.steps is 1e3; .* \(did you mean 1000\?\)$"),
+        ("--run.trackers=wandb", r"it must be a list of words \(did you mean '\[wandb\]'\?\)$"),
+        ("--data.crop_area=[a, 1]", r"data\.crop_area is \[a, 1\]; it must be two numbers above 0 and at most 1$"),
+        ("--optim={lr: x}", r"optim\.lr is x; it must be a number above 0$"),
+        ("--model.mean=x", r"it must be a number, a list of them, or auto \(a list is written"),
     ],
 )
 def test_names_and_spellings_of_other_tools_are_explained(word, said):
@@ -183,18 +198,26 @@ def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, 
 @pytest.mark.parametrize(
     ("config_class", "word", "allowed"),
     [
-        (Config, "--corruption.rate=1", "corruption.rate is 1.0; it must be above 0 and below 1"),
-        (Config, "--objective.bits=9", "objective.bits is 9; it must be from 1 to 8"),
-        (Config, "--optim.lr=.inf", "optim.lr is inf; it must be above 0, and finite"),
-        (Config, "--optim.lr=.nan", "optim.lr is nan; it must be above 0"),
-        (Config, "--optim.clip=0", "optim.clip is 0.0; it must be above 0, or null"),
-        (Config, "--optim.betas=[0.9,1]", "optim.betas is [0.9, 1.0]; it must be two numbers from 0 and below 1"),
-        (Config, "--run.seed=-1", "run.seed is -1; it must be at least 0 and below 2**63"),
-        (Config, "--model.img_size=[0,8]", "model.img_size is [0, 8]; it must be at least 1, or null"),
-        (FewshotConfig, "--l2=[1,0]", "l2 is [1.0, 0.0]; it must be a list of numbers above 0"),
-        (FewshotConfig, "--shots=[]", "shots is []; it must be a list of numbers from 1"),
-        (ExportConfig, "--batch=0", "batch is 0; it must be at least 1, or dynamic"),
-        (SegmentationConfig, "--readings=[]", "readings is []; it must be a list of some of linear, knn"),
+        (Config, "--corruption.rate=1", "corruption.rate is 1.0; it must be a number above 0 and below 1"),
+        (Config, "--objective.bits=9", "objective.bits is 9; it must be a whole number from 1 to 8"),
+        (Config, "--optim.lr=.inf", "optim.lr is inf; it must be a number above 0, and finite"),
+        (Config, "--optim.lr=.nan", "optim.lr is nan; it must be a number above 0"),
+        (Config, "--optim.clip=0", "optim.clip is 0.0; it must be a number above 0, or null"),
+        (
+            Config,
+            "--optim.betas=[0.9,1]",
+            "optim.betas is [0.9, 1.0]; it must be two numbers of at least 0 and below 1",
+        ),
+        (Config, "--run.seed=-1", "run.seed is -1; it must be a whole number of at least 0 and below 2**63"),
+        (
+            Config,
+            "--model.img_size=[0,8]",
+            "model.img_size is [0, 8]; it must be a whole number of at least 1, two of them, or null",
+        ),
+        (FewshotConfig, "--l2=[1,0]", "l2 is [1.0, 0.0]; it must be a number above 0, or a list of them"),
+        (FewshotConfig, "--shots=[]", "shots is []; it must be a whole number of at least 1, or a list of them"),
+        (ExportConfig, "--batch=0", "batch is 0; it must be a whole number of at least 1, or dynamic"),
+        (SegmentationConfig, "--readings=[]", "readings is []; it must be linear, knn, or a list of them"),
     ],
 )
 def test_a_number_out_of_bounds_is_named_with_its_bounds(config_class, word, allowed):
@@ -206,3 +229,28 @@ def test_a_number_out_of_bounds_is_named_with_its_bounds(config_class, word, all
 def test_a_clip_may_be_infinite_and_a_list_may_be_one_value():
     assert parse(Config, ["--optim.clip=.inf"]).optim.clip == float("inf")
     assert parse(FewshotConfig, ["--shots=5"]).shots == (5,)
+
+
+def test_help_has_the_allowed_values_of_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        parse(Config, ["--help"])
+    text = capsys.readouterr().out
+    for line in (
+        "--run.compile auto  (auto, true or false)",
+        "--run.steps 1200  (a whole number of at least 1)",
+        "--optim.name muon  (one of muon, adam, sgd)",
+        "--data.nodata null  (a number, nan, or null)",
+        "--model.mean 0.5  (a number, a list of them, or auto)",
+    ):
+        assert f"  {line}\n" in text
+
+
+def test_a_wrong_value_is_named_in_the_file_that_has_it(tmp_path):
+    """A later file with a good value does not hide it."""
+    for name, rate in (("wrong", "fast"), ("right", "0.5")):
+        (tmp_path / f"{name}.yaml").write_text(f"optim: {{lr: {rate}}}")
+    files = [f"--config={tmp_path / 'wrong.yaml'}", f"--config={tmp_path / 'right.yaml'}"]
+    with pytest.raises(UserError, match=r"optim\.lr is fast; it must be a number above 0 \(in .*wrong\.yaml\)$"):
+        parse(Config, files)
+    with pytest.raises(UserError, match=r"wrong\.yaml is not a config of this command \(optim\.lr is fast; it must be"):
+        changes_since(Config(), tmp_path / "wrong.yaml")

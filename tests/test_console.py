@@ -46,7 +46,7 @@ def test_help_lists_every_command_and_loads_no_torch():
     [
         (("fewshto",), "error: unknown command fewshto: did you mean fewshot? allowed: pretrain, prepare, fewshot,"),
         (("pretrain", "--optim.lrr=1"), "error: unknown setting optim.lrr: did you mean optim.lr? allowed: "),
-        (("fewshot", "--shots=0"), "error: shots is [0]; it must be a list of numbers from 1"),
+        (("fewshot", "--shots=0"), "error: shots is [0]; it must be a whole number of at least 1, or a list of them"),
     ],
 )
 def test_what_is_misspelt_is_one_line_before_torch_is_loaded(words, error):

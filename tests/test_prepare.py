@@ -242,8 +242,8 @@ def test_names_that_lead_out_write_nothing_there(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["--short_side=0"], "short_side is 0; it must be at least 1"),
-        (["--quality=101"], "quality is 101; it must be from 1 to 100"),
+        (["--short_side=0"], "short_side is 0; it must be a whole number of at least 1"),
+        (["--quality=101"], "quality is 101; it must be a whole number from 1 to 100"),
         (["--data.path=null"], "data.path is null; it must be a dataset"),
         (["--data.path=./nowhere"], "data.path is ./nowhere, which does not exist"),
         (["--data.label_column=kind"], "data.label_column is kind; data.path .* has image, label"),

@@ -5,7 +5,8 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from mpp.config.fields import default_of, describe_allowed
+from mpp.config.allowed import describe_allowed
+from mpp.config.fields import default_of
 from mpp.errors import UserError
 
 

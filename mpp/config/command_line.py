@@ -32,7 +32,7 @@ def as_words(value: Any) -> str:
         return yaml.safe_dump(value).split()[0]  # .nan, .inf
     if isinstance(value, str | os.PathLike):
         return os.fspath(value)
-    return json.dumps(plain(value))
+    return json.dumps(plain(value), default=str)  # YAML has dates, too
 
 
 def as_command_line(options: Mapping[str, Any]) -> list[str]:

@@ -10,8 +10,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 SEED_END = 2**63
 """Seeds are below this number, so that they fit into numpy's and torch's signed integers."""
@@ -95,22 +94,3 @@ def group(default: Callable[[], Any], **unused: str) -> Any:
 def default_of(each: Field) -> Any:
     """Default value of a field."""
     return each.default if each.default_factory is MISSING else each.default_factory()
-
-
-def describe_allowed(each: Field) -> str:
-    """Allowed values of a field with bounds, for an error message: "at least 1, or null"."""
-    bounds: Bounds = each.metadata["bounds"]
-    kinds = get_args(each.type) or (each.type,)  # of a union, its members
-    choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    words = bounds.describe()
-    numbers = f"numbers {words.replace('at least', 'from')}"
-    if bounds.listed and choices:
-        words = f"a list of some of {', '.join(choices)}"
-        choices = []
-    elif bounds.listed:
-        words = f"a list of {numbers}"
-    elif get_origin(each.type) is tuple:
-        words = f"two {numbers}"
-    if NoneType in kinds:
-        choices.append("null")
-    return ", or ".join([words, *choices])

@@ -5,10 +5,11 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, NoReturn
 
 from docstring_parser import parse_from_object
 
+from mpp.config.allowed import describe_allowed
 from mpp.config.command_line import as_words
 from mpp.config.fields import default_of
 
@@ -110,9 +111,5 @@ def field_docstrings(config_class: type) -> dict[str, str]:
 
 
 def describe_values(each: dataclasses.Field) -> str:
-    """Choices or bounds of a setting in parentheses; empty where there are none."""
-    if get_origin(each.type) is Literal:
-        return f"  ({' | '.join(map(str, get_args(each.type)))})"
-    bounds = each.metadata.get("bounds")
-    described = bounds.describe() if bounds else ""
-    return f"  ({described})" if described else ""
+    """Allowed values of a setting in parentheses; empty for one that is any text."""
+    return "" if each.type is str else f"  ({describe_allowed(each)})"

@@ -15,11 +15,14 @@ from typing import Any, TypeVar
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
+from mpp.config.allowed import describe_allowed
 from mpp.config.checks import refuse_idle
 from mpp.config.command_line import FILE_OPTION, as_words, files_first, join_files, join_numbers
 from mpp.config.help import CONFIG_HELP, help_of, show_help
 from mpp.config.imports import take_imports
 from mpp.config.keys import iterate_settings, known_keys
+from mpp.config.wrong_values import explain_value
+from mpp.config.yaml_files import read_yaml
 from mpp.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
@@ -64,11 +67,12 @@ def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None
     if {"-h", "--help"} & set(words):
         show_help(help_of(config_class, prog))
     parser = parser_of(config_class, prog)
+    check_files(config_class, words)
     try:
-        check_files(config_class, words)
         values = parser.parse_args(words)
-    except (ArgumentError, yaml.YAMLError) as error:
-        raise UserError(explain(config_class, str(error))) from None
+    except ArgumentError as error:
+        message = explain_value(config_class, parser, words) or explain(config_class, str(error))
+        raise UserError(message) from None
     values.pop("config")
     config = config_class(**vars(parser.instantiate(values)))
     for key, field, value in iterate_settings(config):
@@ -104,11 +108,7 @@ def check_files(config_class: type, words: Sequence[str]) -> None:
 
 def check_file(config_class: type, file: Path) -> None:
     """Raise UserError at a key that is unknown, or that stands twice, in a file."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--config is {file}, which is no text: {error}") from None
-    content = yaml.safe_load(text)
+    text, content = read_yaml(file)
     if not isinstance(content, dict):
         raise UserError(f"--config is {file}, which has no settings; it must have lines such as `optim: {{lr: 1e-3}}`")
     check_keys(config_class, file, content)
@@ -123,7 +123,7 @@ def check_keys(config_class: type, file: Path, content: dict[Any, Any]) -> None:
     allowed = {*known, *groups}
     for group, values in content.items():
         keys = [str(group)]
-        if isinstance(values, dict) and group in allowed:
+        if isinstance(values, dict) and group in groups:
             keys += [f"{group}.{name}" for name in values]
         for key in keys:
             if key not in allowed:
@@ -149,14 +149,23 @@ def repeated_keys(node: yaml.Node | None) -> Iterator[str]:
 
 
 def explain(config_class: type, message: str) -> str:
-    """The parser's message in one line; for an unknown key, with the keys that exist."""
+    """The parser's message in one line, with the keys that exist or the values that are allowed."""
     line = " ".join(message.split())
     if "unrecognized arguments" in line:
         return explain_word(config_class, line.split("arguments:", 1)[1].split()[0])
     if "does not accept option" in line:
         group, option = line.split("'")[1::2][:2]
         return describe_unknown(config_class, f"{group}.{option}")
-    return f"{line} (a list is written '[a, b]')" if "tuple[" in line else line
+    if "expected one argument" in line:
+        return explain_missing(config_class, line.removeprefix("argument --").split(":")[0])
+    return line
+
+
+def explain_missing(config_class: type, key: str) -> str:
+    """The message for an option without a value."""
+    fields = {name: field for name, field, _ in iterate_settings(config_class)}
+    allowed = describe_allowed(fields[key]) if key in fields else "a YAML file, or the name of a config"
+    return f"--{key} has no value; it must be {allowed}"
 
 
 def explain_word(config_class: type, word: str) -> str:
