@@ -174,6 +174,8 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (Config, "data.name=cats", [[]], ["--data.path=somebody/cats"]),
     (Config, "data.revision=v2", [[]], ["--data.path=somebody/cats"]),
     (Config, "run.project=mine", [[], ["--run.trackers=[]"]], ['--run.trackers=["tensorboard","wandb"]']),
+    (Config, "probe.images=3", [["--probe.every=0"]], []),
+    (ContrastiveConfig, "probe.neighbours=3", [["--probe.every=0"]], []),
     (FinetuneConfig, "run.eval_every=100", [[]], None),
     (FinetuneConfig, "optim.lr=0.5", [[]], None),
     (FinetuneConfig, "optim.momentum=0.5", [["--optim.name=adam"]], []),

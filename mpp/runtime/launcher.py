@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ga
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import TRUE
+from mpp.runtime.messages import note
 
 SHARDED = "ACCELERATE_USE_FSDP"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -69,6 +70,25 @@ def check_sharding_settings(run: RunConfig) -> None:
         default = getattr(RunConfig, name)
         needed = "the launcher shards the model (distributed_type: FSDP)"
         require(value == default, f"run.{name}", value, f"{default} or left out: it has no effect unless {needed}")
+
+
+def note_idle_settings(run: RunConfig, processes: int, passes: int) -> None:
+    """Note settings of several processes that these processes leave without effect; all of them have to call it.
+
+    Args:
+        processes: of the run.
+        passes: forward passes of a step.
+    """
+    if processes == 1:
+        for name in ("reduction", "shard_over", "sync_gradients"):
+            value = getattr(run, name)
+            if value != getattr(RunConfig, name):
+                note(f"run.{name} {value} has no effect here: there is one process")
+        return
+    if run.shard_over == "node" and processes_per_node() == processes:
+        note("run.shard_over node has no effect here: all processes are on one machine")
+    if run.sync_gradients == "last_pass" and passes == 1:
+        note("run.sync_gradients last_pass has no effect here: a step has one forward pass")
 
 
 def processes_per_node() -> int:

@@ -25,6 +25,7 @@ from mpp.errors import UserError, one_line
 from mpp.models.attention import attention_kernel
 from mpp.runtime.files import appears, clear_leftovers
 from mpp.runtime.hardware import arithmetic, uses_gpu
+from mpp.runtime.launcher import note_idle_settings
 from mpp.runtime.lock import exclusive
 from mpp.runtime.messages import note
 from mpp.runtime.processes import TRAINING_TIMEOUT, broadcast_from_main, on_main_process, set_timeout
@@ -131,6 +132,7 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
     if layout.smallest < layout.largest:
         shares = f"{layout.shares} shares of {layout.smallest} or {layout.largest}"
         accelerator.print(f"{layout.images} images a step, in {shares}; the gradient is that of their mean")
+    note_idle_settings(config.run, accelerator.num_processes, layout.accumulation_steps)
     data = pin_commit(config.data, folder, accelerator)
     if hasattr(config, "model") and config.model.needs_moments():
         mean, std = broadcast_from_main(accelerator, lambda: channel_moments(data))
