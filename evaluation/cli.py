@@ -22,6 +22,7 @@ BEFORE_EVALUATIONS = {
     "prepare": "turn images into shards that load fast",
 }
 AFTER_EVALUATIONS = {
+    "predict": "what a classifier takes new images for: a table with names, or masks",
     "features": "save frozen features",
     "embed": "features of a folder of images as a table (parquet)",
     "export": "an encoder as ONNX or torch.export",

@@ -14,6 +14,8 @@ import mpp
 from evaluation import embed, export, finetune
 from evaluation.exports.formats import FORMATS
 from evaluation.supervision.classifiers import load_classifier
+from evaluation.tables import parts
+from evaluation.tables.images import stack_crops
 from mpp.config import ImagesConfig
 from mpp.data.crops import centre_crop
 from mpp.data.decoding.decode import decode
@@ -46,29 +48,29 @@ def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp
 
 
 def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(embed, "ROWS_PER_PART", 5)
+    monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
     words = [f"--encoder={finished_run}", f"--data.path={images}", *FAST]
     embed.main([*words, f"--out={tmp_path / 'whole.parquet'}"])
-    embed_images = embed.Embedder.embed
+    rows_of_part = embed.Embedder.rows
     done = []
 
-    def interrupted_after_two_parts(embedder, dataset, indices):
+    def interrupted_after_two_parts(embedder, dataset, indices, on_images):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(indices)
-        return embed_images(embedder, dataset, indices)
+        return rows_of_part(embedder, dataset, indices, on_images)
 
-    monkeypatch.setattr(embed.Embedder, "embed", interrupted_after_two_parts)
+    monkeypatch.setattr(embed.Embedder, "rows", interrupted_after_two_parts)
     file = tmp_path / "features.parquet"
     with pytest.raises(KeyboardInterrupt):
         embed.main([*words, f"--out={file}"])
     assert not file.exists() and done == [range(0, 5), range(5, 10)]
 
-    def recorded(embedder, dataset, indices):
+    def recorded(embedder, dataset, indices, on_images):
         done.append(indices)
-        return embed_images(embedder, dataset, indices)
+        return rows_of_part(embedder, dataset, indices, on_images)
 
-    monkeypatch.setattr(embed.Embedder, "embed", recorded)
+    monkeypatch.setattr(embed.Embedder, "rows", recorded)
     embed.main([*words, f"--out={file}"])
     assert done[2:] == [range(10, 13)] and rows_of(file) == rows_of(tmp_path / "whole.parquet")
     embed.main([*words, f"--out={file}"])
@@ -99,10 +101,10 @@ def test_what_is_no_table_is_not_written_over(kind, images, finished_run, tmp_pa
 
 def test_parts_of_something_else_are_written_over(images, finished_run, tmp_path, monkeypatch):
     """Of a folder that has changed since, too: it has fewer images, and fewer parts."""
-    monkeypatch.setattr(embed, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(parts, "ROWS_PER_PART", 4)
     words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
     with monkeypatch.context() as broken_off:
-        broken_off.setattr(embed, "join_parts", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken_off.setattr(parts, "join_parts", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             embed.main(words)
     for file in sorted(images.rglob("0*.png"))[:6]:
@@ -153,5 +155,5 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
 
 def test_images_of_one_type_and_broken_ones_make_a_batch():
     samples = [(torch.zeros(3, 2, 2), ""), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")]
-    pixels, errors = embed.collate_with_errors(samples)
+    pixels, errors = stack_crops(samples)
     assert pixels.dtype == torch.float32 and errors == ["", "broken"]

@@ -9,6 +9,7 @@ from evaluation.config.encoders import (
     FeaturesConfig,
     MaskedDataConfig,
     PrecisionConfig,
+    PredictConfig,
     ProbeDataConfig,
     ReportConfig,
     VisualizeConfig,

@@ -22,7 +22,8 @@ PictureName = Literal[
     "accuracy_by_depth",
 ]
 EVERY: tuple[PictureName, ...] = get_args(PictureName)
-OF_SPLITS = ("split", "eval_split", "eval_fraction", "label_column", "eval_label_column", "train_images", "eval_seed")
+OF_CUTS = ("split", "eval_split", "eval_fraction", "train_images", "eval_seed")
+OF_SPLITS = (*OF_CUTS, "label_column", "eval_label_column")
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,8 @@ class FeaturesConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
 class EmbedConfig(PrecisionConfig, EncoderConfig):
     """The features of all images of a dataset, as a table."""
 
-    representation: Literal["class", "mean", "both", "logits"] = "mean"
-    """`class` token, `mean` of the patches, or `both`. Or the `logits` of a supervised or fine-tuned run: a
-    number for each class."""
+    representation: Representation = "mean"
+    """`class` token, `mean` of the patches, or `both`. What a classifier predicts is written by `mpp predict`."""
     depth: int | Literal["last"] = "last"
     """After how many blocks. last: the encoder's output."""
     out: str = setting("features.parquet", operational=True)
@@ -121,7 +121,36 @@ class EmbedConfig(PrecisionConfig, EncoderConfig):
 
     def __post_init__(self):
         require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
-        self.check_logits("depth")
+
+
+@dataclass(frozen=True)
+class PredictConfig(PrecisionConfig):
+    """What a classifier takes new images for, as a table; or the class of each pixel, as masks."""
+
+    classifier: str = "runs/birds_finetuned"
+    """Folder of a fine-tuned or supervised run, of a head that `mpp linear --save true` or `mpp segmentation --save
+    true` kept, or of timm's with a head; or the name of a timm model."""
+    encoder: str | None = None
+    """Where the encoder of a kept head is now. null: in the run beside the head, or where it was."""
+    out: str = setting("predictions.csv", operational=True)
+    """Table that is written, CSV or parquet: a row for each image of all splits. Beside it are FILE.json, the page
+    (.html), and the folders of masks and overlays."""
+    top: int = setting(3, at_least=1)
+    """Classes that are named for each image, the likeliest first."""
+    probabilities: bool = True
+    """A column for each class with its probability."""
+    overlays: bool = True
+    """Of masks: draw each over its image, as JPEG."""
+    page: bool = setting(True, operational=True)
+    """Write a page: the surest and the least sure predictions, and some of each class."""
+    threads: int = setting(0, operational=True)
+    """CPU threads. 0: all cores."""
+    data: ProbeDataConfig = group(ProbeDataConfig, **dict.fromkeys(OF_CUTS, "the images of all splits are predicted"))
+
+    def __post_init__(self):
+        check_bounds(self)
+        allowed = "a file whose name ends in .csv or .parquet"
+        require(self.out.endswith((".csv", ".parquet")), "out", self.out, allowed)
 
 
 @dataclass(frozen=True)

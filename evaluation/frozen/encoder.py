@@ -13,7 +13,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig, ProbeDataConfig
-from mpp.config import ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
+from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
@@ -57,7 +57,7 @@ class FrozenEncoder(nn.Module):
             "channels": self.channels,
             "mean": list(self.normalize.mean),
             "std": list(self.normalize.std),
-            "data": data.how_read(),
+            "data": {name: getattr(data, name) for name in HOW_READ},
         }
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:

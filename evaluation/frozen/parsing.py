@@ -1,7 +1,8 @@
 """Command lines of evaluations: the images are those of the encoder's run, unless others are named."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from mpp.runtime.messages import tell
 from mpp.training.record import path_after_move
 from mpp.training.run_folder import saved_settings
 
+EncoderOf = Callable[[Any], str]
+"""The encoder that a command's settings name."""
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
 
 
@@ -30,26 +33,34 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
 
 
 def parse_and_load(
-    config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str
+    config_class: type[ConfigT],
+    arguments: Sequence[str] | None,
+    prog: str,
+    encoder_of: EncoderOf = attrgetter("encoder"),
 ) -> tuple[ConfigT, LoadedSplits | None]:
     """Read the config of a command, and compare the images of its encoder's run with those that the run began with.
 
     Images that the command line names are not compared.
 
     Args:
-        config_class, arguments, prog: see `read_with_images`.
+        config_class, arguments, prog, encoder_of: see `read_with_images`.
     Returns:
         The config, and the splits of its images if comparing has loaded them.
     Raises:
         UserError: the run's images are gone, or have changed.
     """
-    config, takes_run_images = read_with_images(config_class, arguments, prog)
+    config, takes_run_images = read_with_images(config_class, arguments, prog, encoder_of)
     if not takes_run_images:
         return config, None
-    return config, load_unchanged_splits(find_run(config.encoder), config.data)
+    return config, load_unchanged_splits(find_run(encoder_of(config)), config.data)
 
 
-def read_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> tuple[ConfigT, bool]:
+def read_with_images(
+    config_class: type[ConfigT],
+    arguments: Sequence[str] | None,
+    prog: str,
+    encoder_of: EncoderOf = attrgetter("encoder"),
+) -> tuple[ConfigT, bool]:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
     Other images are read as the run's were: with its channels and range. So are those of an encoder without its run.
@@ -58,15 +69,18 @@ def read_with_images(config_class: type[ConfigT], arguments: Sequence[str] | Non
     are gone, a `data.path` that names a copy of them names the run's images: see `is_moved_copy`.
 
     Args:
-        config_class: has `encoder` and `data`.
+        config_class: has `data`, and an encoder.
         arguments: words of the command line; None: `sys.argv[1:]`.
+        encoder_of: the encoder of the settings.
     Returns:
         The config, and whether its images are the run's because no others are named.
     """
     words = files_first(sys.argv[1:] if arguments is None else arguments)
     config: Any = read(config_class, words, prog)
     path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
-    inherited = {} if getattr(config, "features", None) else inherited_settings(config, path_is_named)
+    inherited = (
+        {} if getattr(config, "features", None) else inherited_settings(config, encoder_of(config), path_is_named)
+    )
     if not inherited:
         refuse_idle(config)
         return config, False
@@ -76,19 +90,19 @@ def read_with_images(config_class: type[ConfigT], arguments: Sequence[str] | Non
     refuse_idle(config, usual=read(config_class, inherited_words, prog))
     run_arguments = image_arguments(config.data)
     if "path" in inherited and run_arguments:
-        tell(f"the images of {find_run(config.encoder)}:{run_arguments}")
+        tell(f"the images of {find_run(encoder_of(config))}:{run_arguments}")
     return config, "path" in inherited and not path_is_named
 
 
-def inherited_settings(config: Any, path_is_named: bool) -> dict[str, Any]:
+def inherited_settings(config: Any, encoder: str, path_is_named: bool) -> dict[str, Any]:
     """The settings below `data` that a command inherits from its encoder.
 
     Args:
         path_is_named: whether the command line or a file names `data.path`, perhaps as null.
     """
-    run = find_run(config.encoder)
+    run = find_run(encoder)
     if run is None:
-        return only_how_read(how_read(config.encoder)) if path_is_named else {}
+        return only_how_read(how_read(encoder)) if path_is_named else {}
 
     path = config.data.path
     settings = evaluated_image_settings(run)

@@ -60,6 +60,13 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class PictureGrid:
+    """Small pictures side by side, each with its caption."""
+
+    pictures: Sequence[Picture]
+
+
+@dataclass(frozen=True)
 class Text:
     """A paragraph, or with `code` a block of code."""
 
@@ -67,7 +74,7 @@ class Text:
     code: bool = False
 
 
-Block = Table | Chart | Picture | Text
+Block = Table | Chart | Picture | PictureGrid | Text
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Classifiers that exist, frozen: of a run with labels, or of timm. They teach, and they predict."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
 from evaluation.config import DistillConfig, SupervisedConfig
@@ -16,6 +19,7 @@ from evaluation.frozen.run_images import find_run
 from evaluation.supervision.deit import DistilledEncoder, average_heads
 from evaluation.supervision.heads import HeadedEncoder, build_head
 from mpp.config import ImageSize, OptimConfig, require
+from mpp.data.identity import CLASS_NAMES_FIELD
 from mpp.errors import UserError
 from mpp.models.encoder import load_encoder
 from mpp.models.teachers import resize_bilinear
@@ -23,6 +27,7 @@ from mpp.models.timm_models import set_attention
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_files, restore_trained
+from mpp.training.record import read_record
 from mpp.training.run_folder import saved_settings
 
 CLASSIFIER_SETTING = "distill.teacher"
@@ -36,6 +41,10 @@ class Classifier(NamedTuple):
     """Images (B, C, H, W) from 0 to 255 to logits (B, classes), or (B, 2, classes) of two heads."""
     img_size: ImageSize
     classes: int
+    crop_pct: float
+    """Share of the shorter side that the centre crop keeps."""
+    class_names: list[str]
+    """Of the outputs, in their order, each once; a class without a name has its number."""
 
 
 class FrozenClassifier(nn.Module):
@@ -114,7 +123,25 @@ def load_timm_classifier(source: str, channels: int, setting: str) -> Classifier
         set_attention(model, fused=False)
     frozen = FrozenEncoder(model)
     check_channels(frozen, channels, setting)
-    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes)
+    network = nn.Sequential(frozen.normalize, model)
+    return Classifier(network, frozen.img_size, classes, frozen.crop_pct, name_classes(timm_names(model), classes))
+
+
+def timm_names(model: nn.Module) -> list[str] | None:
+    """The names of the classes of a timm model: its own, or those of the ImageNet that it was trained on."""
+    subset = infer_imagenet_subset(model)
+    if "label_names" in model.pretrained_cfg or subset is None:
+        return model.pretrained_cfg.get("label_names")
+    info = ImageNetInfo(subset)
+    return [info.index_to_description(number) for number in range(info.num_classes())]
+
+
+def name_classes(names: Sequence[str] | None, classes: int) -> list[str]:
+    """A name for each class: its own, with its number where another has the same, or its number alone."""
+    known = list(names or [])[:classes]
+    repeated = {name for name, count in Counter(known).items() if count > 1}
+    known = [f"{name} ({number})" if name in repeated else name for number, name in enumerate(known)]
+    return known + [str(number) for number in range(len(known), classes)]
 
 
 def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
@@ -132,7 +159,14 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
     require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
-    return Classifier(network, frozen.img_size, classes)
+    names = frozen.model.pretrained_cfg.get("label_names") or recorded_names(run)
+    return Classifier(network, frozen.img_size, classes, frozen.crop_pct, name_classes(names, classes))
+
+
+def recorded_names(run: Path) -> list[str] | None:
+    """The names of the classes of a run's images, by its record; None: unknown."""
+    record = read_record(run) or {}
+    return record.get("train", {}).get(CLASS_NAMES_FIELD)
 
 
 def outputs_of_head(weights: Path) -> int:

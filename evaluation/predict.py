@@ -1,0 +1,144 @@
+"""What a classifier takes new images for: a table with the names of classes, or masks with the class of each pixel.
+
+    python evaluation/predict.py --classifier runs/birds_finetuned --data.path FOLDER --out predictions.csv
+
+A row for each image: `file`, `split`, the likeliest classes by name with their probabilities, the probability of each
+class, and `error`. An image that cannot be decoded has no prediction, and its error says why. After an interruption
+the same command continues. The classifier is a fine-tuned or supervised run, a head that `mpp linear --save true` or
+`mpp segmentation --save true` kept, or one of timm's.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+import mpp
+from evaluation.config import PredictConfig
+from evaluation.frozen.extraction import describe_precision
+from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images
+from evaluation.predictions.classes import ClassRows, has_known_labels
+from evaluation.predictions.opening import Source, digest_network, find_source, open_classifier
+from evaluation.predictions.page import RowImages, Thumbnail, write_predictions_page
+from evaluation.predictions.summary import print_summary, read_predictions, summarize
+from evaluation.supervision.classifiers import Classifier, FrozenClassifier
+from evaluation.tables.images import identify_splits, load_all_images
+from evaluation.tables.parts import about_file, read_about, write_table
+from mpp.config import RunConfig
+from mpp.data.data_path import describe_source
+from mpp.runtime.command import command
+from mpp.runtime.files import write_complete
+from mpp.runtime.messages import note
+from mpp.runtime.start import start_alone
+
+
+def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
+    """Write the table, or its missing parts, and return its file.
+
+    Raises:
+        UserError: no such classifier or images, or the file is another table.
+    """
+    run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
+    accelerator = start_alone(run_settings, "a table is written")
+    source = find_source(config)
+    note_differences(config, source, accelerator)
+    return predict_classes(config, source, accelerator, loaded)
+
+
+def predict_classes(
+    config: PredictConfig, source: Source, accelerator: Accelerator, loaded: LoadedSplits | None
+) -> Path:
+    """Write the table of a classifier of images: see `predict`."""
+    classifier = open_classifier(source, config.data.channels)
+    data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or classifier.crop_pct)
+    splits = load_all_images(data, loaded, labels=True)
+    labelled = has_known_labels(splits, classifier.class_names)
+    network = FrozenClassifier(classifier).to(accelerator.device)
+    top = min(config.top, classifier.classes)
+    rows = ClassRows(classifier, network, data, top, config.probabilities, labelled, accelerator)
+    about = describe_classifier(config, source, classifier, accelerator)
+    out = Path(config.out)
+    write_table(out, about | identify_splits(data, splits, labels=labelled), splits, rows.rows, "predictions")
+    images = RowImages(splits, data)
+    report(config, about, classifier.class_names, labelled, images, images.thumbnail)
+    return out
+
+
+def describe_classifier(
+    config: PredictConfig, source: Source, classifier: Classifier, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What the numbers of a table depend on, but for the images."""
+    return {
+        "weights": digest_network(classifier.network),
+        "classes": classifier.class_names,
+        "img_size": list(classifier.img_size),
+        "precision": describe_precision(accelerator),
+        "top": min(config.top, classifier.classes),
+        "probabilities": config.probabilities,
+    }
+
+
+def report(
+    config: PredictConfig,
+    about: dict[str, Any],
+    class_names: Sequence[str],
+    labelled: bool,
+    images: RowImages,
+    thumbnail: Thumbnail,
+) -> None:
+    """Print and keep the summary of a table, and write its page.
+
+    Args:
+        about: what the table depends on.
+        labelled: whether it has labels.
+        images: of its rows.
+        thumbnail: the picture of a row.
+    """
+    out = Path(config.out)
+    predictions = read_predictions(out, class_names, labelled)
+    summary = summarize(predictions)
+    print_summary(summary, predictions.broken)
+    described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
+    write_complete(about_file(out), json.dumps(read_about(out) | described, indent=1, ensure_ascii=False))
+    written = f"{out}, {about_file(out).name}"
+    if config.page:
+        page = out.with_suffix(".html")
+        subtitle = f"{config.classifier}, {describe_source(config.data)}, {about['precision']}"
+        write_predictions_page(page, f"Predictions: {out.name}", subtitle, predictions, images, thumbnail)
+        written += f", {page.name}"
+    print(f"wrote {written}: {summary['images']} images, {summary['unreadable']} unreadable")
+
+
+def note_differences(config: PredictConfig, source: Source, accelerator: Accelerator) -> None:
+    """Note a precision that is not the one of a kept head, and images that the classifier was trained on."""
+    if source.head is not None:
+        trained_in = source.head.description.input["precision"]
+        precision = describe_precision(accelerator)
+        if trained_in != precision:
+            note(f"the head was trained on features in {trained_in}, and predicts in {precision}: see --precision")
+    run = find_run(source.encoder)
+    if run is not None and holds_run_images(config.data.path, run):
+        note("these are the images of the run, training images among them: an accuracy says nothing of new images")
+
+
+def encoder_of(config: PredictConfig) -> str:
+    """The encoder of a classifier: its run says how images are read."""
+    return find_source(config).encoder
+
+
+def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, LoadedSplits | None]:
+    """The settings of the command line, and the images of the classifier's run if these are loaded already."""
+    return parse_and_load(PredictConfig, arguments, prog="python evaluation/predict.py", encoder_of=encoder_of)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Predict with the settings of the command line, or of `arguments`."""
+    predict(*read_settings(arguments))
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,113 @@
+"""The columns of a table of predictions where an image has one class.
+
+n images, C classes, K of them named for each image.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.config import ProbeDataConfig
+from evaluation.supervision.classifiers import Classifier, FrozenClassifier
+from evaluation.tables.images import ViewsOrErrors, read_batches, stack_crops
+from mpp.data.crops import centre_crop
+from mpp.data.dataset import ImageDataset
+from mpp.runtime.messages import shortened, warn
+from mpp.runtime.output import printable
+
+PROBABILITY_PREFIX = "p_"
+"""Of the columns with the probability of each class; the class's name follows."""
+
+
+@dataclass(frozen=True)
+class ClassRows:
+    """The rows of images in a table: class by name and probability, the next likely ones, and the label."""
+
+    classifier: Classifier
+    network: FrozenClassifier
+    data: ProbeDataConfig
+    top: int
+    probabilities: bool
+    labelled: bool
+    """Whether the images have labels that are classes of the classifier."""
+    accelerator: Accelerator
+
+    def rows(self, images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:
+        """The rows of the images at these indices.
+
+        Args:
+            on_images: is told how many more are done.
+        """
+        size = self.classifier.img_size
+        crop = partial(centre_crop, size=size, share=self.data.eval_crop)
+        broken = torch.zeros(self.data.channels, *size, dtype=torch.uint8)
+        views = ViewsOrErrors(images, self.data, crop, broken)
+        logits, errors = [], []
+        for batch in read_batches(views, indices, stack_crops):
+            with self.accelerator.autocast():
+                logits.append(self.network(batch.pixels.to(self.accelerator.device)).cpu())
+            errors += [error or None for error in batch.errors]
+            on_images(len(batch.indices))
+        return self.build_table(torch.cat(logits), errors, images, indices)
+
+    def build_table(
+        self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
+    ) -> pa.Table:
+        """The rows of images with these logits (n, C), or why an image cannot be decoded (None: it can)."""
+        is_broken = np.array([error is not None for error in errors])
+        probabilities = logits.double().softmax(1).float()
+        order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.top].numpy()
+        names = np.array(self.classifier.class_names, object)
+        columns: dict[str, pa.Array] = {
+            "file": pa.array([printable(images.image_name(index)) for index in indices], pa.string()),
+            "split": pa.array([images.split] * len(indices), pa.string()),
+        }
+        for place, numbers in enumerate(order.T, 1):
+            suffix = "" if place == 1 else f"_{place}"
+            of_class = probabilities.numpy()[np.arange(len(numbers)), numbers]
+            columns[f"class{suffix}"] = pa.array(names[numbers], pa.string(), mask=is_broken)
+            columns[f"probability{suffix}"] = pa.array(of_class, mask=is_broken)
+        if self.labelled:
+            labels = label_names(images, indices)
+            columns["label"] = pa.array([";".join(each) or None for each in labels], pa.string())
+            has_none = np.array([not each for each in labels])
+            right = [name in each for name, each in zip(names[order[:, 0]], labels, strict=True)]
+            columns["right"] = pa.array(right, mask=is_broken | has_none)
+        columns["error"] = pa.array(errors, pa.string())
+        if self.probabilities:
+            for name, of_class in zip(self.classifier.class_names, probabilities.numpy().T, strict=True):
+                columns[f"{PROBABILITY_PREFIX}{name}"] = pa.array(of_class, mask=is_broken)
+        return pa.table(columns)
+
+
+def label_names(images: ImageDataset, indices: range) -> list[list[str]]:
+    """The labels of the images at these indices, by name; empty: an image has none."""
+    if images.labels is None:
+        return [[] for _ in indices]
+    labels: NDArray[np.int64] = images.labels[indices.start : indices.stop].reshape(len(indices), -1)
+    return [[images.class_names[number] for number in row if number >= 0] for row in labels.tolist()]
+
+
+def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> bool:
+    """Whether images have labels that are classes of a classifier; a warning names those that are not."""
+    names = []
+    for images in splits:
+        if images.labels is not None:
+            numbers = np.unique(images.labels[images.labels >= 0]).tolist()
+            names += [images.class_names[number] for number in numbers]
+    names = list(dict.fromkeys(names))
+    unknown = [name for name in names if name not in set(class_names)]
+    if unknown and len(unknown) == len(names):
+        known = shortened(list(class_names))
+        warn(f"the labels ({shortened(names)}) are no classes of the classifier ({known}): no accuracy is computed")
+    elif unknown:
+        warn(f"the classifier does not know {shortened(unknown)}: images with such a label count as wrong")
+    return len(unknown) < len(names)

@@ -1,0 +1,180 @@
+"""The one door to a classifier that predicts: a trained run, a kept head on its encoder, or timm's."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from evaluation.config import PredictConfig
+from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
+from evaluation.frozen.kept_heads import HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
+from evaluation.frozen.run_images import find_run
+from evaluation.supervision.classifiers import Classifier, load_classifier, name_classes
+from mpp.config import sides
+from mpp.errors import UserError
+from mpp.models.descriptions import is_named
+from mpp.runtime.weights import BEST, ENCODER, fingerprint
+
+FINETUNING_REPORT = "finetune.json"
+
+
+class HeadOnFeatures(nn.Module):
+    """A frozen encoder with a head that a probe has trained: images (B, C, H, W) from 0 to 255 to logits (B, classes).
+
+    The head computes in float32, as in the probe.
+    """
+
+    def __init__(self, encoder: FrozenEncoder, head: nn.Module, about: HeadDescription):
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+        self.representation = about.representation
+        self.depth = about.depth
+
+    def forward(self, images: Tensor) -> Tensor:
+        (features,) = self.encoder(images, self.representation, [self.depth])
+        with torch.autocast(images.device.type, enabled=False):
+            return self.head(features.float())
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the setting `classifier` names."""
+
+    classifier: str
+    """A run folder, a timm folder or name, or the folder of a head."""
+    encoder: str
+    """The encoder, whose run says how images are read."""
+    head: KeptHead | None
+    """None: the classifier has its head by training."""
+    checkpoint: str | None = None
+    """File of weights of a kept head's timm model."""
+
+
+def find_source(config: PredictConfig) -> Source:
+    """Find the classifier that the settings name, and its encoder.
+
+    Raises:
+        UserError: no such classifier, or the encoder of a kept head is gone or another.
+    """
+    return find_named(config.classifier, config.encoder)
+
+
+@lru_cache
+def find_named(classifier: str, encoder: str | None) -> Source:
+    """See `find_source`: of the settings `classifier` and `encoder`."""
+    folder = Path(classifier)
+    if is_kept_head(folder):
+        return find_encoder_of_head(load_head(folder), encoder)
+    if encoder is not None:
+        raise UserError(f"encoder is {encoder}; it must be null with {classifier}, which is no kept head: it has one")
+    trained = find_finetuned(folder) or classifier
+    return Source(trained, trained, None)
+
+
+def find_finetuned(folder: Path) -> str | None:
+    """The run of the best rate in the folder of a fine-tuning; None: it is none.
+
+    Raises:
+        UserError: it has compared rates and trained no run on all images.
+    """
+    if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
+        return None
+    try:
+        report = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))
+        rates = [result["lr"] for result in report["results"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"classifier is {folder}, whose {FINETUNING_REPORT} cannot be read: {error}") from error
+    if not rates:
+        raise UserError(f"classifier is {folder}, which has compared rates only (--test false); fine-tune with one")
+    return str(folder / f"lr_{rates[0]:g}")
+
+
+def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:
+    """The encoder that a head was trained on, known by its weights.
+
+    Args:
+        named: the setting `encoder`.
+    Raises:
+        UserError: it is gone, or another one is in its place.
+    """
+    about = head.description
+    folder = str(head.folder)
+    if about.weights == "":  # random, or published: known by its name
+        return Source(folder, named or about.encoder, head)
+    places = [named] if named else list(usual_places(head))
+    there = [place for place in places if not is_named(place)]
+    for place in there:
+        if weights_at(place) == about.weights:
+            if about.checkpoint:
+                return Source(folder, about.encoder, head, checkpoint=place)
+            return Source(folder, place, head)
+    was = about.checkpoint or about.encoder
+    if there:
+        raise UserError(
+            f"encoder is {there[0]}, whose weights are not those that {folder} was trained on ({was}); "
+            "name that encoder by --encoder, or train a head on this one"
+        )
+    raise UserError(f"no encoder at {' or '.join(places)}: {folder} is the head of one; name its place by --encoder")
+
+
+def usual_places(head: KeptHead) -> Iterator[str]:
+    """Where the encoder of a head may be: in the run that has the head in its evaluation/, and where it was."""
+    about = head.description
+    if head.folder.resolve().parent.name == "evaluation" and not about.checkpoint:
+        run = head.folder.resolve().parents[1]
+        name = Path(about.encoder).name
+        yield str(run / name if name in (ENCODER, BEST) else run)
+    yield about.checkpoint or about.encoder
+
+
+def weights_at(place: str) -> str:
+    """Fingerprint of the weights at a place; empty where there is no encoder."""
+    try:
+        return fingerprint(Path(place))
+    except UserError:
+        return ""
+
+
+def open_classifier(source: Source, channels: int) -> Classifier:
+    """Open a classifier of images.
+
+    Args:
+        channels: channels of the images.
+    Raises:
+        UserError: no classifier there, or one of other channels.
+    """
+    if source.head is None:
+        return load_classifier(source.classifier, channels, "classifier")
+    about = source.head.description
+    encoder = open_encoder_of_head(source, channels)
+    network = HeadOnFeatures(encoder, rebuild_linear(source.head), about)
+    names = name_classes(about.class_names, len(about.class_names))
+    return Classifier(network, encoder.img_size, len(names), about.input["crop_pct"], names)
+
+
+def open_encoder_of_head(source: Source, channels: int) -> FrozenEncoder:
+    """Open the encoder of a kept head, with the input that the head was trained on."""
+    about = source.head.description
+    return load_frozen_encoder(
+        source.encoder,
+        source.checkpoint,
+        about.random,
+        sides(about.input["img_size"]),
+        about.seed,
+        channels,
+    )
+
+
+def digest_network(network: nn.Module) -> str:
+    """SHA-256 of all weights of a network, by their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

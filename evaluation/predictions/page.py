@@ -1,0 +1,163 @@
+"""The page on a table of predictions: the surest, the least sure, the surest that are wrong, and some of each class."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from evaluation.config import ProbeDataConfig
+from evaluation.pages.page import Block, Page, Picture, PictureGrid, Section, Table, Text, picture, write_page
+from evaluation.predictions.summary import NO_CLASS, Predictions, count_classes, summarize
+from mpp.data.crops import limit_aspect, to_8_bits
+from mpp.data.dataset import ImageDataset
+from mpp.errors import UnreadableImage
+from mpp.runtime.output import printable
+
+EXTREMES = 12  # of the surest images, of the least sure, of those that are wrong
+IMAGES_OF_A_CLASS = 6
+MAX_CLASSES = 40  # with images on the page, the most frequent
+THUMBNAIL_PX = 160  # the longer side
+Thumbnail = Callable[[int], Image.Image]
+"""The picture of a row of the table. Raises UnreadableImage or OSError."""
+
+
+class RowImages:
+    """The images of a table's rows, in their order."""
+
+    def __init__(self, splits: Sequence[ImageDataset], data: ProbeDataConfig):
+        self.splits = splits
+        self.data = data
+        self.ends = np.cumsum([len(images) for images in splits])
+
+    def place(self, row: int) -> tuple[ImageDataset, int]:
+        """The split of a row, and the index of its image there."""
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        images = self.splits[number]
+        return images, row - (int(self.ends[number]) - len(images))
+
+    def name(self, row: int) -> str:
+        """The image's file."""
+        images, index = self.place(row)
+        return printable(images.image_name(index))
+
+    def thumbnail(self, row: int) -> Image.Image:
+        """The image, small; of other channels than RGB and grey their mean."""
+        images, index = self.place(row)
+        pixels = limit_aspect(images.decode(index, self.data), (1, 1))
+        if len(pixels) not in (1, 3):
+            pixels = pixels.float().mean(0, keepdim=True)
+        pixels = to_8_bits(pixels).expand(3, -1, -1)
+        return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+
+
+def write_predictions_page(
+    path: Path, title: str, subtitle: str, predictions: Predictions, images: RowImages, thumbnail: Thumbnail
+) -> None:
+    """Write the page.
+
+    Args:
+        thumbnail: the picture of a row.
+    """
+    sheets = Sheets(predictions, images, thumbnail)
+    sections = [
+        Section("classes", "Predicted classes", [class_table(predictions)]),
+        Section("surest", "The surest", sheets.blocks(surest(predictions))),
+        Section("least", "The least sure", sheets.blocks(least_sure(predictions))),
+        Section("wrong", "Surest of another class than the label", sheets.blocks(surest_wrong(predictions))),
+        *class_sections(predictions, sheets),
+        Section("broken", "Images that cannot be decoded", broken_blocks(predictions)),
+    ]
+    shown = [section for section in sections if section.blocks]
+    unreadable = int((predictions.classes == NO_CLASS).sum())
+    warnings = [f"{unreadable} images cannot be decoded, and have no prediction"] if unreadable else []
+    write_page(path, Page(title, subtitle, [(line, None) for line in verdict(predictions)], warnings, shown, {}))
+
+
+class Sheets:
+    """Pictures of rows with class, probability and file."""
+
+    def __init__(self, predictions: Predictions, images: RowImages, thumbnail: Thumbnail):
+        self.predictions = predictions
+        self.images = images
+        self.thumbnail = thumbnail
+
+    def blocks(self, rows: NDArray[np.int64]) -> list[Block]:
+        """A grid of the pictures of these rows; nothing where there are none."""
+        pictures = [self.picture(row) for row in rows.tolist()]
+        shown = [each for each in pictures if each is not None]
+        return [PictureGrid(shown)] if shown else []
+
+    def picture(self, row: int) -> Picture | None:
+        """The picture of a row; None: its file is gone."""
+        try:
+            image = self.thumbnail(row)
+        except (UnreadableImage, OSError):
+            return None
+        image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+        name = self.predictions.class_names[self.predictions.classes[row]]
+        file = self.images.name(row)
+        caption = f"{name} {self.predictions.probabilities[row]:.0%} · {file.rsplit('/', 1)[-1]}"
+        return picture(image, f"{file}: {name}", caption)
+
+
+def known_rows(predictions: Predictions) -> NDArray[np.int64]:
+    """The rows with a prediction, the surest first."""
+    known = np.flatnonzero(predictions.classes != NO_CLASS)
+    return known[np.argsort(-predictions.probabilities[known], kind="stable")]
+
+
+def surest(predictions: Predictions) -> NDArray[np.int64]:
+    """The rows with the largest probabilities, the surest first."""
+    return known_rows(predictions)[:EXTREMES]
+
+
+def least_sure(predictions: Predictions) -> NDArray[np.int64]:
+    """The rows with the smallest probabilities, the least sure first."""
+    return known_rows(predictions)[::-1][:EXTREMES]
+
+
+def surest_wrong(predictions: Predictions) -> NDArray[np.int64]:
+    """The surest rows whose label is another class."""
+    rows = known_rows(predictions)
+    return rows[predictions.right[rows] == 0][:EXTREMES]
+
+
+def class_sections(predictions: Predictions, sheets: Sheets) -> list[Section]:
+    """A section for each predicted class, with images that are evenly spaced among its own."""
+    counts = np.bincount(predictions.classes[predictions.classes != NO_CLASS], minlength=len(predictions.class_names))
+    frequent = [number for number in np.argsort(-counts, kind="stable").tolist() if counts[number]]
+    sections = []
+    for number in frequent[:MAX_CLASSES]:
+        rows = np.flatnonzero(predictions.classes == number)
+        spaced = np.unique(np.linspace(0, len(rows) - 1, min(IMAGES_OF_A_CLASS, len(rows))).astype(int))
+        title = f"{predictions.class_names[number]}: {counts[number]} images"
+        sections.append(Section(f"class{number}", title, sheets.blocks(rows[spaced])))
+    left_out = len(frequent) - len(sections)
+    if left_out > 0:
+        sections.append(Section("others", "Other classes", [Text(f"{left_out} rarer classes are in the table only.")]))
+    return sections
+
+
+def class_table(predictions: Predictions) -> Table:
+    """Images and mean probability of each predicted class."""
+    rows = []
+    for name, of_class in count_classes(predictions).items():
+        rows.append([name, str(of_class["images"]), f"{of_class['probability']:.2f}"])
+    return Table(["class", "images", "mean probability"], rows, folded=len(rows) > MAX_CLASSES, caption="all classes")
+
+
+def broken_blocks(predictions: Predictions) -> list[Block]:
+    """The images that cannot be decoded, and why."""
+    rows = [list(each) for each in predictions.broken]
+    return [Table(["file", "reason"], rows)] if rows else []
+
+
+def verdict(predictions: Predictions) -> list[str]:
+    """Number of images, and accuracy by split where there are labels."""
+    summary = summarize(predictions)
+    lines = [f"{summary['images']} images, of {len(summary['predicted'])} classes"]
+    for split, of_split in summary.get("accuracy", {}).items():
+        lines.append(f"Accuracy of {split}: {of_split['accuracy']:.1%} of {of_split['images']} labelled images")
+    return lines

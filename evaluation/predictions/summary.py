@@ -1,0 +1,135 @@
+"""The summary of a table of predictions: images and mean probability by class, accuracy by split, broken images."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from evaluation.frozen.results import table
+from evaluation.tables.images import MAX_BROKEN_NAMED
+from evaluation.tables.parts import read_columns
+from mpp.runtime.messages import warn
+
+NO_CLASS = -1  # of an image that cannot be decoded
+NO_LABEL = -1
+MAX_CLASSES_PRINTED = 30
+
+
+@dataclass
+class Predictions:
+    """What a page and a summary need of a table's rows, in its order: n images."""
+
+    class_names: list[str]
+    classes: NDArray[np.int32]
+    """(n,) number of the likeliest class; NO_CLASS: the image cannot be decoded."""
+    probabilities: NDArray[np.float32]
+    """(n,) of that class."""
+    right: NDArray[np.int8]
+    """(n,) whether the label is that class, 1 or 0; NO_LABEL: it has none, or the image cannot be decoded."""
+    splits: dict[str, slice] = field(default_factory=dict)
+    """The rows of each split."""
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    """Files that cannot be decoded, and why: the first of them."""
+
+
+def read_predictions(out: Path, class_names: Sequence[str], labelled: bool) -> Predictions:
+    """Read a table of predictions.
+
+    Args:
+        labelled: whether it has labels.
+    """
+    columns = {"file": pa.string(), "split": pa.string(), "class": pa.string(), "probability": pa.float32()}
+    columns["error"] = pa.string()
+    if labelled:
+        columns["right"] = pa.bool_()
+    names = pa.array(class_names, pa.string())
+    classes, probabilities, right = [], [], []
+    splits: Counter[str] = Counter()
+    broken: list[tuple[str, str]] = []
+    for batch in read_columns(out, columns):
+        numbers = pa.compute.index_in(batch.column("class"), names).fill_null(NO_CLASS)
+        classes.append(numbers.to_numpy(zero_copy_only=False).astype(np.int32))
+        probabilities.append(batch.column("probability").fill_null(0).to_numpy(zero_copy_only=False))
+        if labelled:
+            known = batch.column("right").cast(pa.int8()).fill_null(NO_LABEL)
+            right.append(known.to_numpy(zero_copy_only=False))
+        splits.update(batch.column("split").to_pylist())
+        if len(broken) < MAX_BROKEN_NAMED:
+            failed = batch.filter(batch.column("error").is_valid()).to_pylist()
+            broken += [(row["file"], row["error"]) for row in failed]
+    count = sum(map(len, classes))
+    of_labels = np.concatenate(right) if labelled else np.full(count, NO_LABEL, np.int8)
+    return Predictions(
+        list(class_names),
+        np.concatenate(classes),
+        np.concatenate(probabilities),
+        of_labels,
+        rows_of_splits(splits),
+        broken[:MAX_BROKEN_NAMED],
+    )
+
+
+def rows_of_splits(counts: Counter[str]) -> dict[str, slice]:
+    """The rows of each split of a table, whose splits come one after the other."""
+    first = 0
+    rows = {}
+    for name, count in counts.items():
+        rows[name] = slice(first, first + count)
+        first += count
+    return rows
+
+
+def summarize(predictions: Predictions) -> dict[str, Any]:
+    """Images, broken ones, images and mean probability by predicted class, and accuracy by split."""
+    summary: dict[str, Any] = {
+        "images": len(predictions.classes),
+        "unreadable": int((predictions.classes == NO_CLASS).sum()),
+        "predicted": count_classes(predictions),
+    }
+    accuracies = {}
+    for split, rows in predictions.splits.items():
+        right = predictions.right[rows]
+        labelled = int((right != NO_LABEL).sum())
+        if labelled:
+            accuracies[split] = {"accuracy": float((right == 1).sum() / labelled), "images": labelled}
+    if accuracies:
+        summary["accuracy"] = accuracies
+    return summary
+
+
+def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:
+    """Images and mean probability of each predicted class, the most frequent first."""
+    known = predictions.classes != NO_CLASS
+    classes = predictions.classes[known]
+    number = len(predictions.class_names)
+    counts = np.bincount(classes, minlength=number)
+    sums = np.bincount(classes, predictions.probabilities[known], minlength=number)
+    counted = {}
+    for index in np.argsort(-counts, kind="stable").tolist():
+        if counts[index]:
+            mean = float(sums[index] / counts[index])
+            counted[predictions.class_names[index]] = {"images": int(counts[index]), "probability": mean}
+    return counted
+
+
+def print_summary(summary: dict[str, Any], broken: Sequence[tuple[str, str]]) -> None:
+    """Print the images of each predicted class, the accuracy where there are labels, and the broken images."""
+    predicted = summary["predicted"]
+    rows = []
+    for name, of_class in list(predicted.items())[:MAX_CLASSES_PRINTED]:
+        rows.append([" ".join(name.split()), str(of_class["images"]), f"{of_class['probability']:.2f}"])
+    print(table(["class", "images", "mean probability"], rows))
+    if len(predicted) > len(rows):
+        print(f"and {len(predicted) - len(rows)} more classes")
+    for split, of_split in summary.get("accuracy", {}).items():
+        print(f"accuracy of {split}: {of_split['accuracy']:.1%} of {of_split['images']} labelled images")
+    if broken:
+        named = "; ".join(f"{file}: {reason}" for file, reason in broken)
+        more = summary["unreadable"] - len(broken)
+        rest = f"; and {more} more" if more > 0 else ""
+        warn(f"{summary['unreadable']} images cannot be decoded, and have no prediction: {named}{rest}")

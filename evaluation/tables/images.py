@@ -1,0 +1,110 @@
+"""All images of a dataset, batch by batch, with the reason where one cannot be decoded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from evaluation.config import ProbeDataConfig
+from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
+from evaluation.frozen.run_images import LoadedSplits
+from mpp.config import HOW_READ
+from mpp.data.columns import find_image_column
+from mpp.data.data_path import describe_source
+from mpp.data.dataset import ImageDataset, images_only
+from mpp.data.identity import identify_images
+from mpp.data.sources import label_images, load_splits
+from mpp.data.workers import WatchedLoader, loader_processes, note_reading
+from mpp.errors import UnreadableImage
+from mpp.runtime.messages import tell
+
+MAX_BROKEN_NAMED = 20
+
+
+class ImageBatch(NamedTuple):
+    """Some images of a split."""
+
+    indices: list[int]
+    pixels: Any
+    """(B, C, h, w) from 0 to 255, zeros where an image is broken; or a list of images (C, H, W), None where broken."""
+    errors: list[str]
+    """Why an image cannot be decoded; empty: it can."""
+
+
+def load_all_images(data: ProbeDataConfig, loaded: LoadedSplits | None, labels: bool = False) -> list[ImageDataset]:
+    """Load the images of every split that has any.
+
+    Args:
+        loaded: the splits, if they are loaded already.
+        labels: with their labels, where they have some.
+    """
+    splits = {name: rows for name, rows in (loaded or load_splits(data)).items() if len(rows)}
+    counts = ", ".join(f"{len(rows)} {name}" for name, rows in splits.items())
+    columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
+    tell(f"{describe_source(data)}: {counts}")
+    if labels:
+        return label_images(data, splits, columns[next(iter(splits))])
+    images = []
+    for name, rows in splits.items():
+        images.append(ImageDataset(images_only(rows, columns[name]), columns[name], None, name))
+    return images
+
+
+@dataclass(frozen=True)
+class ViewsOrErrors(Dataset):
+    """Images by index as `view` makes them, and the reason why one cannot be decoded (empty: it can)."""
+
+    dataset: ImageDataset
+    data: ProbeDataConfig
+    view: Callable[[Tensor], Any]
+    """An image (C, H, W) from 0 to 255 to what a batch has of it. May raise UnreadableImage."""
+    broken: Any
+    """What a batch has of a broken image."""
+
+    def __getitem__(self, index: int) -> tuple[Any, str]:
+        note_reading(index)
+        try:
+            return self.view(self.dataset.decode(index, self.data)), ""
+        except UnreadableImage as reason:
+            return self.broken, str(reason)
+        finally:
+            note_reading(None)
+
+
+def read_batches(
+    views: ViewsOrErrors, indices: range, collate: Callable[[list[tuple[Any, str]]], tuple[Any, list[str]]]
+) -> Iterator[ImageBatch]:
+    """The images at these indices, in their order."""
+    batch_size = views.data.batch_size or DEFAULT_BATCH_SIZE
+    batches = [list(indices[first : first + batch_size]) for first in range(0, len(indices), batch_size)]
+    loader = WatchedLoader(
+        views,
+        views.dataset.image_name,
+        batch_sampler=batches,
+        num_workers=loader_processes(views.data),
+        collate_fn=collate,
+    )
+    for batch, (pixels, errors) in zip(batches, loader, strict=True):
+        yield ImageBatch(batch, pixels, errors)
+
+
+def stack_crops(samples: list[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
+    """Crops of one size to a batch; a broken image may be of another type."""
+    crops, errors = zip(*samples, strict=True)
+    all_bytes = all(crop.dtype == torch.uint8 for crop in crops)
+    dtype = torch.uint8 if all_bytes else torch.float32
+    return torch.stack([crop.to(dtype) for crop in crops]), list(errors)
+
+
+def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset], labels: bool = False) -> dict[str, Any]:
+    """The settings and the images that a table of these splits depends on.
+
+    Args:
+        labels: whether the labels are in the table.
+    """
+    identity = {name: getattr(data, name) for name in (*HOW_READ, "max_pixels", "eval_crop")}
+    identity["images"] = [identify_images(images, labels=labels, retries=data.read_retries) for images in splits]
+    return identity

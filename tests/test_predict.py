@@ -1,0 +1,353 @@
+"""Predictions of new images: equal to plain timm's, with names, resumed to the same bytes, broken images named."""
+
+import csv
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import timm
+import torch
+from conftest import TINY, dataset_of, encoded, kill_group, picture, start_command, wait_until
+from PIL import Image
+from safetensors.torch import load_file
+from torchvision.transforms import v2
+
+from evaluation import finetune, linear, predict, supervised
+from evaluation.config import ProbeDataConfig
+from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
+from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, summarize
+from evaluation.supervision.classifiers import name_classes, timm_names
+from evaluation.tables import parts
+from mpp.data.dataset import ImageDataset, images_only
+from mpp.errors import UserError
+
+FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+OF_TRAINING = tuple(each for each in TINY if not each.startswith(("--probe", "--model", "--data.eval_images")))
+NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
+
+
+def write_images(folder: Path, count: int = 12) -> Path:
+    """A folder of images of three classes."""
+    for number in range(count):
+        file = folder / NAMES[number % 3] / f"{number:02d}, ü.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(picture(number)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Images of three classes, whose names have commas, quotes and characters of several scripts."""
+    return write_images(tmp_path_factory.mktemp("images") / "folder")
+
+
+@pytest.fixture(scope="module")
+def tuned(finished_run, images, tmp_path_factory):
+    """A fine-tuning on these images."""
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    words = (f"--encoder={finished_run}", f"--data.path={images}", f"--run.dir={folder}", "--data.eval_fraction=0.3")
+    finetune.main([*OF_TRAINING, *words, "--lrs=0.1"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def probed(finished_run, images, tmp_path_factory):
+    """A run with a kept head on the mean of the patches, after its first block."""
+    run = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run"))
+    words = (f"--encoder={run}", f"--data.path={images}", "--data.eval_fraction=0.3", "--depth=1", "--l2=0.01")
+    linear.main([*FAST, *words, "--save=true", f"--out={run}/evaluation/birds.json"])
+    return run
+
+
+def read_csv(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def predict_to(out: Path, classifier: Path, images: Path, *options: str) -> Path:
+    predict.main([f"--classifier={classifier}", f"--data.path={images}", f"--out={out}", *FAST, *options])
+    return out
+
+
+def plain_view(image: Path) -> torch.Tensor:
+    """An image as plain torchvision shows it to a timm model of 32 pixels: (1, 3, 32, 32), normalised."""
+    pixels = v2.functional.pil_to_tensor(Image.open(image).convert("RGB"))
+    view = v2.Compose([v2.Resize(round(32 / 0.875), antialias=True), v2.CenterCrop(32)])(pixels)
+    return ((view / 255 - 0.5) / 0.5)[None]
+
+
+def plain_model(run: Path) -> torch.nn.Module:
+    return timm.create_model(f"local-dir:{run / 'encoder'}", pretrained=True).eval()
+
+
+def assert_is_predicted(row: dict[str, str], logits: torch.Tensor) -> None:
+    """A row has these logits (1, C), by name."""
+    probabilities = logits.softmax(-1)[0].tolist()
+    by_name = dict(sorted(zip(sorted(NAMES), probabilities, strict=True), key=lambda each: -each[1]))
+    assert [float(row[f"p_{name}"]) for name in sorted(NAMES)] == pytest.approx(probabilities, abs=1e-6)
+    assert [row["class"], row["class_2"], row["class_3"]] == list(by_name)
+    ordered = [float(row[name]) for name in ("probability", "probability_2", "probability_3")]
+    assert ordered == pytest.approx(list(by_name.values()), abs=1e-6)
+
+
+@torch.no_grad()
+def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(tuned, images, tmp_path):
+    rows = read_csv(predict_to(tmp_path / "p.csv", tuned, images))
+    run = tuned / "lr_0.1"
+    weights = load_file(next((run / "checkpoints").glob("*4")) / "model.safetensors")
+    model = plain_model(run)
+    assert len(rows) == 12 and {row["file"] for row in rows} == {str(file) for file in images.rglob("*.png")}
+    for row in rows:
+        token = model.forward_features(plain_view(Path(row["file"])))[:, 0]
+        assert_is_predicted(row, token @ weights["head.weight"].T + weights["head.bias"])
+    about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
+    assert about["classes"] == sorted(NAMES) and about["precision"] == "fp32" and about["images"] == 12
+
+
+@torch.no_grad()
+def test_a_kept_head_predicts_as_plain_timm_with_its_weights(probed, images, tmp_path):
+    head = probed / "evaluation" / "birds_head"
+    rows = pq.read_table(predict_to(tmp_path / "p.parquet", head, images)).to_pylist()
+    weights = load_file(head / "head.safetensors")
+    model = plain_model(probed)
+    for row in rows:
+        (tokens,) = model.forward_intermediates(
+            plain_view(Path(row["file"])), indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
+        )
+        features = (tokens.mean(1) - weights["mean"]) / weights["std"]
+        assert_is_predicted(row, features @ weights["classify.weight"].T + weights["classify.bias"])
+
+
+def test_a_supervised_run_predicts_too(images, tmp_path):
+    small = [each for each in TINY if each.startswith("--model")]
+    run = tmp_path / "run"
+    words = (f"--data.path={images}", "--data.eval_fraction=0.3", f"--run.dir={run}", "--optim.lr=0.01")
+    supervised.main([*OF_TRAINING, *small, *words])
+    rows = read_csv(predict_to(tmp_path / "p.csv", run, images, "--probabilities=false", "--top=1"))
+    assert list(rows[0]) == ["file", "split", "class", "probability", "label", "right", "error"]
+    assert {row["class"] for row in rows} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
+def test_an_interrupted_table_is_finished_to_the_same_bytes(name, probed, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
+    head = probed / "evaluation" / "birds_head"
+    whole = predict_to(tmp_path / f"whole_{name}", head, images)
+    done = []
+    rows_of = predict.ClassRows.rows
+
+    def interrupted(self, dataset, indices, on_images):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(indices)
+        return rows_of(self, dataset, indices, on_images)
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(predict.ClassRows, "rows", interrupted)
+        predict_to(tmp_path / name, head, images)
+    assert not (tmp_path / name).exists() and done == [range(0, 5), range(5, 10)]
+    again = predict_to(tmp_path / name, head, images)
+    assert again.read_bytes() == whole.read_bytes()
+    monkeypatch.setattr(predict.ClassRows, "rows", None)  # nothing is left to compute
+    assert predict_to(tmp_path / name, head, images).read_bytes() == whole.read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.faults
+def test_a_killed_command_is_finished_to_the_same_bytes(probed, tmp_path):
+    images = write_images(tmp_path / "many", 5000)
+    words = ("mpp", "predict", f"--classifier={probed / 'evaluation' / 'birds_head'}", f"--data.path={images}", *FAST)
+    whole, killed = tmp_path / "whole.csv", tmp_path / "killed.csv"
+    process = start_command(*words, f"--out={killed}")
+    wait_until(lambda: list((tmp_path / ".killed.csv.parts").glob("*.parquet")))
+    time.sleep(0.3)
+    kill_group(process)
+    assert not killed.exists()
+    for out in (killed, whole):
+        ended = start_command(*words, f"--out={out}")
+        assert ended.wait() == 0
+        ended.communicate()
+    assert killed.read_bytes() == whole.read_bytes() and len(read_csv(killed)) == 5000
+
+
+def test_a_broken_image_is_named_and_the_others_are_predicted(probed, tmp_path, capsys):
+    images = write_images(tmp_path / "images")
+    broken = images / "owl" / "02, ü.png"
+    head = probed / "evaluation" / "birds_head"
+    before = read_csv(predict_to(tmp_path / "before.csv", head, images))
+    broken.write_bytes(broken.read_bytes()[:60])
+    after = read_csv(predict_to(tmp_path / "after.csv", head, images))
+    error = capsys.readouterr().err
+    assert "1 images cannot be decoded, and have no prediction" in error and str(broken) in error
+    (row,) = [row for row in after if row["error"]]
+    assert row["file"] == str(broken) and row["class"] == row["probability"] == row["right"] == row["p_owl"] == ""
+    assert [each for each in after if each is not row] == [each for each in before if each["file"] != str(broken)]
+    page = (tmp_path / "after.html").read_text(encoding="utf-8")
+    assert "1 images cannot be decoded" in page and str(broken) in page
+
+
+def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, capsys):
+    images = write_images(tmp_path / "images")
+    for number in range(2):
+        file = images / "zebra" / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(encoded(picture(number)))
+    out = predict_to(tmp_path / "p.csv", probed / "evaluation" / "birds_head", images)
+    rows = read_csv(out)
+    right = [row["class"] == Path(row["file"]).parent.name for row in rows]
+    assert [row["right"] for row in rows] == [str(each).lower() for each in right]
+    assert all(row["label"] == Path(row["file"]).parent.name for row in rows)
+    said = capsys.readouterr()
+    assert f"accuracy of train: {np.mean(right):.1%} of 14 labelled images" in said.out
+    assert "the classifier does not know zebra: images with such a label count as wrong" in said.err
+    about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
+    assert about["accuracy"]["train"] == {"accuracy": pytest.approx(np.mean(right)), "images": 14}
+
+
+def test_labels_of_other_classes_give_no_accuracy(probed, image_folder, tmp_path, capsys):
+    out = predict_to(tmp_path / "p.csv", probed / "evaluation" / "birds_head", image_folder)
+    assert "right" not in read_csv(out)[0]
+    assert "the labels (cat, dog) are no classes of the classifier" in capsys.readouterr().err
+
+
+def test_a_list_of_images_is_predicted_without_labels(probed, images, tmp_path):
+    """CSV in, names of species out."""
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    files = sorted(images.rglob("*.png"))
+    for file in files:
+        shutil.copy(file, flat)
+    with (tmp_path / "sites.csv").open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(["file_name", "site"])
+        writer.writerows([file.name, "river, north"] for file in files[:7])
+    head = probed / "evaluation" / "birds_head"
+    rows = read_csv(predict_to(tmp_path / "p.csv", head, flat, f"--data.labels={tmp_path / 'sites.csv'}"))
+    assert [Path(row["file"]).name for row in rows] == sorted(file.name for file in files[:7])
+    assert all(row["class"] in NAMES for row in rows) and "label" not in rows[0]
+
+
+def test_another_table_is_not_written_over(probed, images, tmp_path):
+    head = probed / "evaluation" / "birds_head"
+    out = predict_to(tmp_path / "p.csv", head, images)
+    before = out.read_bytes()
+    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be a new file"):
+        predict_to(out, head, images, "--top=2")
+    assert out.read_bytes() == before
+    (tmp_path / "own.csv").write_text("my,notes\n")
+    with pytest.raises(UserError, match=r"out is .*own\.csv; it must be a new file"):
+        predict_to(tmp_path / "own.csv", head, images)
+    with pytest.raises(UserError, match=r"out is .*; it must be a file whose name ends in \.csv or \.parquet"):
+        predict_to(tmp_path / "p.txt", head, images)
+
+
+def test_an_encoder_may_move_with_its_head_or_without(probed, images, tmp_path):
+    expected = predict_to(tmp_path / "a.csv", probed / "evaluation" / "birds_head", images).read_bytes()
+    moved = Path(shutil.copytree(probed, tmp_path / "moved"))
+    away = probed.rename(probed.with_name("away"))
+    try:
+        head = moved / "evaluation" / "birds_head"
+        assert predict_to(tmp_path / "b.csv", head, images).read_bytes() == expected
+        alone = Path(shutil.copytree(head, tmp_path / "alone"))
+        with pytest.raises(
+            UserError, match=r"no encoder at .*run: .*alone is the head of one; name its place by --enc"
+        ):
+            predict_to(tmp_path / "c.csv", alone, images)
+        out = predict_to(tmp_path / "c.csv", alone, images, f"--encoder={away}")
+        assert out.read_bytes() == expected
+    finally:
+        away.rename(probed)
+
+
+def test_a_head_of_another_encoder_is_refused_by_name(probed, tuned, images, tmp_path):
+    head = probed / "evaluation" / "birds_head"
+    other = tuned / "lr_0.1"
+    with pytest.raises(UserError, match=rf"encoder is {other}, whose weights are not those that {head} was trained on"):
+        predict_to(tmp_path / "p.csv", head, images, f"--encoder={other}")
+    with pytest.raises(UserError, match=r"it must be null with .*, which is no kept head"):
+        predict_to(tmp_path / "p.csv", other, images, f"--encoder={probed}")
+    assert not list(tmp_path.glob("*"))
+
+
+def test_what_is_no_classifier_is_refused(finished_run, images, tmp_path):
+    with pytest.raises(UserError, match=r"classifier is .*; it must be the folder of a finished supervised or fine-tu"):
+        predict_to(tmp_path / "p.csv", finished_run, images)
+    (tmp_path / "finetune.json").write_text('{"results": []}')
+    with pytest.raises(UserError, match="which has compared rates only"):
+        predict_to(tmp_path / "p.csv", tmp_path, images)
+
+
+def test_classes_of_timm_have_names_and_each_is_unique():
+    model = timm.create_model("resnet18")
+    names = name_classes(timm_names(model), 1000)
+    assert names[1].startswith("goldfish") and len(set(names)) == 1000
+    assert [name for name in names if name.startswith("crane")] == ["crane (134)", "crane (517)"]
+    assert name_classes(None, 3) == ["0", "1", "2"]
+    assert name_classes(["a"], 2) == ["a", "1"]
+
+
+def predictions_of(classes: list[int], probabilities: list[float], right: list[int]) -> Predictions:
+    rows = {"new": slice(0, len(classes))}
+    numbers = np.array(classes, np.int32), np.array(probabilities, np.float32), np.array(right, np.int8)
+    return Predictions(["a<b>", "c"], *numbers, rows, [("x.png", "broken")])
+
+
+def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
+    classes = [0, 1, NO_CLASS, 1, 0]
+    predictions = predictions_of(classes, [0.9, 0.6, 0, 0.8, 0.7], [0, 1, NO_LABEL, 0, NO_LABEL])
+    assert surest(predictions).tolist() == [0, 3, 4, 1]
+    assert least_sure(predictions).tolist() == [1, 4, 3, 0]
+    assert surest_wrong(predictions).tolist() == [0, 3]
+    summary = summarize(predictions)
+    assert summary["accuracy"] == {"new": {"accuracy": pytest.approx(1 / 3), "images": 3}}
+    assert summary["unreadable"] == 1 and summary["predicted"]["c"] == {"images": 2, "probability": pytest.approx(0.7)}
+
+    class Named:
+        def name(self, row):
+            return f"folder/{row}&.png"
+
+    def thumbnail(row):
+        return Image.new("RGB", (400, 200))
+
+    write_predictions_page(tmp_path / "p.html", "title", "subtitle", predictions, Named(), thumbnail)
+    page = (tmp_path / "p.html").read_text()
+    captions = [part.split("</figcaption>")[0] for part in page.split("<figcaption>")[1:]]
+    assert captions[:4] == [
+        "a&lt;b&gt; 90% · 0&amp;.png",
+        "c 80% · 3&amp;.png",
+        "a&lt;b&gt; 70% · 4&amp;.png",
+        "c 60% · 1&amp;.png",
+    ]
+    assert "Accuracy of new: 33.3% of 3 labelled images" in page and "<b>" not in page
+
+
+def test_a_table_that_is_larger_than_a_part_is_read_in_parts(tmp_path):
+    """Texts that look like numbers or like nothing stay texts, however late they come."""
+    texts = ["1", "", None, 'with "quotes", and\na line', "ü"]
+    table = pa.table({"class": texts, "probability": pa.array([0.1, 0.25, None, 1, 0], pa.float32())})
+    for name in ("t.csv", "t.parquet"):
+        files = []
+        for number in range(2):
+            files.append(tmp_path / f"{number}.parquet")
+            pq.write_table(table, files[-1])
+        parts.join_parts(files, tmp_path / name, "identity")
+        columns = {"class": pa.string(), "probability": pa.float32()}
+        read = pa.Table.from_batches(list(parts.read_columns(tmp_path / name, columns)))
+        assert read.column("class").to_pylist() == texts * 2
+        assert read.column("probability").to_pylist() == table.column("probability").to_pylist() * 2
+
+
+def test_rows_have_pictures_across_splits():
+    rows = images_only(dataset_of([encoded(picture(1)), encoded(picture(2, (20, 60)))]), "image")
+    images = RowImages(
+        [ImageDataset(rows, "image", None, "a"), ImageDataset(rows, "image", None, "b")], ProbeDataConfig()
+    )
+    assert images.thumbnail(1).size == (60, 20) and images.thumbnail(2).size == (48, 40)
+    assert images.name(3) == "b[1]"
+    grey = RowImages([ImageDataset(rows, "image", None, "a")], ProbeDataConfig(channels=1))
+    assert grey.thumbnail(0).size == (48, 40)
