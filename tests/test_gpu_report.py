@@ -1,10 +1,12 @@
 """The report on a GPU: parts that fail or take too long leave the others alone, and its end can be pasted."""
 
+import re
 import shlex
 import time
 
 import pytest
 import torch
+from conftest import ROOT
 
 from evaluation import gpu_report
 from evaluation.benchmark.card import CardLimits, LoadingSpeed, ModelSpeed, first_that_fits
@@ -204,3 +206,10 @@ def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
 def test_without_a_gpu_the_rehearsal_is_named(tmp_path):
     with pytest.raises(UserError, match="--device cpu rehearses"):
         gpu_report.main([f"--out={tmp_path / 'report.txt'}"])
+
+
+def test_pages_ask_for_the_packages_that_the_report_takes():
+    """The extra `test` alone: peers are what `mpp throughput` compares with."""
+    lines = [line for page in ROOT.rglob("*.md") for line in page.read_text(encoding="utf-8").splitlines()]
+    extras = [re.search(r"pip install -e '\.\[(.+?)\]'", line) for line in lines if "gpu-report" in line]
+    assert [match[1] for match in extras if match] == ["test"] * 3
