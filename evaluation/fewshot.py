@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
@@ -20,7 +19,6 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.features.metrics import accuracy
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
@@ -36,10 +34,9 @@ def run(config: FewshotConfig, loaded: LoadedSplits | None = None) -> dict[str, 
 
 
 def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
-    """Accuracy for every number of shots, seed and l2."""
+    """Outcomes for every number of shots, seed and l2."""
     features, classes = features.with_numbered_classes()
     note_small_classes(features.train_labels, classes, config.shots)
-    test_labels = torch.from_numpy(features.test_labels)
     results = []
     for seed in config.seeds:
         drawn = draw_by_class(features.train_labels, seed)
@@ -48,8 +45,7 @@ def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
             support = select(features.train, chosen)
             predictions = predict(support, features.train_labels[chosen], features.test, classes, config.l2)
             for l2, predicted in zip(config.l2, predictions, strict=True):
-                result = {"shots": shots, "seed": seed, "l2": l2}
-                result["accuracy"] = accuracy(torch.from_numpy(predicted), test_labels)
+                result = {"shots": shots, "seed": seed, "l2": l2, "outcomes": features.outcomes(predicted)}
                 result["case"] = f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)
                 results.append(result)
     return results

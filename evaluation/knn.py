@@ -13,7 +13,6 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.features.metrics import accuracy
 from mpp.features.neighbours import knn_predict
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
@@ -25,14 +24,13 @@ def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]
 
 
 def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
-    """Accuracy for every number of neighbours."""
+    """Outcomes for every number of neighbours."""
     train_labels = torch.from_numpy(features.train_labels)
     test = torch.tensor(features.test, dtype=torch.float32).to(device())
-    test_labels = torch.from_numpy(features.test_labels).to(device())
     predictions = knn_predict(features.train, train_labels, test, config.neighbours, config.temperature)
     results = []
     for neighbours, predicted in predictions.items():
-        results.append({"neighbours": neighbours, "accuracy": accuracy(predicted, test_labels)})
+        results.append({"neighbours": neighbours, "outcomes": features.outcomes(predicted.cpu().numpy())})
     return results
 
 

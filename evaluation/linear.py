@@ -23,9 +23,10 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.results import report_of
 from evaluation.frozen.run_images import LoadedSplits
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import score
 from evaluation.supervision.heads import zero_head
 from mpp.config import require
-from mpp.features.metrics import accuracy
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
@@ -75,7 +76,7 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) 
 
 
 def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[FittedHead] | None = None) -> list[dict]:
-    """Test accuracy with the penalty or learning rate that is best on the dev split.
+    """Test outcomes with the penalty or learning rate that is best on the dev split.
 
     Args:
         heads: gets the tested head of each seed, in place of those that it has.
@@ -88,24 +89,24 @@ def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[Fitte
         name, choices, seeds = "lr", config.lr, config.seeds
 
     dev_cases = [(choice, seeds[0]) for choice in choices]
-    dev_accuracies, _ = fit_and_test(features.dev_split(), config, classes, dev_cases)
-    by_choice = dict(zip(choices, dev_accuracies, strict=True))
+    on_dev, _ = fit_and_test(features.dev_split(), config, classes, dev_cases)
+    by_choice = {choice: score(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
     best = max(by_choice, key=by_choice.get)
 
-    accuracies, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
+    tested, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
     if heads is not None:
         heads[:] = [FittedHead(head, numbers) for head in fitted]
     results = []
-    for seed, test_accuracy in zip(seeds, accuracies, strict=True):
+    for seed, outcomes in zip(seeds, tested, strict=True):
         chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": by_choice[best]}
-        results.append(chosen | {"accuracy": test_accuracy})
+        results.append(chosen | {"outcomes": outcomes})
     return results
 
 
 def fit_and_test(
     features: LabelledFeatures, config: LinearConfig, classes: int, cases: Sequence[tuple[float, int]]
-) -> tuple[list[float], list[StandardizedLinear]]:
-    """Test accuracies of classifiers, one for each case, and the classifiers.
+) -> tuple[list[Outcomes], list[StandardizedLinear]]:
+    """Test outcomes of classifiers, one for each case, and the classifiers.
 
     All are fitted to one copy of the training features; test features are standardised block by block.
 
@@ -118,17 +119,16 @@ def fit_and_test(
     std = train.std(0, correction=0) + DEVIATION_OFFSET
     train.sub_(mean).div_(std)
     train_labels = torch.from_numpy(features.train_labels).to(device())
-    test_labels = torch.from_numpy(features.test_labels).to(device())
-    accuracies, heads = [], []
+    tested, heads = [], []
     for choice, seed in cases:
         head = StandardizedLinear(fit(train, train_labels, classes, config, choice, seed), mean, std)
         predicted = []
         with torch.no_grad():
             for block in blocks_on_device(features.test, max(1, LOGITS_PER_BLOCK // classes)):
                 predicted.append(head(block).argmax(1))
-        accuracies.append(accuracy(torch.cat(predicted), test_labels))
+        tested.append(features.outcomes(torch.cat(predicted).cpu().numpy()))
         heads.append(head)
-    return accuracies, heads
+    return tested, heads
 
 
 def copy_to_device(features: NDArray) -> Tensor:

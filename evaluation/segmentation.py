@@ -86,7 +86,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
             baselines[name] = evaluate_depths(config, extracted)
     report["baselines"] = baselines | report["baselines"]
 
-    write_probe_report(path, report, "reading")
+    report = write_probe_report(path, report, "reading")
     print_tables(report, config)
     if config.images:
         write_picture(path, encoder, splits.test, predictions, config)

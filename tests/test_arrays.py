@@ -70,11 +70,15 @@ def test_probes_find_the_same_in_files(tmp_path, monkeypatch):
     data = features()
     save_features(tmp_path / "f.npz", data)
     configs = [(fewshot, fewshot.FewshotConfig()), (knn, knn.KnnConfig()), (linear, linear.LinearConfig())]
-    held = [module.evaluate(data, config) for module, config in configs]
+    held = [without_outcomes(module.evaluate(data, config)) for module, config in configs]
     monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", 0)
     mapped = load_features(tmp_path / "f.npz")
     assert all(isinstance(part, np.memmap) for part in (mapped.train, mapped.test, mapped.dev_split().train))
-    assert [module.evaluate(mapped, config) for module, config in configs] == held
+    assert [without_outcomes(module.evaluate(mapped, config)) for module, config in configs] == held
+
+
+def without_outcomes(results):
+    return [result | {"outcomes": result["outcomes"].predictions.tolist()} for result in results]
 
 
 def test_a_choice_of_rows_is_bounded(monkeypatch, peak):
@@ -106,17 +110,17 @@ def test_what_was_read_of_a_mapped_array_is_let_go(way):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_saved_features_are_mapped_where_they_are_large(tmp_path, monkeypatch, dtype, order):
-    train, train_labels, test, test_labels = features(test=201)
+    train, train_labels, test, test_labels, *_ = features(test=201)
     data = LabelledFeatures(
         np.asarray(train / 100, dtype, order), train_labels, np.asarray(test / 100, dtype, order), test_labels
     )
     save_features(tmp_path / "f.npz", data)
-    np.savez_compressed(tmp_path / "small.npz", **dict(zip(ARRAY_NAMES, data, strict=True)))
+    np.savez_compressed(tmp_path / "small.npz", **dict(zip(ARRAY_NAMES, data[:4], strict=True)))
     for in_memory in (10**9, 0):
         monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", in_memory)
         for name in ("f.npz", "small.npz"):
             loaded = load_features(tmp_path / name)
-            for ours, saved in zip(loaded, data, strict=True):
+            for ours, saved in zip(loaded[:4], data[:4], strict=True):
                 assert (ours == saved).all() and ours.dtype == saved.dtype
             assert {isinstance(loaded.train, np.memmap), isinstance(loaded.test, np.memmap)} == {in_memory == 0}
 

@@ -29,6 +29,7 @@ from evaluation.features import main as extract
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.linear import fit_lbfgs
+from evaluation.metrics.scoring import add_scores
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import centre_crop
@@ -350,7 +351,7 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(vit, tmp_path, cap
     saved = load_features(tmp_path / "all.npz")
     saved_without = load_features(tmp_path / "without.npz")
     for array, expected in zip(saved, saved_without, strict=True):
-        assert (array == expected).all()
+        assert np.array_equal(array, expected)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert len(warnings) == 1
     assert "warning: 3 images that cannot be decoded are left out" in warnings[0]
@@ -493,12 +494,14 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
     data = LabelledFeatures(clouds[:400], labels[:400], clouds[400:], labels[400:])
     config = LinearConfig(solver=solver, epochs=20, seeds=(0, 1))
-    results = linear.evaluate(data, config)
+    results = add_scores(linear.evaluate(data, config))
     assert len(results) == (1 if solver == "lbfgs" else 2)
     assert all(result.pop("accuracy") > 0.95 for result in results)
     wrong = data._replace(test_labels=(data.test_labels + 1) % 3)
-    results_of_wrong = linear.evaluate(wrong, config)
+    results_of_wrong = add_scores(linear.evaluate(wrong, config))
     assert all(result.pop("accuracy") < 0.05 for result in results_of_wrong)
+    for one, other in zip(results, results_of_wrong, strict=True):
+        assert (one.pop("outcomes").predictions == other.pop("outcomes").predictions).all()
     assert results == results_of_wrong  # what is chosen does not follow from test labels
 
 
@@ -506,7 +509,7 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
 def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
     module.main([f"--encoder={vit[1]}", f"--out={tmp_path / 'r.json'}", *FAST])
     report = read_json(tmp_path / "r.json")
-    assert set(report) == {"results", "summary", "protocol", "class_names"}
+    assert set(report) == {"results", "summary", "protocol", "class_names", "labels"}
     assert all(0 <= result["accuracy"] <= 1 for result in report["results"])
 
 

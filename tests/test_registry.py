@@ -9,6 +9,7 @@ from comparisons import write_cats_and_dogs
 from conftest import ROOT
 
 from evaluation import cli, compare, registry
+from evaluation.metrics.outcomes import load_outcomes
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import imports
 from mpp.errors import UserError
@@ -56,7 +57,9 @@ def test_the_evaluation_that_the_page_shows_is_a_command(nearest_centroid, image
     monkeypatch.setattr(sys, "argv", ["mpp", "centroid", *words, "--threads=1", f"--out={tmp_path / 'report.json'}"])
     cli.main()
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["results"] == [{"order": 2, "accuracy": 1.0, "depth": 1}]
+    (result,) = report["results"]
+    assert (result["order"], result["accuracy"], result["depth"], result["outcomes"]) == (2, 1.0, 1, 0)
+    assert load_outcomes(tmp_path / "report.json").class_names == ["cat", "dog"]
     monkeypatch.setattr(sys, "argv", ["mpp", "--help", f"--import={nearest_centroid}"])
     with pytest.raises(SystemExit):
         cli.main()

@@ -134,7 +134,6 @@ class ExtractedFeatures(NamedTuple):
 
     by_depth: dict[int, LabelledFeatures]  # empty except on the main process
     left_out: dict[str, int]  # number of training and of test images that cannot be decoded
-    class_names: list[str] | None = None  # by number; None: of features from a file, or without names
     shown: dict[str, Any] | None = None  # see HeadDescription.input; None: of features from a file, or of a floor
 
 
@@ -163,14 +162,18 @@ def extract_labelled_features(
     if not accelerator.is_main_process:
         return ExtractedFeatures({}, left_out)
     warn_left_out((*train.unreadable, *test.unreadable))
+    of_training, tested = splits
+    class_names = of_training.class_names or ()
+    all_images = tested.image_names()
+    test_images = [all_images[index] for index in test.kept]
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
-        features = LabelledFeatures(of_train, train.labels, of_test, test.labels)
+        features = LabelledFeatures(of_train, train.labels, of_test, test.labels, class_names, test_images)
         by_depth[depth] = features.checked(config.encoder)
     shown = None
     if isinstance(encoder, FrozenEncoder):
         shown = encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)}
-    return ExtractedFeatures(by_depth, left_out, splits[0].class_names, shown)
+    return ExtractedFeatures(by_depth, left_out, shown)
 
 
 def describe_precision(accelerator: Accelerator) -> str:

@@ -3,6 +3,7 @@
 N training images, M test images, D width.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import BadZipFile
@@ -10,6 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from evaluation.metrics.outcomes import Outcomes
 from mpp.config import require
 from mpp.errors import UserError
 from mpp.runtime.arrays import in_blocks, let_go, load_member, select
@@ -19,6 +21,8 @@ from mpp.runtime.randomness import Stream, permutation
 DEV_SEED = 0
 ARRAY_NAMES = ("train_features", "train_labels", "test_features", "test_labels")
 """Names of the arrays in a file of features, in the order of `LabelledFeatures`."""
+TEXT_NAMES = ("class_names", "test_images")
+"""Names of arrays of text that a file may have besides."""
 
 
 class LabelledFeatures(NamedTuple):
@@ -28,6 +32,8 @@ class LabelledFeatures(NamedTuple):
     train_labels: NDArray[np.int64]  # (N,)
     test: NDArray[np.float32]  # (M, D)
     test_labels: NDArray[np.int64]  # (M,); or (M, L) of which any is right, padded with -1
+    class_names: Sequence[str] = ()  # by number, as far as they are known
+    test_images: Sequence[str] = ()  # (M,) names of the test images; empty: unknown
 
     def checked(self, source: str) -> "LabelledFeatures":
         """The same features with labels as int64.
@@ -59,13 +65,28 @@ class LabelledFeatures(NamedTuple):
         def number(labels: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.where(labels < 0, -1, np.searchsorted(classes, labels))
 
-        numbered = self._replace(train_labels=number(self.train_labels), test_labels=number(self.test_labels))
+        numbered = self._replace(
+            train_labels=number(self.train_labels),
+            test_labels=number(self.test_labels),
+            class_names=self.names_of(classes.tolist()),
+        )
         return numbered, len(classes)
+
+    def names_of(self, numbers: Sequence[int]) -> list[str]:
+        """The names of classes; of one without a name its number."""
+        known = len(self.class_names)
+        return [self.class_names[number] if number < known else str(number) for number in numbers]
 
     def class_numbers(self) -> NDArray[np.int64]:
         """The classes (C,) that occur, ascending."""
         known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
         return np.unique(np.concatenate(known))
+
+    def outcomes(self, predicted: NDArray[np.int64]) -> Outcomes:
+        """The outcomes of predicted classes (M,) of the test images; classes are numbered without gaps there."""
+        numbered, _ = self.with_numbered_classes()
+        predicted = np.searchsorted(self.class_numbers(), predicted)
+        return Outcomes("class", numbered.test_labels, predicted, numbered.class_names, self.test_images)
 
     def dev_split(self) -> "LabelledFeatures":
         """The training features, a tenth of which is the test split: choices are made on it."""
@@ -75,6 +96,7 @@ class LabelledFeatures(NamedTuple):
             select(self.train_labels, train),
             select(self.train, dev),
             select(self.train_labels, dev),
+            self.class_names,
         )
 
 
@@ -117,7 +139,11 @@ def cut_dev_split(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def save_features(path: Path, features: LabelledFeatures) -> None:
     """Write one depth's features as .npz, complete or not at all; an earlier file that is mapped stays readable."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = dict(zip(ARRAY_NAMES, features, strict=True))
+    arrays: dict[str, NDArray] = dict(zip(ARRAY_NAMES, features[: len(ARRAY_NAMES)], strict=True))
+    for name in TEXT_NAMES:
+        texts = getattr(features, name)
+        if len(texts):
+            arrays[name] = np.array(list(texts), str)
     with complete(path, shared=True) as partial, partial.open("wb") as file:  # numpy would add .npz to a name without
         np.savez(file, **arrays)
     let_go(features.train)
@@ -137,9 +163,18 @@ def load_features(path: Path) -> LabelledFeatures:
             missing = [name for name in ARRAY_NAMES if name not in arrays]
             if missing:
                 raise ValueError(f"it lacks {', '.join(missing)}")
-            features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES))
+            texts = {name: load_texts(arrays, name) for name in TEXT_NAMES if name in arrays}
+            features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES), **texts)
     except UserError:
         raise  # of temporary files
     except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
+
+
+def load_texts(arrays: np.lib.npyio.NpzFile, name: str) -> list[str]:
+    """An array of texts of a file of features; raises ValueError if it is none."""
+    texts = arrays[name]
+    if texts.ndim != 1 or texts.dtype.kind != "U":
+        raise ValueError(f"{name} must be a list of texts")
+    return texts.tolist()

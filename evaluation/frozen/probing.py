@@ -13,6 +13,7 @@ from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_fea
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
+from evaluation.metrics.scoring import add_figures, add_scores
 from mpp.config import RunConfig
 from mpp.data.overview import note_tested
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
@@ -36,7 +37,9 @@ def run_probe(
 
     Args:
         command: name of the command, which the report gets.
-        evaluate: features to results, each a dict with `accuracy`, `group_by` and other entries for the report.
+        evaluate: features to results, each a dict with `outcomes` (`features.outcomes(predicted)`), `group_by` and
+            other entries for the report. Of the outcomes it gets `accuracy`, its interval and the other figures; one
+            without outcomes has an `accuracy` of its own.
         group_by: entry that the summary groups results by, such as `shots`.
         loaded: the splits of the images, if they are loaded already.
     Returns:
@@ -57,9 +60,8 @@ def run_probe(
         report["left_out"] = extracted.left_out
     report["protocol"]["rank_by_depth"] = rank_by_depth(extracted.by_depth)
     report["protocol"]["input"] = extracted.shown
-    report["class_names"] = extracted.class_names
-    write_probe_report(path, report, group_by)
-    return report
+    report["class_names"] = list(next(iter(extracted.by_depth.values())).class_names)
+    return write_probe_report(path, report, group_by)
 
 
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
@@ -110,7 +112,7 @@ def evaluate_by_depth(
     if config.depth == "dev" and not is_saved:
         dev_accuracies = {}
         for depth, features in by_depth.items():
-            summary = summarize_accuracies(evaluate(features.dev_split()), group_by)
+            summary = summarize_accuracies(add_scores(evaluate(features.dev_split())), group_by)
             dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = max(dev_accuracies, key=dev_accuracies.get)
         protocol["dev_accuracy_by_depth"] = dev_accuracies
@@ -121,7 +123,7 @@ def evaluate_by_depth(
     results = []
     summaries = {}
     for depth, features in by_depth.items():
-        of_depth = evaluate(features)
+        of_depth = add_figures(evaluate(features))
         summaries[depth] = summarize_accuracies(of_depth, group_by)
         depth_entry = {"depth": depth} if depth else {}
         results += [result | depth_entry for result in of_depth]

@@ -13,6 +13,7 @@ from evaluation.config import EncoderConfig
 from evaluation.figures.charts import plot_by_depth
 from evaluation.figures.style import DPI
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
+from evaluation.metrics.scoring import describe_labels, keep_outcomes, mean_interval
 from mpp.config import SourceConfig, sides
 from mpp.config.fields import default_of
 from mpp.config.keys import iterate_settings, plain
@@ -141,12 +142,21 @@ def parts_of_name(settings: dict[str, Any]) -> list[str]:
 
 
 def summarize_accuracies(results: list[dict], group_by: str) -> dict[str, dict[str, float]]:
-    """Summaries of the accuracies that share a value of `group_by`, or of `case`: see `summarize_values`."""
-    groups: dict[str, list[float]] = {}
+    """Summaries of the accuracies that share a value of `group_by`, or of `case`: see `summarize_values`.
+
+    With `interval`, over test images, where the results have one.
+    """
+    groups: dict[str, list[dict]] = {}
     for result in results:
         name = str(result.get("case", result[group_by]))
-        groups.setdefault(name, []).append(result["accuracy"])
-    return {name: summarize_values(accuracies) for name, accuracies in groups.items()}
+        groups.setdefault(name, []).append(result)
+    summaries: dict[str, dict[str, Any]] = {}
+    for name, of_case in groups.items():
+        summaries[name] = summarize_values([result["accuracy"] for result in of_case])
+        interval = mean_interval(of_case)
+        if interval is not None:
+            summaries[name]["interval"] = interval
+    return summaries
 
 
 def summarize_values(values: Sequence[float]) -> dict[str, float]:
@@ -167,12 +177,15 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def format_percent(summary: dict[str, float]) -> str:
-    """A mean in percent, with its spread where there are several measurements."""
-    mean = f"{100 * summary['mean']:.1f}"
-    if summary.get("count", 2) == 1:
-        return mean
-    return f"{mean} ± {100 * summary['std']:.1f}"
+def format_percent(summary: dict[str, Any]) -> str:
+    """A mean in percent, with its spread where there are several measurements, and its interval where it has one."""
+    text = f"{100 * summary['mean']:.1f}"
+    if summary.get("count", 2) > 1:
+        text += f" ± {100 * summary['std']:.1f}"
+    if "interval" in summary:
+        low, high = summary["interval"]
+        text += f" ({100 * low:.1f} to {100 * high:.1f})"
+    return text
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -187,9 +200,13 @@ def events_folder(path: Path) -> Path:
     return path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
 
 
-def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> None:
-    """Write a probe's JSON, TensorBoard scalars and, where there are several depths, the plot; print the table."""
-    write_json(path, report)
+def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
+    """Write a probe's JSON, outcomes, TensorBoard scalars and, of several depths, the plot; print the tables.
+
+    Returns:
+        The report as it was written: see `write_report`.
+    """
+    report = write_report(path, report)
     by_depth = report.get("summary_by_depth")
     if not by_depth:
         by_depth = {report["protocol"].get("chosen_depth", 0): report["summary"]}
@@ -204,7 +221,30 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> Non
             figure.savefig(plot_path, dpi=DPI)
             writer.add_figure("accuracy_by_depth", figure)
             print(f"wrote {plot_path}")
+    print_labels(report)
     print(f"wrote {path}")
+    return report
+
+
+def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Write a report as JSON, and the outcomes of its results beside it; return what the JSON has.
+
+    That is `labels` (see `describe_labels`) too, and in each result the number of its outcomes in their place.
+    """
+    outcomes = [result["outcomes"] for result in report["results"] if "outcomes" in result]
+    if outcomes:
+        report = report | {"results": keep_outcomes(path, report["results"]), "labels": describe_labels(outcomes[0])}
+    write_json(path, report)
+    return report
+
+
+def print_labels(report: dict[str, Any]) -> None:
+    """Print what a report's accuracies have to beat, and their number of images."""
+    labels = report.get("labels")
+    if labels is None:
+        return
+    baselines = [f"{name} {100 * share:.1f} %" for name, share in labels["baselines"].items()]
+    print(f"{', '.join(baselines)}; {labels['images']} test images, 95 % intervals over these")
 
 
 def table_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], names: list[str], group_by: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import fsspec
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import ArrowException
 from torch import Tensor
@@ -84,6 +85,16 @@ def cell_file_name(cell: Any) -> str | None:
     if not path:
         return None
     return member_name(decode_path(path))
+
+
+def file_names(rows: datasets.Dataset, column: str, positions: NDArray[np.int64]) -> list[str | None]:
+    """Names of the files of some rows' images: see `cell_file_name`. No file is read."""
+    if not is_cell(rows.features[column]):
+        return [None] * len(positions)
+    if rows._indices is not None:  # the library's own selection of rows
+        positions = rows._indices.column(0).to_numpy()[positions]
+    paths = pc.struct_field(rows.data.column(column), "path").take(positions).to_pylist()
+    return [member_name(decode_path(path)) if path else None for path in paths]
 
 
 def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:

@@ -1,5 +1,6 @@
 """Images of a split, still encoded, with their labels."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype, without_decoding
+from mpp.data.columns import cell_file_name, decode_cell, file_names, find_array_dtype, without_decoding
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation
 
@@ -107,6 +108,17 @@ class ImageDataset:
         """The image's file, or its split and index, for messages."""
         cell = self.rows[index][self.image_column]
         return cell_file_name(cell) or f"{self.split}[{index}]"
+
+    def image_names(self) -> list[str]:
+        """The file of each image, from the folder that all share; without files, its split and its index there."""
+        whole, split, chosen = self.origin
+        positions = np.arange(len(whole)) if chosen is None else chosen
+        names = file_names(whole, self.image_column, positions)
+        if None in names:
+            return [f"{split}[{position}]" for position in positions.tolist()]
+        common = os.path.commonprefix([min(names), max(names)])  # noqa: RUF071  characters, up to a folder's end
+        start = common.rfind("/") + 1
+        return [name[start:] for name in names]
 
     def select(self, indices: NDArray[np.int64]) -> "ImageDataset":
         """The images at `indices`, in that order."""

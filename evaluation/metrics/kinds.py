@@ -1,0 +1,82 @@
+"""Kinds of labels: how targets and predictions of images become figures, intervals, differences and tables.
+
+A kind is a class with the members of `LabelKind`, and a line in `KINDS`. Evaluations, reports and comparisons know no
+kind: they hand over `Outcomes`, and show what they get.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.metrics.intervals import Difference, Interval, bootstrap, paired, resamples
+from evaluation.metrics.outcomes import Outcomes
+
+
+class Figure(NamedTuple):
+    """A figure of test images."""
+
+    value: float
+    interval: Interval
+    """95 % over test images."""
+
+
+class LabelKind(ABC):
+    """A kind of label. M test images, C classes."""
+
+    name: ClassVar[str]
+    """As in reports."""
+    score: ClassVar[str]
+    """The figure that reports and comparisons call `accuracy`: choices are made by it, more is better."""
+    headings: ClassVar[dict[str, str]]
+    """Figure -> what tables call it."""
+    shares: ClassVar[frozenset[str]]
+    """The figures that are shares, which tables show in percent."""
+
+    @abstractmethod
+    def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
+        """Which images have a label: (M,). The others are left out and counted."""
+
+    @abstractmethod
+    def measure(self, outcomes: Outcomes) -> dict[str, float]:
+        """All figures, by name. NaN: these images do not have it."""
+
+    @abstractmethod
+    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+        """The score of predictions that look at no image, by name: such as the largest class.
+
+        Args:
+            train_targets: of the training images, where they are known.
+        """
+
+    def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
+        """95 % interval of each figure over test images: a bootstrap, unless the kind knows better."""
+        values = self.measure(outcomes)
+        drawn = [self.measure(outcomes.select(indices)) for indices in resamples(len(outcomes))]
+        found = {}
+        for name, value in values.items():
+            found[name] = bootstrap(value, np.array([each[name] for each in drawn]), len(outcomes))
+        return found
+
+    def difference(self, one: Outcomes, other: Outcomes) -> Difference:
+        """The score of one minus that of the other, of the same images in the same order."""
+
+        def of_images(indices: NDArray[np.int64]) -> float:
+            first, second = self.measure(one.select(indices)), self.measure(other.select(indices))
+            return first[self.score] - second[self.score]
+
+        return paired(of_images, len(one))
+
+    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]] | None:
+        """Headings and a row for each class; None: the kind has no classes."""
+        return None
+
+    def confusion(self, outcomes: Outcomes) -> NDArray[np.int64] | None:
+        """Images of each class (rows) that each class (columns) is predicted for: (C, C); None: the kind has none."""
+        return None
+
+    def figures(self, outcomes: Outcomes) -> dict[str, Figure]:
+        """All figures with their intervals."""
+        intervals = self.intervals(outcomes)
+        return {name: Figure(value, intervals[name]) for name, value in self.measure(outcomes).items()}

@@ -1,0 +1,175 @@
+"""Figures of labels that are one class an image: accuracy, the mean over classes, macro F1, confusion.
+
+M test images, C classes, R resamples.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from sklearn.metrics import confusion_matrix
+
+from evaluation.metrics.intervals import RESAMPLES, SEED, Difference, Interval, Z, bootstrap, paired_accuracies, wilson
+from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.outcomes import Outcomes
+
+SMOOTHING = Z**2 / 2  # images added to those that are right, and to those that are wrong: as in Wilson's interval
+
+BIASED = {"macro_f1"}
+"""Figures that are lower in resamples than in the images that these are drawn from, with few images a class."""
+
+
+class ClassCounts(NamedTuple):
+    """Numbers of images by class, (..., C): all that the figures need."""
+
+    true: NDArray
+    """Images of the class."""
+    predicted: NDArray
+    """Images that it is predicted for."""
+    right: NDArray
+    """Images of both."""
+
+
+class OneClass(LabelKind):
+    """One class an image. Targets (M,), or (M, L) of which any is right, padded with -1; predictions (M,)."""
+
+    name = "class"
+    score = "accuracy"
+    headings = {"accuracy": "accuracy", "class_mean": "mean over classes", "macro_f1": "macro F1"}  # noqa: RUF012
+    shares = frozenset(headings)
+
+    def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
+        return (targets >= 0).reshape(len(targets), -1).any(1)
+
+    def measure(self, outcomes: Outcomes) -> dict[str, float]:
+        truth = true_classes(outcomes)
+        counts = count_by_class(truth, outcomes.predictions, np.ones(len(outcomes)), class_number(outcomes))
+        accuracy = float(is_right(outcomes).mean())
+        return {"accuracy": accuracy} | {name: float(each) for name, each in class_figures(counts).items()}
+
+    def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
+        found = {"accuracy": wilson(int(is_right(outcomes).sum()), len(outcomes))}
+        if class_number(outcomes) == 1:  # all three are the same share
+            return dict.fromkeys(self.headings, found["accuracy"])
+        expected, resampled = resample_counts(outcomes)
+        values, drawn = class_figures(expected), class_figures(resampled)
+        for name, of_resamples in drawn.items():
+            bias = of_resamples.mean() - values[name] if name in BIASED else 0.0
+            low, high = bootstrap(values[name], of_resamples - bias, len(outcomes))
+            found[name] = (max(0.0, low), min(1.0, high))
+        return found
+
+    def difference(self, one: Outcomes, other: Outcomes) -> Difference:
+        return paired_accuracies(is_right(one), is_right(other))
+
+    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+        return {"largest class": largest_class_share(outcomes.targets)}
+
+    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
+        counts = count_by_class(
+            true_classes(outcomes), outcomes.predictions, np.ones(len(outcomes)), class_number(outcomes)
+        )
+        recalls, precisions, f1 = recall(counts), precision(counts), f1_scores(counts)
+        rows = []
+        for number, name in enumerate(outcomes.names(class_number(outcomes))):
+            true, right = int(counts.true[number]), int(counts.right[number])
+            recalled = as_percent(recalls[number], wilson(right, true) if true else None)
+            cells = [as_percent(precisions[number]), as_percent(f1[number])]
+            rows.append([name, str(true), str(int(counts.predicted[number])), recalled, *cells])
+        return ["class", "images", "predicted", "right (%)", "precision (%)", "F1 (%)"], rows
+
+    def confusion(self, outcomes: Outcomes) -> NDArray[np.int64]:
+        numbers = np.arange(class_number(outcomes))
+        return confusion_matrix(true_classes(outcomes), outcomes.predictions, labels=numbers)
+
+
+def is_right(outcomes: Outcomes) -> NDArray[np.bool_]:
+    """Whether each prediction is right: (M,)."""
+    targets = outcomes.targets.reshape(len(outcomes), -1)
+    return (outcomes.predictions[:, None] == targets).any(1)
+
+
+def true_classes(outcomes: Outcomes) -> NDArray[np.int64]:
+    """The class of each image, (M,): of several right ones the predicted one, or else the first."""
+    if outcomes.targets.ndim == 1:
+        return outcomes.targets
+    return np.where(is_right(outcomes), outcomes.predictions, outcomes.targets[:, 0])
+
+
+def class_number(outcomes: Outcomes) -> int:
+    """C: as many as have names, and as occur."""
+    return 1 + max(len(outcomes.class_names) - 1, int(outcomes.targets.max()), int(outcomes.predictions.max()))
+
+
+def largest_class_share(targets: NDArray) -> float:
+    """Accuracy of always predicting the most frequent class.
+
+    Args:
+        targets: (M,), or (M, L) of which any is right, padded with -1.
+    """
+    _, counts = np.unique(targets[targets >= 0], return_counts=True)
+    return float(counts.max() / len(targets))
+
+
+def count_by_class(truth: NDArray, predicted: NDArray, weights: NDArray, classes: int) -> ClassCounts:
+    """Counts (..., C) of pairs (K,) of a true and a predicted class, each with weights (..., K)."""
+    pairs = np.arange(len(truth))
+    is_true = csr_array((np.ones(len(truth)), (pairs, truth)), (len(truth), classes))
+    is_predicted = csr_array((np.ones(len(truth)), (pairs, predicted)), (len(truth), classes))
+    return ClassCounts(weights @ is_true, weights @ is_predicted, (weights * (truth == predicted)) @ is_true)
+
+
+def resample_counts(outcomes: Outcomes) -> tuple[ClassCounts, ClassCounts]:
+    """Counts (R, C) of resamples of the images, draws of the confusion matrix's cells; before them what is drawn from.
+
+    SMOOTHING is added to the right and to the wrong images, spread over the classes as the images are: where all images
+    of a class are right, a plain bootstrap would know no other outcome.
+    """
+    classes = class_number(outcomes)
+    truth, predicted = true_classes(outcomes), outcomes.predictions
+    cells, counts = np.unique(truth * classes + predicted, return_counts=True)
+    present, images = np.unique(truth, return_counts=True)
+    share = images / len(truth)
+    confused = np.roll(present, 1) if len(present) > 1 else (present + 1) % classes  # one other class for each
+    cells = np.concatenate([cells, present * classes + present, present * classes + confused])
+    counts = np.concatenate([counts, SMOOTHING * share, SMOOTHING * share])
+    drawn = np.random.default_rng(SEED).multinomial(len(truth), counts / counts.sum(), RESAMPLES)
+    truth, predicted = cells // classes, cells % classes
+    return count_by_class(truth, predicted, counts, classes), count_by_class(truth, predicted, drawn, classes)
+
+
+def divide(numerator: NDArray, denominator: NDArray) -> NDArray[np.float64]:
+    """The quotient; NaN where the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.full(np.shape(denominator), np.nan), where=denominator > 0)
+
+
+def recall(counts: ClassCounts) -> NDArray[np.float64]:
+    """Share of each class's images that are right; NaN where it has none."""
+    return divide(counts.right, counts.true)
+
+
+def precision(counts: ClassCounts) -> NDArray[np.float64]:
+    """Share of the images that a class is predicted for that are of it; NaN where it is never predicted."""
+    return divide(counts.right, counts.predicted)
+
+
+def f1_scores(counts: ClassCounts) -> NDArray[np.float64]:
+    """F1 of each class; NaN where no image is of it, and none is predicted to be."""
+    return divide(2 * counts.right, counts.true + counts.predicted)
+
+
+def class_figures(counts: ClassCounts) -> dict[str, NDArray[np.float64]]:
+    """The mean of the classes' recall (scikit-learn's balanced accuracy) and of their F1, (...)."""
+    return {"class_mean": np.nanmean(recall(counts), -1), "macro_f1": np.nanmean(f1_scores(counts), -1)}
+
+
+def as_percent(share: float, interval: Interval | None = None) -> str:
+    """A share in percent, with its interval where there is one; "-": there is no share."""
+    if np.isnan(share):
+        return "-"
+    value = f"{100 * share:.1f}"
+    if interval is None:
+        return value
+    low, high = interval
+    return f"{value} ({100 * low:.1f} to {100 * high:.1f})"

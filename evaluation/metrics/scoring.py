@@ -1,0 +1,101 @@
+"""Results with outcomes become results with figures: the one place where evaluations meet kinds of labels.
+
+A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) into it; `add_figures` adds `accuracy`
+(the score), `interval` and `figures`; `keep_outcomes` writes the outcomes beside the report.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evaluation.metrics.kinds import Figure, LabelKind
+from evaluation.metrics.one_class import OneClass
+from evaluation.metrics.outcomes import Outcomes, save_outcomes
+from mpp.errors import UserError
+
+Result = dict[str, Any]
+KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (OneClass(),)}
+"""All kinds of labels by name. One class and its place in this line add a kind."""
+
+
+def kind_of(outcomes: Outcomes) -> LabelKind:
+    """The kind of label that outcomes are of."""
+    return KINDS[outcomes.kind]
+
+
+def labelled_outcomes(outcomes: Outcomes) -> Outcomes:
+    """The outcomes of the images that have a label.
+
+    Raises:
+        UserError: none has.
+    """
+    known = kind_of(outcomes).has_target(outcomes.targets)
+    if not known.any():
+        raise UserError(f"none of the {len(outcomes)} test images has a label")
+    return outcomes if known.all() else outcomes.select(known)
+
+
+def score(outcomes: Outcomes) -> float:
+    """The figure that choices are made by, such as accuracy: more is better."""
+    kind = kind_of(outcomes)
+    return kind.measure(labelled_outcomes(outcomes))[kind.score]
+
+
+def add_scores(results: Sequence[Result]) -> list[Result]:
+    """The results with their score, without intervals: choices on a dev split need no more."""
+    return [result | {"accuracy": score(result["outcomes"])} if "outcomes" in result else result for result in results]
+
+
+def add_figures(results: Sequence[Result]) -> list[Result]:
+    """The results with their score, its interval and the other figures; those without outcomes as they are."""
+    return [result | measured(result["outcomes"]) if "outcomes" in result else result for result in results]
+
+
+def measured(outcomes: Outcomes) -> Result:
+    """Entries of a result: `accuracy` (the score), `interval`, and `figures`: name -> [value, low, high]."""
+    kind = kind_of(outcomes)
+    figures = kind.figures(labelled_outcomes(outcomes))
+    entries: Result = {"accuracy": figures[kind.score].value, "interval": list(figures[kind.score].interval)}
+    others = {name: as_numbers(figure) for name, figure in figures.items() if name != kind.score}
+    return entries | {"figures": others} if others else entries
+
+
+def as_numbers(figure: Figure) -> list[float | None]:
+    """Value, low and high; null: these images do not have it."""
+    return [number if math.isfinite(number) else None for number in (figure.value, *figure.interval)]
+
+
+def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
+    """Write the outcomes beside a report: a result then has their number in the file in their place."""
+    kept = [result["outcomes"] for result in results if "outcomes" in result]
+    if not kept:
+        return list(results)
+    save_outcomes(report, kept)
+    numbered = []
+    for result in results:
+        number = len([each for each in numbered if "outcomes" in each])
+        numbered.append(result | {"outcomes": number} if "outcomes" in result else result)
+    return numbered
+
+
+def describe_labels(outcomes: Outcomes, train_targets: Any = None) -> dict[str, Any]:
+    """The entry `labels` of a report: kind, number of test images, unlabelled ones, names of classes, baselines."""
+    known = labelled_outcomes(outcomes)
+    kind = kind_of(outcomes)
+    return {
+        "kind": kind.name,
+        "images": len(known),
+        "unlabelled": len(outcomes) - len(known),
+        "class_names": list(outcomes.class_names),
+        "baselines": kind.baselines(known, train_targets),
+    }
+
+
+def mean_interval(results: Sequence[Result]) -> list[float] | None:
+    """The interval of a mean over seeds, tested on the same images: the means of the ends; None: one has none."""
+    if not all("interval" in result for result in results):
+        return None
+    return np.mean([result["interval"] for result in results], 0).tolist()

@@ -1,0 +1,151 @@
+"""Figures of test images and their intervals, beside scikit-learn and by simulation."""
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, f1_score
+
+from evaluation.metrics.intervals import bootstrap, paired_accuracies, wilson
+from evaluation.metrics.one_class import OneClass
+from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
+from evaluation.metrics.scoring import add_figures, add_scores, keep_outcomes, labelled_outcomes, score
+from mpp.errors import UserError
+
+KIND = OneClass()
+SIMULATIONS = 400
+
+
+def draw(rng, images, accuracy, shares):
+    """Outcomes of images, each right with the same probability."""
+    classes = len(shares)
+    truth = rng.choice(classes, images, p=shares)
+    others = (truth + rng.integers(1, classes, images)) % classes
+    predicted = np.where(rng.random(images) < accuracy, truth, others)
+    return Outcomes("class", truth, predicted, [f"name {number}" for number in range(classes)])
+
+
+def equal(classes):
+    return np.full(classes, 1 / classes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_figures_are_those_of_scikit_learn(seed):
+    rng = np.random.default_rng(seed)
+    outcomes = draw(rng, 60, 0.6, rng.dirichlet(np.ones(6)))  # often a class without test images
+    truth, predicted = outcomes.targets, outcomes.predictions
+    figures = KIND.measure(outcomes)
+    present = np.isin(predicted, truth)
+    assert figures["accuracy"] == accuracy_score(truth, predicted)
+    assert figures["class_mean"] == pytest.approx(
+        np.mean([np.mean(predicted[truth == each] == each) for each in np.unique(truth)]), abs=1e-12
+    )
+    if present.all():
+        assert figures["class_mean"] == pytest.approx(balanced_accuracy_score(truth, predicted), abs=1e-12)
+    assert figures["macro_f1"] == pytest.approx(f1_score(truth, predicted, average="macro"), abs=1e-12)
+    assert (KIND.confusion(outcomes) == confusion_matrix(truth, predicted, labels=range(6))).all()
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 50), (50, 50), (7, 50), (277, 286), (9700, 10_000)])
+def test_wilson_is_that_of_scipy(right, count):
+    expected = binomtest(right, count).proportion_ci(method="wilson")
+    np.testing.assert_allclose(wilson(right, count), (expected.low, expected.high), atol=1e-12)
+
+
+@pytest.mark.parametrize("images", [50, 286])
+@pytest.mark.parametrize("accuracy", [0.5, 0.9, 0.97])
+@pytest.mark.parametrize("shares", [equal(2), equal(5)], ids=["2 classes", "5 classes"])
+def test_intervals_cover_the_truth(images, accuracy, shares):
+    """About 95 of 100 of them. Of macro F1 and the mean over classes, the truth is that of a million images."""
+    rng = np.random.default_rng(3)
+    truth = KIND.measure(draw(rng, 10**6, accuracy, shares))
+    covered = dict.fromkeys(truth, 0)
+    for _ in range(SIMULATIONS):
+        for name, (low, high) in KIND.intervals(draw(rng, images, accuracy, shares)).items():
+            covered[name] += low <= truth[name] <= high
+    for name, count in covered.items():
+        assert 0.915 <= count / SIMULATIONS <= 0.99, name
+
+
+@pytest.mark.parametrize("images", [50, 286])
+@pytest.mark.parametrize(("only_one", "only_other"), [(0.1, 0.05), (0.2, 0.2), (0.3, 0.1), (0.06, 0.03)])
+def test_intervals_of_differences_cover_the_truth(images, only_one, only_other):
+    rng = np.random.default_rng(2)
+    covered = 0
+    for _ in range(SIMULATIONS):
+        place = rng.random(images)
+        other_right = place >= only_one
+        one_right = (place < only_one) | (place >= only_one + only_other)
+        low, high = paired_accuracies(one_right, other_right).interval
+        covered += low - 1e-9 <= only_one - only_other <= high + 1e-9
+    assert 0.92 <= covered / SIMULATIONS <= 0.98
+
+
+def test_a_paired_difference_is_narrower_than_two_intervals_and_turns_with_its_order():
+    rng = np.random.default_rng(0)
+    one = rng.random(1000) < 0.7
+    other = one.copy()
+    other[:40] = False
+    difference = paired_accuracies(one, other)
+    low, high = difference.interval
+    assert (
+        difference.value == pytest.approx(one.mean() - other.mean())
+        and low < difference.value < high
+        and difference.is_told_apart
+    )
+    assert high - low < 0.5 * np.ptp(wilson(one.sum(), 1000))
+    back = paired_accuracies(other, one)
+    assert back.value == -difference.value and back.interval[0] == pytest.approx(-high, abs=0.003)
+    same = paired_accuracies(one, one)
+    assert same.value == 0 and not same.is_told_apart
+
+
+def test_a_bootstrap_of_a_mean_is_students_interval():
+    rng = np.random.default_rng(0)
+    sample = rng.normal(size=20)
+    means = np.array([rng.choice(sample, 20).mean() for _ in range(20_000)])
+    expected = sample.mean() + 2.093 * sample.std(ddof=1) / np.sqrt(20) * np.array([-1, 1])
+    np.testing.assert_allclose(bootstrap(sample.mean(), means, 20), expected, atol=0.03)
+    assert np.isnan(bootstrap(0.5, np.full(3, np.nan), 3)).all()
+
+
+def test_cases_by_hand():
+    names = ["ant", "bee", "cat"]
+    without_bee = Outcomes("class", np.array([0, 0, 2, 2]), np.array([0, 1, 2, 2]), names)
+    figures = KIND.figures(without_bee)
+    assert figures["accuracy"].value == 0.75 and figures["class_mean"].value == 0.75
+    assert figures["macro_f1"].value == pytest.approx((2 / 3 + 0 + 1) / 3)
+    headings, rows = KIND.class_table(without_bee)
+    assert headings[0] == "class" and [row[0] for row in rows] == names
+    assert rows[1][1:] == ["0", "1", "-", "0.0", "0.0"]
+    assert rows[2][3].startswith("100.0 (34.2 to 100.0")
+
+    alone = Outcomes("class", np.zeros(3, int), np.zeros(3, int), ["ant"])
+    for figure in KIND.figures(alone).values():
+        assert figure.value == 1 and 0 <= figure.interval[0] < 1 and figure.interval[1] <= 1
+    any_right = Outcomes("class", np.array([[0, 2], [1, -1]]), np.array([2, 0]), names)
+    assert KIND.measure(any_right)["accuracy"] == 0.5 and KIND.confusion(any_right)[2, 2] == 1
+
+
+def test_images_without_a_label_are_left_out_and_none_with_one_is_refused():
+    outcomes = Outcomes("class", np.array([0, -1, 1]), np.array([0, 0, 1]), ["a", "b"], ["x", "y", "z"])
+    assert len(labelled_outcomes(outcomes)) == 2 and labelled_outcomes(outcomes).images == ["x", "z"]
+    assert score(outcomes) == 1
+    with pytest.raises(UserError, match="none of the 3 test images has a label"):
+        score(Outcomes("class", np.full(3, -1), np.zeros(3, int)))
+
+
+def test_outcomes_are_kept_beside_a_report(tmp_path):
+    targets, names, images = np.array([0, 1, 1]), ["ant", "bée"], ["a/1.jpg", "a/2.jpg", "b/1.jpg"]
+    of_seeds = [Outcomes("class", targets, np.array(each), names, images) for each in ([0, 1, 0], [1, 1, 1])]
+    results = [{"seed": 0, "outcomes": of_seeds[0]}, {"accuracy": 0.5}, {"seed": 1, "outcomes": of_seeds[1]}]
+    kept = keep_outcomes(tmp_path / "knn.json", add_figures(results))
+    assert [result.get("outcomes") for result in kept] == [0, None, 1]
+    assert kept[0]["accuracy"] == pytest.approx(2 / 3) and kept[1] == {"accuracy": 0.5}
+    assert [result["accuracy"] for result in add_scores(results)] == [result["accuracy"] for result in kept]
+    loaded = load_outcomes(tmp_path / "knn.json", 1)
+    assert (loaded.targets == targets).all() and (loaded.predictions == [1, 1, 1]).all()
+    assert (loaded.class_names, loaded.images, loaded.kind) == (names, images, "class")
+    assert load_outcomes(tmp_path / "other.json") is None
+    save_outcomes(tmp_path / "knn.json", of_seeds[:1])
+    with pytest.raises(UserError, match=r"knn.outcomes.npz cannot be read: .*; evaluate again"):
+        load_outcomes(tmp_path / "knn.json", 1)
