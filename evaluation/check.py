@@ -33,6 +33,7 @@ from mpp.errors import UserError
 from mpp.features.reconstructions import as_rgb, as_seen
 from mpp.pretrain import Pretraining
 from mpp.runtime.command import command
+from mpp.runtime.messages import counted
 from mpp.runtime.resources import disk_shortage, free_disk
 from mpp.runtime.start import start_alone
 from mpp.training.feed import Feed
@@ -185,7 +186,7 @@ def searched_settings(config: Config) -> dict[str, float]:
 
 def print_images(task: Pretraining, surveyed: Survey | None) -> None:
     """Print counts, sizes, channels, broken and double images, and classes."""
-    rows = [["training images", task.train.describe()], ["held out", f"{len(task.held_out)} images"]]
+    rows = [["training images", task.train.describe()], ["held out", counted(len(task.held_out), "image")]]
     rows.append(["channels", str(task.config.data.channels)])
     if surveyed is None:
         print_table("Images", rows)
@@ -202,7 +203,7 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
         ["training copies of training images", f"{surveyed.doubles:.1%}"],
     ]
     for (height, width), count in surveyed.sizes.most_common(8):
-        rows.append([f"{height} x {width} pixels", f"{count} images"])
+        rows.append([f"{height} x {width} pixels", counted(count, "image")])
     names = task.train.class_names
     for number, share in list(surveyed.classes.items())[:ROWS_SHOWN]:
         name = names[int(number)] if names else number

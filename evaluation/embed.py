@@ -30,6 +30,7 @@ from mpp.config import RunConfig, require
 from mpp.data.crops import centre_crop
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import command
+from mpp.runtime.messages import counted
 from mpp.runtime.output import printable
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import fingerprint
@@ -53,7 +54,8 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     write_table(out, identity, splits, embedder.rows, "features")
     errors = pq.read_table(out, columns=["error"])["error"]
     unreadable = len(errors) - errors.null_count
-    print(f"wrote {out}: {len(errors)} images, {unreadable} of them could not be decoded")
+    undecoded = f", {unreadable} of them could not be decoded" if unreadable else ""
+    print(f"wrote {out}: {counted(len(errors), 'image')}{undecoded}")
     return out
 
 

@@ -15,6 +15,7 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import report_of
 from mpp.config import RunConfig, require
 from mpp.runtime.command import command
+from mpp.runtime.messages import counted
 from mpp.runtime.start import start
 
 
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for depth, features in by_depth.items():
         file = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path
         save_features(file, features)
-        print(f"wrote {file}: {len(features.train)} + {len(features.test)} images, {features.train.shape[1]} wide")
+        images = f"{len(features.train)} + {counted(len(features.test), 'image')}"
+        print(f"wrote {file}: {images}, {features.train.shape[1]} wide")
     accelerator.wait_for_everyone()
 
 

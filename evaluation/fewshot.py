@@ -21,7 +21,7 @@ from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.runtime.arrays import in_blocks, select
 from mpp.runtime.command import command
-from mpp.runtime.messages import note
+from mpp.runtime.messages import counted, note
 
 BIAS = 100.0
 STD_OFFSET = 1e-5  # added to the deviation of a feature: a constant one is not divided by 0
@@ -57,7 +57,8 @@ def note_small_classes(labels: NDArray[np.int64], classes: int, all_shots: Seque
     for shots in all_shots:
         small = int((counts < shots).sum())
         if small:
-            note(f"classes with fewer than {shots} training images ({small} of {classes}) give what they have")
+            few = f"{small} of {counted(classes, 'class', 'classes')}: fewer than {counted(shots, 'training image')}"
+            note(f"{few}; the support set takes all of these")
 
 
 def draw_by_class(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:

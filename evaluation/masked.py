@@ -12,6 +12,7 @@ from typing import Any
 
 from evaluation.config import MaskedConfig
 from evaluation.frozen.results import report_path, table, write_json
+from mpp.config.checks import require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
 from mpp.runtime.command import command
@@ -33,6 +34,8 @@ def run(config: MaskedConfig) -> dict[str, Any]:
         UserError: no run there.
         Unavailable: a run that predicts no colours.
     """
+    is_floor = config.encoder.startswith("floor:")
+    require(not is_floor, "encoder", config.encoder, "the folder of a pre-training run: a floor predicts no patches")
     last = last_evaluation(Path(config.encoder))
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"

@@ -117,6 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, world_size=1, rank=0)
     peak = peak_memory(config, layout.largest, layout.accumulation_steps)
     print(f"GB at the peak of a step, {layout.largest} images a forward pass, one GPU with the whole model:")
+    if not peak["gradients"]:
+        print("The peak is before the backward pass: there are no gradients yet.")
+        del peak["gradients"]
     print(", ".join(f"{kind} {taken / BYTES_PER_GB:.3g}" for kind, taken in peak.items()))
 
 

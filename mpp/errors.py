@@ -1,5 +1,10 @@
 """Errors that the user can mend; every other exception is a bug."""
 
+import re
+
+ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
+"""Begin of the system's messages."""
+
 
 class UserError(ValueError):
     """Something that the user can mend: a setting, a file, a machine. Commands print it as one line.
@@ -13,8 +18,9 @@ class ReadFailed(UserError):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library's error in one line; its class, where it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message of a library's error in one line, without the system's number; its class, where it has no message."""
+    message = " ".join(str(error).split())
+    return ERROR_NUMBER.sub("", message) or type(error).__name__
 
 
 class Undecodable(UserError):

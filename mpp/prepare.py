@@ -48,6 +48,7 @@ from mpp.runtime.command import command
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.hardware import cores
 from mpp.runtime.lock import hold
+from mpp.runtime.messages import counted
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
@@ -303,7 +304,9 @@ def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, 
     total = sum(len(shard.rows) for shard in shards)
     left = sum(len(shard.rows) for shard in missing)
     done = len(shards) - len(missing)
-    print(f"{describe_source(config.data)}: {total} images to {len(shards)} shards, {done} of them there already")
+    images = counted(total, "image")
+    there = f", {done} of them there already" if done else ""
+    print(f"{describe_source(config.data)}: {images} to {counted(len(shards), 'shard')}{there}")
     workers = min(config.workers or cores(), max(1, len(missing)))
     with progress_bar(total=total, initial=total - left, unit="image", desc="preparing") as bar:
         for shard in write_all(missing, workers):
@@ -322,7 +325,7 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     kept = sum(of_shard["kept"] for of_shard in notes)
     before = sum(of_shard["bytes_before"] for of_shard in notes) / 1e6
     after = sum(of_shard["bytes_after"] for of_shard in notes) / 1e6
-    print(f"wrote {config.out}: {kept} images, {before:.1f} MB became {after:.1f} MB")
+    print(f"wrote {config.out}: {counted(kept, 'image')}, {before:.1f} MB became {after:.1f} MB")
     if dropped:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listing}:")
         for line in dropped[:DROPPED_SHOWN]:

@@ -40,7 +40,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(monkeypatch, 
     cause = OSError(errno.ENOTDIR, "Not a directory", file)
     outer = RuntimeError("An error occurred while generating the dataset")
     outer.__cause__ = cause
-    message = f"{variable} is {value}, a cache that cannot be written: [Errno 20] Not a directory: '{file}'; it must be"
+    message = f"{variable} is {value}, a cache that cannot be written: Not a directory: '{file}'; it must be"
     for error in (cause, outer):
         assert unwritable_cache(error).startswith(message)
         assert user_message(error).startswith(message)
@@ -53,7 +53,7 @@ def test_a_full_disk_of_a_cache_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "images.arrow"))
     assert user_message(error).startswith(
-        f"HF_DATASETS_CACHE is {tmp_path}, a cache that cannot be written: [Errno 28]"
+        f"HF_DATASETS_CACHE is {tmp_path}, a cache that cannot be written: No space left on device"
     )
 
 

@@ -150,8 +150,19 @@ def test_a_config_of_the_package_has_a_name_that_files_come_before_and_folders_d
     assert parse(Config, ["--config=cifar10"]) == by_name == parse(Config, [f"--config={ROOT}/configs/cifar10.yaml"])
     (tmp_path / "birds").write_text("optim: {lr: 0.5}")
     assert parse(Config, ["--config", "birds"]).optim.lr == 0.5
-    with pytest.raises(ValueError, match=r"--config is cifar11, which is no file; configs by name are .*, cifar10, "):
+    with pytest.raises(
+        ValueError,
+        match=r"is cifar11, which does not exist; did you mean cifar10\? Configs by name are birds,",
+    ):
         parse(Config, ["--config", "cifar11"])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("cifar100", "cifar10"), ("finetune/cifar", "finetune/cifar10"), ("maee", "rivals/mae")]
+)
+def test_a_misspelled_config_is_pointed_to_the_nearest(name, meant):
+    with pytest.raises(UserError, match=rf"--config is {name}, which does not exist; did you mean {meant}\?"):
+        parse(Config, ["--config", name])
 
 
 def test_a_config_that_is_no_text_is_named(tmp_path):

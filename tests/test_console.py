@@ -14,12 +14,14 @@ from conftest import TINY, finished, start_command
 from evaluation.cli import commands, places
 from mpp.config.help import CHANGED_FIRST
 from mpp.config.keys import known_keys
+from mpp.runtime.messages import counted
 
 INSTALLED = str(Path(sys.executable).with_name("mpp"))
 LISTED = """
 import sys
 sys.argv = ["mpp", *sys.argv[1:]]
 from evaluation.cli import main
+from mpp.runtime.messages import counted
 try:
     main()
 finally:
@@ -85,3 +87,8 @@ def test_the_installed_command_pretrains(tmp_path):
     folder = tmp_path / "run"
     ended = finished(start_command(INSTALLED, "pretrain", *TINY, f"--run.dir={folder}"))
     assert ended.returncode == 0 and (folder / "encoder" / "model.safetensors").is_file(), ended.stderr
+
+
+def test_one_thing_is_singular():
+    assert [counted(count, "image") for count in (0, 1, 2)] == ["0 images", "1 image", "2 images"]
+    assert [counted(count, "process", "processes") for count in (1, 2)] == ["1 process", "2 processes"]

@@ -312,7 +312,7 @@ BROKEN = {
     "npy, cut in its header": (npy(DEEP)[:20], "ValueError|EOFError"),
     "npy, objects": (npy(np.array([[print]], object)), "object values, which are no integers"),
     "npy, text": (npy(np.full((4, 4, 5), "a")), "which are no integers"),
-    "npy, four dimensions": (npy(DEEP[None]), "which is no image"),
+    "npy, four dimensions": (npy(DEEP[None]), "not an image"),
     "npy, empty": (npy(DEEP[:0]), "no pixels"),
     "npz, truncated": (npz(DEEP)[:-200], "BadZipFile"),
     "npz, several": (npz(DEEP, DEEP), "2 arrays in one"),

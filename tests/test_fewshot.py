@@ -127,7 +127,7 @@ def test_a_class_with_too_few_gives_what_it_has(capsys):
     results = evaluate(data, config)
     assert evaluate(data, config) == results  # the next depth
     assert results[0]["accuracy"] == results[1]["accuracy"]
-    note = "note: classes with fewer than 9 training images (7 of 7) give what they have\n"
+    note = "note: 7 of 7 classes: fewer than 9 training images; the support set takes all of these\n"
     assert capsys.readouterr().out == note  # once
 
 
@@ -224,7 +224,7 @@ def test_the_interval_of_few_images_is_wilsons(count):
 def test_few_images_are_said_once(tmp_path, capsys):
     for _ in range(2):
         run_on_saved(fewshot, features(test=48), tmp_path, "--shots=5")
-    note = "note: 48 held-out images: an accuracy of 50 % is known to within 14 points\n"
+    note = "note: 48 held-out images: an accuracy of 50% is known to within 14 points\n"
     assert capsys.readouterr().out.count(note) == 1
 
 

@@ -250,11 +250,17 @@ def test_a_name_that_is_there_is_no_other_form_of_a_name(tmp_path):
     assert all_right(in_train(tmp_path))
 
 
+def test_a_list_that_is_not_there_is_named_with_the_nearest_file(tmp_path):
+    (tmp_path / "labels.csv").write_text("file,label\n0.png,cat\n")
+    with pytest.raises(UserError, match=r"lables\.csv, which does not exist; did you mean .*/labels\.csv\?"):
+        read_list(str(tmp_path / "lables.csv"), str(tmp_path), ImagesConfig())
+
+
 def test_files_that_are_not_there_are_refused_at_once_or_skipped(tmp_path, capsys):
     listed(tmp_path, list("abc") * 10)
     for number in (3, 4, 5, 6):
         (tmp_path / f"{number}.png").unlink()
-    words = rf"names 4 files that are not in {tmp_path}: 3.png, 4.png, 5.png and 1 more; .* data.missing skip leaves"
+    words = rf"names 4 files that are not in {tmp_path}: 3.png, 4.png, 5.png and 1 more; .* set data.missing skip"
     with pytest.raises(UserError, match=words):
         load(tmp_path)
     images = in_train(tmp_path, missing="skip")
@@ -396,7 +402,7 @@ def test_another_encoding_is_named_and_told(tmp_path, name):
     (tmp_path / name).write_bytes((tmp_path / name).read_text("utf-8").encode("latin-1"))
     with pytest.raises(UserError, match=rf"{name} cannot be read: it is not utf-8; data\.labels_encoding names its"):
         load(tmp_path)
-    with pytest.raises(UserError, match=r"data\.labels_encoding is latin9000, which is no encoding"):
+    with pytest.raises(UserError, match=r"data\.labels_encoding is latin9000, which is not an encoding"):
         load(tmp_path, labels_encoding="latin9000")
     assert in_train(tmp_path, labels_encoding="latin-1")["0.png"] == (0, "é")
 
@@ -434,10 +440,10 @@ def test_ends_of_lines_and_empty_lines(tmp_path, end):
         pytest.param(
             "metadata.jsonl",
             '{"file_name": "0.png"}\n{"file_name"\n',
-            "line 2 is no JSON",
+            "line 2 is not JSON",
             id="half an object",
         ),
-        pytest.param("metadata.jsonl", '["0.png"]\n', "line 1 is no object", id="no object"),
+        pytest.param("metadata.jsonl", '["0.png"]\n', "line 1 is not an object", id="no object"),
         pytest.param("metadata.parquet", "PAR", "cannot be read", id="half a parquet file"),
     ],
 )

@@ -89,7 +89,13 @@ def test_gradients_are_there_from_the_second_forward_pass_on():
 
 
 def test_the_command_prints_the_peak(capsys):
-    memory.main(["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.batch_size=4"])
+    memory.main(["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.batch_size=64"])
     printed = capsys.readouterr().out
-    for words in ("4 images a forward pass", "weights", "total"):
+    for words in (
+        "64 images a forward pass",
+        "weights",
+        "total",
+        "before the backward pass: there are no gradients yet",
+    ):
         assert words in printed
+    assert "gradients 0" not in printed

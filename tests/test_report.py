@@ -141,7 +141,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile):
     assert_has(page, "4 of 4 steps of 8 images", "Loss", "Gradient norm", "Waiting for data")
     assert_has(page, "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank")
     assert_has(page, "Nearest neighbours", "Predicted best", "Predicted worst")
-    assert_has(page, "1 images could not be decoded", "50.0 ± 10.0", "torn.json: it is no report of an evaluation")
+    assert_has(page, "1 image could not be decoded", "50.0 ± 10.0", "torn.json: it is not a report of an evaluation")
     assert_has(page, "Settings that differ", "mpp pretrain", "--run.precision=fp32", "Versions and machine")
     assert_has(page, SCRIPT, f"5 {SCRIPT}", IMAGE)
     assert "svg" not in page.tags
@@ -346,7 +346,7 @@ def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
     questions = [Question("first", title=f"Which? {SCRIPT}"), Question("empty", encoders=["nobody"])]
     write_comparison(tmp_path / "out", questions, rows, {}, {SCRIPT: [run], "floor": [Path("floor:x")]})
     page = read(tmp_path / "out" / "report.html")
-    assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0 % (beside floor 40.0 %)")
+    assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0% (beside floor 40.0%)")
     assert_has(page, "1 trainings diverged", "there are no results yet")
     assert page.tags["img"] == 1
     assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in page.values("href")

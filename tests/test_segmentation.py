@@ -505,7 +505,9 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
     ("words", "message"),
     [
         pytest.param(
-            ["--data.mask_column=mask"], r"mask_column is mask; it must be one of image, classes", id="no such column"
+            ["--data.mask_column=mask"],
+            r"has no column mask \(data\.mask_column\), but image, classes; .* mask_file_name",
+            id="no such column",
         ),
         pytest.param(
             ["--encoder=resnet10t", "--random=true"],
@@ -544,7 +546,7 @@ def test_images_that_are_turned_without_their_masks_are_named_once(capsys):
     warn_of_turned_images((train, test), MaskedDataConfig())
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
-    assert "warning: 4 images are turned by the orientation tag in their files" in warning
+    assert "warning: 4 images turned by an orientation tag in the file" in warning
     assert "such as train[0], train[2], train[4]:" in warning
 
 

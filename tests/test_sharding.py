@@ -282,7 +282,7 @@ def test_the_configs_of_two_cpu_processes(tmp_path, name):
     run = Command("pretrain", *words, environments=launched(tmp_path / "launched", config))
     assert run.wait() == [0, 0], run.said
     sharded = ", sharded (FSDP2)" * (name == "fsdp_cpu_2")
-    assert f"2 processes on cpu, 1 CPU threads each, bf16 (run.precision){sharded}\n" in run.said
+    assert f"2 processes on cpu, 1 CPU thread each, bf16 (run.precision){sharded}\n" in run.said
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
 
 

@@ -159,7 +159,7 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
     for settings, words in (
         (dict(eval_label_column="rael"), r"data\.eval_label_column is rael; .* has image, label, real"),
         (dict(eval_label_column="real", eval_split=None), r"data\.eval_label_column is real; it must be left out"),
-        (dict(revision="v2"), r"data\.revision is v2; it must be left out: .* is no dataset of the hub"),
+        (dict(revision="v2"), r"data\.revision is v2; it must be left out: .* is not a dataset of the hub"),
     ):
         with pytest.raises(UserError, match=words):
             load_image_datasets(DataConfig(path=str(tmp_path), **settings))

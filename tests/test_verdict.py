@@ -213,6 +213,18 @@ def test_a_healthy_history_says_nothing_at_any_evaluation():
         assert find_warnings(lines[:end], FACTS) == []
 
 
+@pytest.mark.parametrize("check", ["nothing is learned", "below the neighbours", "features collapse"])
+def test_a_run_of_a_few_steps_is_not_judged(check):
+    """Nor are the first steps of a longer run; the verdict on a short one says that it is too short."""
+    lines = run_with_ranks(9.0, 12.0, 2.7) if check == "features collapse" else [evaluation(400, accuracy=0.01)]
+    short = replace(FACTS, steps=6, warmup=1)
+    assert WARNINGS[check](lines, replace(FACTS, warmup=1))
+    lines = [line | {"step": min(line["step"], 6)} for line in lines]
+    assert WARNINGS[check](lines, short) is None
+    assert "fewer than 100 steps, too few to judge learning" in verdict(lines[-1:], short)
+    assert "too few" not in verdict(lines[-1:], FACTS)
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -242,30 +254,30 @@ def test_without_colours_learning_is_seen_in_the_held_out_loss():
 def test_the_line_says_where_a_run_stands():
     line = verdict([*healthy()[:-1], evaluation(500, 1.0, 0.45, 0.35)], replace(FACTS, steps=1500), ["overfitting"])
     for said in (
-        "masked-patch accuracy 45.0 % (copy baseline 32.0 %, beaten since step 100)",
-        "kNN 35.0 % at block 2 (random weights 21.0 %, pixel colours 25.0 %)",
+        "masked-patch accuracy 45.0% (copy baseline 32.0%, beaten since step 100)",
+        "kNN 35.0% at block 2 (random weights 21.0%, pixel colours 25.0%)",
         "warnings: overfitting",
     ):
         assert said in line
     assert "8.3 minutes left" in line  # 1,000 steps of half a second
     for accuracy, beaten in ((0.3, "not beaten"), (0.32, "matched")):
         line = verdict(history(evaluation(400, accuracy=accuracy)), FACTS)
-        assert f"masked-patch accuracy {100 * accuracy:.1f} % (copy baseline 32.0 %, {beaten})" in line
+        assert f"masked-patch accuracy {100 * accuracy:.1f}% (copy baseline 32.0%, {beaten})" in line
 
 
 def test_without_labels_the_line_has_rank_and_agreement():
     first = {"step": 0, "agreement/depth_01": 0.2, "agreement/floor_pixels": 0.3, "features/rank/depth_01": 5.0}
     last = without(evaluation(400), "knn") | {"agreement/depth_01": 0.5, "features/rank/depth_01": 9.0}
     assert (
-        "neighbour agreement 50.0 % at block 1 (random weights 20.0 %, pixel colours 30.0 %), effective rank 9.0 "
+        "neighbour agreement 50.0% at block 1 (random weights 20.0%, pixel colours 30.0%), effective rank 9.0 "
         "(random weights 5.0)"
     ) in verdict([first, last], FACTS)
 
 
-@pytest.mark.parametrize(("name", "said"), [("largest_class", "(largest class 28.0 %)"), ("chance", "(chance 28.0 %)")])
+@pytest.mark.parametrize(("name", "said"), [("largest_class", "(largest class 28.0%)"), ("chance", "(chance 28.0%)")])
 def test_the_line_of_another_training_has_what_is_reached_without(name, said):
     line = {"step": 9, "heldout/loss": 1.0, "heldout/accuracy": 0.5, f"heldout/{name}": 0.28}
-    assert verdict([line], FACTS).startswith(f"held-out accuracy 50.0 % {said}")
+    assert verdict([line], FACTS).startswith(f"held-out accuracy 50.0% {said}")
 
 
 def test_the_best_is_by_the_probe_or_by_the_accuracy():
@@ -331,6 +343,7 @@ EVALUATED = ("--run.eval_every=1",)
 @pytest.mark.faults
 def test_a_run_says_how_it_is_and_warns_once_in_all_of_its_lives(pretrain, capsys, monkeypatch):
     arguments = (*EVALUATED, "--optim.lr=1e-9", "--probe.every=1", "--probe.images=40", "--run.checkpoint_every=1")
+    monkeypatch.setattr("mpp.training.health.FEWEST_STEPS", 0)
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="killed"):
         kill_at(patch, 3)
         pretrain(*arguments)

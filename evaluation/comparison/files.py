@@ -166,9 +166,9 @@ def best_encoders(tested: list[ResultRow]) -> list[str]:
             continue
         cells = {encoder: spread(of_encoder(rows, encoder)) for encoder in unique(rows, "encoder")}
         best = max(cells, key=lambda encoder: cells[encoder]["mean"])
-        others = [f"{encoder} {100 * cell['mean']:.1f} %" for encoder, cell in cells.items() if encoder != best]
+        others = [f"{encoder} {100 * cell['mean']:.1f}%" for encoder, cell in cells.items() if encoder != best]
         more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
         beside = f" (beside {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
         name = f"{evaluation} {case}".strip()
-        sentences.append(f"{name} on {dataset}: best is {best} with {accuracy_text(cells[best])} %{beside}")
+        sentences.append(f"{name} on {dataset}: best is {best} with {accuracy_text(cells[best])}%{beside}")
     return sentences

@@ -67,10 +67,10 @@ def plot_filters(filters: NDArray[np.uint8], variance_shares: NDArray) -> Figure
     figure, panels = panels_of_images(rows, across, WIDTH, 0.4 + panel_width * rows * 1.12)
     for panel, pixels, share in zip(panels.flat, filters, variance_shares, strict=False):
         show(panel, pixels)
-        panel.set_title(f"{100 * share:.1f} %", fontsize=8)
+        panel.set_title(f"{100 * share:.1f}%", fontsize=8)
     hide(panels.flat[count:])
     total = 100 * variance_shares.sum()
-    title = f"{count} principal components of the filters on pixels, {total:.0f} % of the variance"
+    title = f"{count} principal components of the filters on pixels, {total:.0f}% of the variance"
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -187,7 +187,7 @@ def plot_components(
             show(panel, background, extent=image_extent(height, width))
     panels[0, 0].set_title("original", fontsize=9)
     for panel, depth, shares in zip(panels[0, 1:], depths, variance_shares, strict=True):
-        panel.set_title(f"depth {depth}\n{100 * shares.sum():.0f} %", fontsize=9)
+        panel.set_title(f"depth {depth}\n{100 * shares.sum():.0f}%", fontsize=9)
     figure.suptitle(
         "patch features: three principal components as red, green, blue (%: their share\n"
         "of the variance); below, the patches where the first one is above its mean",

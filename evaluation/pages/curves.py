@@ -117,7 +117,7 @@ def latest_value(line: dict[float, float], x: float, percent: bool) -> str:
     before = [y for place, y in line.items() if place <= x]
     if not before:
         return "-"
-    return f"{100 * before[-1]:.1f} %" if percent else f"{before[-1]:.4g}"
+    return f"{100 * before[-1]:.1f}%" if percent else f"{before[-1]:.4g}"
 
 
 def evenly_chosen(values: Sequence, count: int) -> list:

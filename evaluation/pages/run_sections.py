@@ -17,6 +17,7 @@ from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, saved_imports
 from mpp.config.saved import parse_saved
 from mpp.errors import UserError
+from mpp.runtime.messages import counted
 from mpp.training.history import History
 from mpp.training.record import recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, saved_settings
@@ -41,7 +42,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         try:
             rows += rows_of_evaluation(file, page_folder)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
-            missing[file.name] = "it is no report of an evaluation"
+            missing[file.name] = "it is not a report of an evaluation"
     if rows:
         headings = ["evaluation", "case", "accuracy or mean IoU (%)"]
         blocks.append(Table(headings, rows, "Results of the evaluation commands"))
@@ -68,7 +69,7 @@ def unreadable_blocks(folder: Path) -> list[Block]:
     if len(lines) > MAX_UNREADABLE_LISTED:
         listed += f"\n... and {len(lines) - MAX_UNREADABLE_LISTED} more, in unreadable.txt"
     return [
-        Text(f"{len(lines)} images could not be decoded; others took their place."),
+        Text(f"{counted(len(lines), 'image')} could not be decoded, and replaced by others."),
         Text(listed, code=True),
     ]
 

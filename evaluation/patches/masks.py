@@ -12,6 +12,7 @@ from torch import Tensor
 from evaluation.config import MaskedDataConfig
 from mpp.config import require
 from mpp.data.columns import read_cell, without_decoding
+from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.decode import read_mask
 from mpp.data.decoding.kinds import JPEG_START
@@ -50,11 +51,19 @@ def load_masks_of_path(data: MaskedDataConfig, splits: dict[str, datasets.Datase
     ]
     if data.image_column is None and len(other_images) == 1:
         data = dataclasses.replace(data, image_column=other_images[0])
-    allowed = f"one of {', '.join(columns) or 'none'}"
-    require(data.mask_column in columns, "data.mask_column", data.mask_column, allowed)
+    if data.mask_column not in columns:
+        raise UserError(describe_no_masks(data, list(columns)))
     train, held_out = load_image_datasets(data, splits)
     train = train.choose(data.train_images, data.eval_seed)
     return MaskedSplits(attach_masks(train, splits, data), attach_masks(held_out, splits, data))
+
+
+def describe_no_masks(data: MaskedDataConfig, columns: list[str]) -> str:
+    """The message for images without the column of masks: where masks are looked for."""
+    return (
+        f"{describe_source(data)} has no column {data.mask_column} (data.mask_column), but {', '.join(columns)}; in a "
+        f"folder, a metadata.csv must name the files of the masks in a column {data.mask_column}_file_name"
+    )
 
 
 def attach_masks(images: ImageDataset, splits: dict[str, Any], data: MaskedDataConfig) -> MaskedImages:

@@ -20,7 +20,7 @@ from mpp.data.columns import read_cell
 from mpp.data.data_path import describe_source
 from mpp.data.decoding.orientation import TURNED, stored_orientation
 from mpp.errors import UnreadableImage
-from mpp.runtime.messages import warn
+from mpp.runtime.messages import counted, warn
 
 IGNORED_SHARE_TO_WARN = 0.2  # of a split's pixels, above which the setting that ignores them is named
 RARE_CLASS_SHARE = 1e-4  # of the pixels that count, below which a class is named: it may be noise
@@ -65,7 +65,7 @@ def class_shares(masks: NDArray[np.int16], grid: tuple[int, int], classes: int) 
 def describe_masked_images(splits: MaskedSplits, data: MaskedDataConfig) -> str:
     """The number of images to learn from and to evaluate on, for a message."""
     train, test = splits
-    counts = f"{len(train.images)} images with masks to learn from, {len(test.images)} to evaluate on"
+    counts = f"{counted(len(train.images), 'image')} with masks to learn from, {len(test.images)} to evaluate on"
     return f"{describe_source(data)}: {counts}"
 
 
@@ -74,8 +74,8 @@ def warn_of_turned_images(splits: Sequence[MaskedImages], data: MaskedDataConfig
     names = [name for masked in splits for name in images_turned_alone(masked, data)]
     if names:
         warn(
-            f"{len(names)} images are turned by the orientation tag in their files, and their masks have no "
-            f"such tag, such as {', '.join(names[:MAX_EXAMPLES])}: the masks are taken as they are stored. If they "
+            f"{counted(len(names), 'image')} turned by an orientation tag in the file, with a mask without such a "
+            f"tag, such as {', '.join(names[:MAX_EXAMPLES])}: the masks are taken as they are stored. If they "
             "were drawn on the images as those are stored, remove the tag from the images"
         )
 

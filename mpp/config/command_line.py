@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,20 @@ def config_file(name: str) -> str:
     included = configs / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     if included.is_file():
         return str(included)
+    if Path(name).is_dir():
+        raise UserError(f"--config is {name}, which is a folder; it must be a YAML file, or the name of a config")
     names = sorted(str(file.relative_to(configs).with_suffix("")) for file in configs.rglob("*.yaml"))
     ours = [each for each in names if not each.startswith("accelerate")]  # those are the launcher's
-    raise UserError(f"--config is {name}, which is no file; configs by name are {', '.join(ours)}")
+    meant = nearest_config(name.removeprefix("configs/").removesuffix(".yaml"), ours)
+    hint = f"did you mean {meant}? Configs" if meant else "configs"
+    raise UserError(f"--config is {name}, which does not exist; {hint} by name are {', '.join(ours)}")
+
+
+def nearest_config(name: str, names: Sequence[str]) -> str | None:
+    """The config that was probably meant, by its whole name or by its last part; None: there is none near."""
+    by_last_part = {each.rpartition("/")[2]: each for each in reversed(names)}
+    for candidates in ({each: each for each in names}, by_last_part):
+        matches = get_close_matches(name, candidates, n=1, cutoff=0.7)
+        if matches:
+            return candidates[matches[0]]
+    return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from mpp.config import ImagesConfig
 from mpp.data.columns import cell_file_name, decode_cell, file_names, find_array_dtype, without_decoding
 from mpp.errors import UserError
+from mpp.runtime.messages import counted
 from mpp.runtime.randomness import Stream, permutation
 
 
@@ -102,7 +103,7 @@ class ImageDataset:
         return random_word % len(self)
 
     def describe(self) -> str:
-        return f"{len(self)} images"
+        return counted(len(self), "image")
 
     def image_name(self, index: int) -> str:
         """The image's file, or its split and index, for messages."""
@@ -167,7 +168,7 @@ class ImageDataset:
         order = permutation(Stream.CUT, seed, 0, len(self))
         count = max(1, round(fraction * len(self)))
         if count >= len(self):
-            raise UserError(f"{self.split} has {len(self)} images: too few to hold {count} out")
+            raise UserError(f"{self.split} has {counted(len(self), 'image')}: too few to hold {count} out")
         rest = self.select(np.sort(order[count:]))
         held_out = self.select(np.sort(order[:count]))
         return rest, replace(held_out, split=name)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from mpp.config import ImagesConfig
 from mpp.data.data_path import is_hub_dataset
 from mpp.data.retry import NETWORK_ERRORS, is_temporary, read_with_retries, server_response
 from mpp.errors import ReadFailed, UserError, one_line
-from mpp.runtime.messages import tell
+from mpp.runtime.messages import did_you_mean, tell
 
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 HUB_TIMEOUT_S = 30
@@ -34,11 +33,8 @@ def announce_hub_lookup(config: ImagesConfig) -> None:
     except HFValidationError:
         reason = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
         raise UserError(f"data.path is {config.path}, which does not exist: {reason}") from None
-    path = Path(config.path)
-    neighbours = [neighbour.name for neighbour in path.parent.glob("*")]
-    similar = get_close_matches(path.name, neighbours)
-    hint = f"; did you mean {path.with_name(similar[0])}?" if similar else ""
-    tell(f"data.path {config.path} is no file or folder in {Path.cwd()}: the hub is asked for it{hint}")
+    problem = f"data.path {config.path} is not a file or folder in {Path.cwd()}"
+    tell(f"{problem}: the hub is asked for it{did_you_mean(config.path)}")
 
 
 def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str | None:

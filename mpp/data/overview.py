@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.data.dataset import ImageDataset
-from mpp.runtime.messages import note, shortened, tell, warn
+from mpp.runtime.messages import counted, note, shortened, tell, warn
 
 SHOWN_CLASSES = 5
 MIN_SUSPICIOUS_CLASSES = 5  # with more classes than this, more than half as many as images cannot be right
@@ -29,7 +29,7 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     train = splits[0]
     classes = train.class_names[: train.classes] if train.class_names else []
     if classes:
-        line += f"; {count_classes(len(classes))}: {shortened(classes, SHOWN_CLASSES)}"
+        line += f"; {counted(len(classes), 'class', 'classes')}: {shortened(classes, SHOWN_CLASSES)}"
     tell(line)
 
 
@@ -42,12 +42,7 @@ def announce_stream(source: str, shards: int, held_out: int, samples: Sequence[I
         samples: kept images of the training and of the held-out shards.
     """
     kept = ", ".join(map(describe_split, samples))
-    tell(f"{source}: a stream of {shards} shards, {held_out} held out; kept for evaluation: {kept}")
-
-
-def count_classes(count: int) -> str:
-    """A number of classes in words."""
-    return "1 class" if count == 1 else f"{count} classes"
+    tell(f"{source}: a stream of {counted(shards, 'shard')}, {held_out} held out; kept for evaluation: {kept}")
 
 
 def describe_split(split: ImageDataset) -> str:
@@ -80,7 +75,7 @@ def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
         warn(f"{what}: are these names of images, and not of classes?")
     elif (counts == 1).any():
         single = [train.class_names[number] for number in classes[counts == 1]]
-        warn(f"{count_classes(len(single))} with one training image: {shortened(single)}")
+        warn(f"{counted(len(single), 'class', 'classes')} with one training image: {shortened(single)}")
     warn_of_unknown_classes(train, held_out, classes)
 
 
@@ -113,11 +108,11 @@ def note_tested(
     classes = np.unique(unanswerable[unanswerable >= 0]).tolist()
     if classes:
         shown = shortened([names[number] if names and number < len(names) else str(number) for number in classes])
-        reason = f"of {count_classes(len(classes))} without a training image ({shown})"
+        reason = f"of {counted(len(classes), 'class', 'classes')} without a training image ({shown})"
         note(f"{len(unanswerable)} of {len(labels)} test images are {reason}: they count as wrong")
     if len(labels) < FEW_TEST_IMAGES:
         points = 100 * half_width(len(labels))
-        note(f"{len(labels)} held-out images: an accuracy of 50 % is known to within {points:.0f} points")
+        note(f"{counted(len(labels), 'held-out image')}: an accuracy of 50% is known to within {points:.0f} points")
 
 
 def half_width(count: int) -> float:

@@ -123,7 +123,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     if not (on_hub or path.exists() or is_url(config.path)):
         raise UserError(f"data.path is {config.path}, which does not exist")
     announce_hub_lookup(config)
-    allowed = f"left out: {config.path} is no dataset of the hub"
+    allowed = f"left out: {config.path} is not a dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
     try:
         if is_url(config.path):

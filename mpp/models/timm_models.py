@@ -49,7 +49,7 @@ def fix_positions(encoder: VisionTransformer) -> None:
     setting = ("model.position", FIXED_POSITIONS)
     width = encoder.embed_dim
     require(encoder.pos_embed is not None, *setting, "learned with a model that has no table of position embeddings")
-    require(width % 4 == 0, *setting, f"learned with a width ({width}) that is no multiple of 4")
+    require(width % 4 == 0, *setting, f"learned with a width ({width}) that is not a multiple of 4")
     patch_positions = sincos_2d(encoder.patch_embed.grid_size, width)
     table = torch.zeros_like(encoder.pos_embed.data)
     table[0, -len(patch_positions) :] = patch_positions

@@ -2,7 +2,9 @@
 
 import os
 import sys
+from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 
 
 def process_rank() -> int | None:
@@ -35,6 +37,23 @@ def warn(line: str) -> None:
     """Print a warning on stderr, unless the process has printed it before."""
     if is_first_process():
         print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number of things: "1 image", "2 images", "2 classes".
+
+    Args:
+        plural: of the noun, where it is not the noun with an s.
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
+
+
+def did_you_mean(path: str) -> str:
+    """A file or folder with a similar name to one that does not exist, for the end of a message; empty without one."""
+    missing = Path(path)
+    neighbours = [neighbour.name for neighbour in missing.parent.glob("*")]
+    similar = get_close_matches(missing.name, neighbours, n=1)
+    return f"; did you mean {missing.with_name(similar[0])}?" if similar else ""
 
 
 def shortened(names: list[str], most: int = 3) -> str:

@@ -28,6 +28,7 @@ from mpp.runtime.launcher import (
     check_sharding_settings,
     sharding,
 )
+from mpp.runtime.messages import counted
 from mpp.runtime.processes import BUILDING_TIMEOUT, TRAINING_TIMEOUT, set_timeout
 from mpp.runtime.workarounds import stop_progress_thread, unset_empty_thread_count, without_variables
 
@@ -55,9 +56,10 @@ def start(run: RunConfig) -> Accelerator:
     if accelerator.device.type == "cpu" and not sharded:  # a model is sharded where memory is short
         reuse_memory()
     count = accelerator.num_processes
+    each = " each" if count > 1 else ""
     accelerator.print(
-        f"{count} process{'es' if count > 1 else ''} on {accelerator.device.type}, "
-        f"{threads} CPU threads each, {precision} ({reason}){', sharded (FSDP2)' if sharded else ''}"
+        f"{counted(count, 'process', 'processes')} on {accelerator.device.type}, "
+        f"{counted(threads, 'CPU thread')}{each}, {precision} ({reason}){', sharded (FSDP2)' if sharded else ''}"
     )
     return accelerator
 

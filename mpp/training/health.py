@@ -72,12 +72,14 @@ class RunWarning(NamedTuple):
     """What was seen, and the setting to change."""
 
 
+FEWEST_STEPS = 100
+"""Steps before which nothing is said of learning: after 75, a healthy run on pixels was below a constant answer."""
 STALLED_LOSS_CHANGE = 0.001  # relative
 ONE_COLOR_SHARE = 0.95
 
 
 def not_learning(history: History, facts: Facts) -> str | None:
-    """After the warm-up, and as many steps again, the model is no better than one answer for all.
+    """After `FEWEST_STEPS`, the warm-up, and as many steps again, the model is no better than one answer for all.
 
     Of objectives with colours: held-out accuracy is at most that of the most frequent colour, which a constant reaches.
     No threshold is chosen. Of the others: the held-out loss of each of three or more evaluations is within 0.1 % of
@@ -87,7 +89,7 @@ def not_learning(history: History, facts: Facts) -> str | None:
     them warm-up.
     """
     lines = evaluations(history)
-    if not lines or lines[-1]["step"] < 2 * facts.warmup:
+    if not lines or lines[-1]["step"] < max(FEWEST_STEPS, 2 * facts.warmup):
         return None
     first, last = lines[0], lines[-1]
     advice = f"raise optim.lr ({facts.lr:g}), or lower it where the loss jumps, and look at the pictures in TensorBoard"
@@ -115,19 +117,21 @@ def not_learning(history: History, facts: Facts) -> str | None:
 
 
 def below_copy_baseline(history: History, facts: Facts) -> str | None:
-    """After a third of the run the model is still no better than copying the nearest visible patches.
+    """After a third of the run, and `FEWEST_STEPS`, the model is no better than copying the nearest visible patches.
 
     Digits passed this baseline within 25 % of 400 steps. The default run on the birds passes it at a third (32.5 %
     against 32.1 % after 400 of 1,200 steps): an evaluation at the third itself does not count.
     """
     lines = [line for line in history if has_copy_baseline(line)]
-    if not lines or lines[-1]["step"] <= facts.steps / 3 or copy_baseline_beaten_since(history) is not None:
+    if not lines or copy_baseline_beaten_since(history) is not None:
         return None
     last = lines[-1]
+    if last["step"] < FEWEST_STEPS or last["step"] <= facts.steps / 3:
+        return None
     return (
         f"held-out accuracy {last['heldout/accuracy']:.1%} is not above that of copying the nearest visible patches "
-        f"({copy_baseline(last):.1%}) after a third of the run; raise run.steps or optim.lr, or use larger patches "
-        "(model.patch_size)"
+        f"({copy_baseline(last):.1%}) after {last['step']:.0f} of {facts.steps} steps; raise run.steps or optim.lr, or "
+        "use larger patches (model.patch_size)"
     )
 
 
@@ -142,7 +146,7 @@ def features_collapse(history: History, facts: Facts) -> str | None:
     4.4; a learning rate of 1 went from 9.2 to 2.7. (At the end of its warm-up a healthy run went from 8.4 to 2.4, and
     came back.)
     """
-    if not history or history[-1]["step"] < 2 * facts.warmup:
+    if not history or history[-1]["step"] < max(FEWEST_STEPS, 2 * facts.warmup):
         return None
     ranks = []
     for line in history:

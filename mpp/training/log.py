@@ -192,11 +192,14 @@ def last_scalars(folder: Path, name: str) -> Line:
     """The scalars of a run that were logged last together with the one of that name.
 
     Raises:
-        UserError: no run there, or none that logs it.
+        UserError: no run there, or none that has logged it.
     """
+    if not (folder / METRICS_FILE).is_file():
+        raise UserError(f"{folder} is not the folder of a run that has begun: it has no {METRICS_FILE}")
     lines = [line for line in read_history(folder) if name in line]
     if not lines:
-        raise UserError(f"no run at {folder}: its metrics.jsonl is missing or has no {name}")
+        problem = "been evaluated" if name == EVALUATED else "got so far"
+        raise UserError(f"the run {folder} has not {problem} yet: its {METRICS_FILE} has no {name}")
     return lines[-1]
 
 

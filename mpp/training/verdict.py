@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mpp.training.health import Facts
+from mpp.training.health import FEWEST_STEPS, Facts
 from mpp.training.history import (
     EVALUATED,
     HOUR,
@@ -57,6 +57,8 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
         describe_trend(history, facts.moving),
         describe_time_left(history, facts),
     ]
+    if facts.steps < FEWEST_STEPS:
+        parts.append(f"fewer than {FEWEST_STEPS} steps, too few to judge learning")
     if warnings:
         parts.append(f"warnings: {', '.join(warnings)}")
     return "; ".join(part for part in parts if part)
@@ -150,8 +152,8 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as "45.3 %"."""
-    return f"{100 * share:.1f} %"
+    """A share as "45.3%"."""
+    return f"{100 * share:.1f}%"
 
 
 def in_brackets(baselines: dict[str, float]) -> str:

@@ -23,7 +23,7 @@ def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
     if pixels.ndim == 2:
         return pixels[None]
     if pixels.ndim != 3:
-        raise UnreadableImage(f"an array of shape {pixels.shape}, which is no image (H, W, bands) or (bands, H, W)")
+        raise UnreadableImage(f"an array of shape {pixels.shape}, not an image (H, W, bands) or (bands, H, W)")
     first, middle, last = pixels.shape
     expected = None if config.bands else config.channels
     last_is_left = first == middle or (middle != last and last <= first)

@@ -131,7 +131,7 @@ class ListedFiles:
         path = self.files.paths[file_index]
         if extension_of(path) in IMAGE_EXTENSIONS or begins_as_picture(path):
             return file_index
-        self.missing[image_list.path].append(f"{name} (which is no image that mpp reads)")
+        self.missing[image_list.path].append(f"{name} (not an image that mpp reads)")
         return None
 
     def refuse_missing(self) -> None:
@@ -140,7 +140,7 @@ class ListedFiles:
             if self.config.missing == "refuse":
                 what = f"{len(names)} files that are" if len(names) > 1 else "a file that is"
                 problem = f"{path} names {what} not in {self.tree.root}: {shortened(names)}"
-                advice = "names are from the list's folder on; mend the list, or data.missing skip leaves them out"
+                advice = "names are relative to the list's folder; mend the list, or set data.missing skip"
                 raise UserError(printable(f"{problem}; {advice}"))
             self.tree.left_out.add("files that a list names and that are not there", names[0], len(names))
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from mpp.config import ImagesConfig
 from mpp.data.listing.formats import extension_of
 from mpp.errors import UserError, one_line
+from mpp.runtime.messages import did_you_mean
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
 """Usual names of the column that names the files, in order of preference, in small or capital letters."""
@@ -114,7 +115,7 @@ def read_table(path: str, config: ImagesConfig) -> dict[str, Column]:
     encoding = config.labels_encoding
     extension = extension_of(path)
     if extension not in TABLE_FORMATS:
-        raise UserError(f"{path} is no list of images; it must end in {', '.join(TABLE_FORMATS)}")
+        raise UserError(f"{path} is not a list of images; its name must end in {', '.join(TABLE_FORMATS)}")
     try:
         if extension == ".parquet":
             return pq.read_table(path).to_pydict()
@@ -126,7 +127,9 @@ def read_table(path: str, config: ImagesConfig) -> dict[str, Column]:
         advice = f"it is not {encoding}; data.labels_encoding names its encoding, such as {likely}"
         raise UserError(f"{path} cannot be read: {advice} ({one_line(error)})") from error
     except LookupError as error:
-        raise UserError(f"data.labels_encoding is {encoding}, which is no encoding: {one_line(error)}") from error
+        raise UserError(f"data.labels_encoding is {encoding}, which is not an encoding: {one_line(error)}") from error
+    except FileNotFoundError:
+        raise UserError(f"data.labels is {path}, which does not exist{did_you_mean(path)}") from None
     except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
@@ -194,9 +197,9 @@ def read_json_lines(path: str, encoding: str) -> dict[str, Column]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"line {line_number} is no JSON: {error.msg}") from error
+                raise ValueError(f"line {line_number} is not JSON: {error.msg}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"line {line_number} is no object such as {{...}}")
+                raise ValueError(f"line {line_number} is not an object such as {{...}}")
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
