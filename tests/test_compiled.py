@@ -4,15 +4,22 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT, TINY, read_metrics
+from functorch.compile import make_boxed_func
 from server import Command
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import mpp
+from mpp.config import Config
+from mpp.config.parsing import parse
+from mpp.corruption import Corruption, draw
+from mpp.models.networks import build_model
 from mpp.training.checkpoint import newest_step
 from mpp.training.step import TrainingStep
 
@@ -44,6 +51,27 @@ def test_evaluations_compile_two_graphs_and_later_ones_none(tmp_path):
     run = Command("pretrain", *words, f"--run.dir={tmp_path / 'run'}", prepare=count_graphs)
     assert run.wait() == [0], run.said
     assert (tmp_path / "0.graphs").read_text().split() == ["1", "1", "3", "3", "3", "3", "3"]
+
+
+@pytest.mark.faults
+def test_vit_b_is_one_graph_forward_and_one_backward():
+    """At its depth of 12, in bf16. Nothing is computed, and nothing lowered: tensors have no memory."""
+    graphs = Counter()
+
+    def counted(name, graph, inputs):
+        graphs[name] += 1
+        return make_boxed_func(graph)
+
+    compilers = {f"{name}_compiler": partial(counted, name) for name in ("fw", "bw")}
+    config = parse(Config, ["--model.name=vit_base_patch16_224", "--model.img_size=224", "--model.patch_size=16"])
+    model = build_model(config)[0].to("meta")
+    compiled = torch.compile(model, backend=aot_autograd(**compilers), fullgraph=True)  # raises where a graph breaks
+    drawn = [draw(config.corruption, (14, 14), 0, 0, number) for number in range(2)]
+    corruption = Corruption(*(torch.stack(each).to("meta") for each in zip(*drawn, strict=True)))
+    with torch.autocast("cpu", torch.bfloat16):
+        predictions = compiled(torch.zeros(2, 3, 224, 224, dtype=torch.uint8, device="meta"), corruption)
+    predictions.sum().backward()
+    assert graphs == {"fw": 1, "bw": 1}
 
 
 SIGNALLED = """
