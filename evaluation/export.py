@@ -31,7 +31,7 @@ from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
-from evaluation.supervision.classifiers import load_classifier
+from evaluation.supervision.classifiers import Classifier, load_classifier
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError, one_line
@@ -62,14 +62,17 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         require(not missing, "format", f"onnx without {', '.join(missing)}", install)
     accelerator = start_alone(RunConfig(precision="fp32", trackers=(), threads=config.threads), "a file is written")
     encoder = open_frozen_encoder(config)
-    module = module_of(config, encoder)
+    classifier = None
+    if config.representation == "logits":
+        classifier = load_classifier(config.encoder, config.data.channels, "encoder")
+    module = module_of(config, encoder, classifier)
     with deaths_explained():
         train, held_out = load_images_of(config, loaded, config.images if config.quantize else 0)
         verification = Verification(config, encoder, accelerator, train, held_out)
-        return write_verified(config, module, verification)
+        return write_verified(config, module, verification, classifier.class_names if classifier else None)
 
 
-def module_of(config: ExportConfig, encoder: FrozenEncoder) -> ExportedModule:
+def module_of(config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None) -> ExportedModule:
     """The module whose computation is exported; UserError where the encoder has none."""
     try:
         model = encoder.model  # a colour baseline has none
@@ -77,17 +80,23 @@ def module_of(config: ExportConfig, encoder: FrozenEncoder) -> ExportedModule:
             patch_grid(model)
     except Unavailable as error:
         raise UserError(f"encoder is {config.encoder}, which cannot be exported: {error}") from None
-    classifier = None
-    if config.representation == "logits":
-        classifier = load_classifier(config.encoder, config.data.channels, "encoder").network
-    return ExportedModule(encoder, config.representation, config.normalize, classifier).eval()
+    network = classifier.network if classifier else None
+    return ExportedModule(encoder, config.representation, config.normalize, network).eval()
 
 
-def write_verified(config: ExportConfig, module: ExportedModule, verification: Verification) -> dict[str, Any]:
-    """Write the file beside its place, verify it, and put it in its place."""
+def write_verified(
+    config: ExportConfig, module: ExportedModule, verification: Verification, class_names: Sequence[str] | None
+) -> dict[str, Any]:
+    """Write the file beside its place, verify it, and put it in its place.
+
+    Args:
+        class_names: of the logits, in their order; None: the output is no logits.
+    """
     out = Path(config.out)
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
     metadata = describe_file(config, verification.encoder, images)
+    if class_names is not None:
+        metadata["class_names"] = list(class_names)
     out.parent.mkdir(parents=True, exist_ok=True)
     with folder_beside(out) as folder:
         file = folder / out.name

@@ -24,9 +24,10 @@ from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.results import table, write_json
+from evaluation.frozen.results import format_percent, print_details, table, write_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.supervision.classification import Classification
+from evaluation.metrics.scoring import add_figures
+from evaluation.supervision.classification import Classification, held_out_outcomes
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
 from mpp.data.loader import BatchLayout
@@ -100,12 +101,12 @@ class Finetuning(Classification):
 
 def finetune_once(
     config: FinetuneConfig, name: str, lr: float, on_dev: bool, loaded: LoadedSplits | None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Carry out one run in the folder `name` of `run.dir`.
 
     Returns:
-        accuracy: at the end, the only time that it is evaluated; pflop: executed; dev_accuracy: on training images that
-        the run left out, where it did.
+        accuracy: at the end, the only time that it is evaluated; outcomes: of the same images, if they were kept;
+        pflop: executed; dev_accuracy: on training images that the run left out, where it did.
     """
     steps = config.dev_steps if on_dev and config.dev_steps else config.run.steps
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -124,7 +125,8 @@ def finetune_once(
     result = {"accuracy": last["heldout/accuracy"], "pflop": last_scalars(folder, "compute/pflop")["compute/pflop"]}
     if "dev/accuracy" in last:
         result["dev_accuracy"] = last["dev/accuracy"]
-    return result
+    outcomes = held_out_outcomes(folder)
+    return result if outcomes is None else result | {"outcomes": outcomes}
 
 
 def accuracy_on_dev(config: FinetuneConfig, lr: float, loaded: LoadedSplits | None) -> float:
@@ -153,14 +155,15 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
         result = {"seed": config.run.seed, "init": config.init, "lr": best}
         results.append(result | finetune_once(config, f"lr_{best:g}", best, False, loaded))
     report = {
-        "results": results,
+        "results": add_figures(results),
         "dev": [{"lr": lr, "accuracy": accuracy} for lr, accuracy in on_dev.items()],
         "protocol": dataclasses.asdict(config),
     }
     if PartialState().is_main_process:
         print(table_of_rates(report))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
-        write_json(path, report)
+        report = write_report(path, report)
+        print_details(path, report)
         print(f"wrote {path}")
     return report
 
@@ -170,9 +173,9 @@ def table_of_rates(report: dict[str, Any]) -> str:
     rows = [[f"{row['lr']:g}", f"{100 * row['accuracy']:.1f}", "-", "-"] for row in report["dev"]]
     for result in report["results"]:
         row = [f"{result['lr']:g}", "-"]
-        for key in ("dev_accuracy", "accuracy"):
-            row.append(f"{100 * result[key]:.1f}" if key in result else "-")
-        rows.append(row)
+        row.append(f"{100 * result['dev_accuracy']:.1f}" if "dev_accuracy" in result else "-")
+        interval = {"interval": result["interval"]} if "interval" in result else {}
+        rows.append([*row, format_percent({"mean": result["accuracy"], "count": 1} | interval)])
     headings = ["learning rate", "dev accuracy (%)", "dev accuracy, left-out images (%)", "test accuracy (%)"]
     return table(headings, rows)
 

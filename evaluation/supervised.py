@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
-from evaluation.frozen.results import table, write_json
-from evaluation.supervision.classification import Classification
+from evaluation.frozen.results import format_percent, print_details, summarize_accuracies, table, write_report
+from evaluation.metrics.scoring import add_figures
+from evaluation.supervision.classification import Classification, held_out_outcomes
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.deit import DistilledEncoder, average_heads, build_student, distillation_loss
 from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
@@ -131,10 +132,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def report_results(folder: Path, seed: int) -> None:
     """Write supervised.json into the run folder, and print the accuracy and the next command."""
-    accuracy = last_evaluation(folder)["heldout/accuracy"]
-    write_json(folder / "supervised.json", {"results": [{"seed": seed, "accuracy": accuracy}]})
-    print(table(["run", "held-out accuracy (%)"], [[folder.name, f"{100 * accuracy:.1f}"]]))
-    print(f"wrote {folder / 'supervised.json'}")
+    result = {"seed": seed, "accuracy": last_evaluation(folder)["heldout/accuracy"]}
+    outcomes = held_out_outcomes(folder)
+    if outcomes is not None:
+        (result,) = add_figures([result | {"outcomes": outcomes}])
+    path = folder / "supervised.json"
+    report = write_report(path, {"results": [result]})
+    summary = summarize_accuracies([result], "seed")[str(seed)]
+    print(table(["run", "held-out accuracy (%)"], [[folder.name, format_percent(summary)]]))
+    print_details(path, report)
+    print(f"wrote {path}")
     encoder, tuned = quote(str(folder)), quote(f"{folder}_finetuned")
     print(f"next: accelerate launch evaluation/finetune.py --encoder {encoder} --run.dir {tuned}")
 

@@ -15,7 +15,9 @@ import mpp
 from evaluation import finetune, supervised
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
-from evaluation.supervision.classification import Classification, largest_class_share
+from evaluation.metrics.one_class import is_right, largest_class_share
+from evaluation.metrics.outcomes import load_outcomes
+from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.data.loader import BatchLayout
@@ -81,7 +83,18 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     folder = train_supervised(tmp_path / "run", *SMALL)
     files = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
     documents = {"config.yaml", "data.json", "metrics.jsonl", "verdict.json", "supervised.json"}
+    documents |= {
+        "heldout.outcomes.npz",
+        "supervised.outcomes.npz",
+        "supervised.classes.csv",
+        "supervised.confusion.png",
+    }
     assert files == documents | {"checkpoints", "encoder", ".lock"}
+    outcomes = load_outcomes(folder / "supervised.json")
+    assert outcomes.class_names == birds and len(outcomes) == 8
+    assert is_right(outcomes).mean() == read_metrics(folder, "heldout/accuracy")[4]
+    rows = (folder / "supervised.classes.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["class", *birds]
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert 0 <= read_metrics(folder, "heldout/accuracy")[4] <= 1
     assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds
@@ -181,6 +194,8 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
         assert losses[1] == pytest.approx(np.log(9), rel=1e-5)  # the zero-initialised layer
         assert list(read_metrics(tmp_path / name, "heldout/accuracy")) == [4]  # evaluated once
     assert result["accuracy"] == read_metrics(tmp_path / runs[-1], "heldout/accuracy")[4]
+    low, high = result["interval"]
+    assert low < result["accuracy"] < high and report["labels"]["class_names"][0] == "fowl"
     assert "test accuracy (%)" in capsys.readouterr().out
     before = (tmp_path / "finetune.json").read_bytes()
     finetune.main(arguments)  # finished: nothing is trained again

@@ -134,7 +134,7 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
     words = [f"--data.path={images}", f"--out={file}", "--representation=logits", *FAST]
     embed.main([f"--encoder={tuned / 'lr_0.1'}", *words])
     rows = pq.read_table(file).to_pylist()
-    network, size, classes = load_classifier(str(tuned / "lr_0.1"), 3, "encoder")
+    network, size, classes, *_ = load_classifier(str(tuned / "lr_0.1"), 3, "encoder")
     for row in rows[::5]:
         image = centre_crop(decode(Path(row["file"]).read_bytes(), ImagesConfig()), size, 0.875)
         expected = network.eval()(image[None].float())[0].detach()
@@ -145,7 +145,9 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         export.main([f"--encoder={tuned / 'lr_0.1'}", *options, "--data.workers=0"])
         found = FORMATS[format].read(written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
         assert torch.allclose(found, network(torch.zeros(1, 3, *size)), atol=1e-5)
-        card = json.loads(written.with_name(f"{written.name}.json").read_text())["about"]["card"]
+        about = json.loads(written.with_name(f"{written.name}.json").read_text())["about"]
+        assert about["class_names"] == ["cat", "dog"]
+        card = about["card"]
         assert "this file has the classification head, too" in card and "left out" not in card
     with pytest.raises(UserError, match=r"encoder is .*; it must be the folder of a finished supervised or fine-tuned"):
         embed.main([f"--encoder={finished_run}", *words])

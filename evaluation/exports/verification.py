@@ -14,6 +14,7 @@ from evaluation.exports.formats import Compute
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE, extract_split, views_for, warn_left_out
 from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.metrics.scoring import add_scores
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
@@ -73,7 +74,7 @@ class Verification(NamedTuple):
         of_test = self.extract(test, compute)
         features = LabelledFeatures(of_train.by_depth[0], of_train.labels, of_test.by_depth[0], of_test.labels)
         results = fewshot.evaluate(features.checked(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
-        return float(np.mean([result["accuracy"] for result in results]))
+        return float(np.mean([result["accuracy"] for result in add_scores(results)]))
 
     def extract(self, dataset: ImageDataset, compute: Compute):
         """The features that `compute` has of the images that can be decoded; the others are named."""

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
@@ -16,6 +17,9 @@ SERIES_COLORS = ["#1b7fd6", "#e07b00", "#8c96a0", "#c2569c", "#2aa198", "#b58900
 MAX_MARKED_POINTS = 30
 PANELS_IN_A_ROW = 4
 MAX_CLASSES_NAMED = 24
+MAX_CONFUSED_NAMED = 60  # classes of a confusion matrix
+MAX_CONFUSED_COUNTED = 25  # whose cells have their numbers
+MAX_SIDE = 11.0  # of a confusion matrix, in inches
 MIN_TICK_DISTANCE = 0.06  # of the length of a logarithmic axis
 Statistics = dict[str, float]
 """`mean` and `std` of an accuracy."""
@@ -60,12 +64,13 @@ def plot_series(
     return figure
 
 
-def plot_map(places: NDArray, labels: NDArray[np.int64]) -> Figure:
+def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = ()) -> Figure:
     """Images as dots on a plane, coloured by their classes.
 
     Args:
         places: (N, 2).
         labels: (N,), -1: no class.
+        names: of the classes by number, as far as they are known.
     """
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axes = figure.add_subplot()
@@ -75,7 +80,8 @@ def plot_map(places: NDArray, labels: NDArray[np.int64]) -> Figure:
     for number, (label, color) in enumerate(zip(classes, colors, strict=True)):
         of_class = places[labels == label]
         style = dict(s=16, color=[color], marker=marker_of_line(number), linewidths=0)
-        axes.scatter(*of_class.T, label=f"class {label}", **style)
+        name = names[label] if label < len(names) else f"class {label}"
+        axes.scatter(*of_class.T, label=name, **style)
     axes.set(xticks=[], yticks=[], xlabel="first principal component", ylabel="second")
     axes.spines[["top", "right"]].set_visible(False)
     if 0 < len(classes) <= MAX_CLASSES_NAMED:
@@ -146,6 +152,34 @@ def readable_ticks(places: list[float]) -> list[float]:
         if math.log(place / ticks[-1]) >= min_distance:
             ticks.append(place)
     return ticks
+
+
+def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure:
+    """A confusion matrix: the share of each true class (rows) that each class (columns) is predicted for.
+
+    Args:
+        confusion: (C, C) numbers of images.
+        names: of the classes.
+    """
+    classes = len(names)
+    images = confusion.sum(1, keepdims=True)
+    shares = np.divide(100 * confusion, images, out=np.full(confusion.shape, np.nan), where=images > 0)
+    side = min(MAX_SIDE, 2.6 + 0.34 * classes)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.add_subplot()
+    colors = axes.imshow(shares, cmap=VALUE_COLORS, vmin=0, vmax=100)
+    figure.colorbar(colors, label="share of the class (%)", shrink=0.8)
+    axes.set(xlabel="predicted", ylabel="true")
+    if classes <= MAX_CONFUSED_NAMED:
+        short = [textwrap.shorten(name, 24, placeholder="...") if " " in name else name[:24] for name in names]
+        axes.set_xticks(range(classes), short, rotation=90, fontsize=8)
+        axes.set_yticks(range(classes), short, fontsize=8)
+    if classes <= MAX_CONFUSED_COUNTED:
+        for (row, column), count in np.ndenumerate(confusion):
+            color = "black" if shares[row, column] > 50 else "white"
+            if count:
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
+    return figure
 
 
 def panels_side_by_side(curves: Curves, x_label: str) -> tuple[Figure, list[Axes]]:

@@ -12,8 +12,9 @@ import numpy as np
 from evaluation.config import EncoderConfig
 from evaluation.figures.charts import plot_by_depth
 from evaluation.figures.style import DPI
+from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, worst_first, write_details
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
-from evaluation.metrics.scoring import describe_labels, keep_outcomes, mean_interval
+from evaluation.metrics.scoring import describe_labels, keep_outcomes, kind_of, mean_interval
 from mpp.config import SourceConfig, sides
 from mpp.config.fields import default_of
 from mpp.config.keys import iterate_settings, plain
@@ -221,7 +222,7 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
             figure.savefig(plot_path, dpi=DPI)
             writer.add_figure("accuracy_by_depth", figure)
             print(f"wrote {plot_path}")
-    print_labels(report)
+    print_details(path, report)
     print(f"wrote {path}")
     return report
 
@@ -238,13 +239,45 @@ def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def print_labels(report: dict[str, Any]) -> None:
-    """Print what a report's accuracies have to beat, and their number of images."""
+def print_details(path: Path, report: dict[str, Any]) -> None:
+    """Print the baselines, and the figures and the table by class of one result; write the latter and the confusion."""
     labels = report.get("labels")
     if labels is None:
         return
-    baselines = [f"{name} {100 * share:.1f} %" for name, share in labels["baselines"].items()]
-    print(f"{', '.join(baselines)}; {labels['images']} test images, 95 % intervals over these")
+    random = random_weights(path, report)
+    print(f"{describe_baselines(labels)}{random}; {labels['images']} test images, 95 % intervals over these")
+    figures = figure_rows(path, report)
+    if figures:
+        print(table([describe_shown(report), "value (95 % interval)"], figures))
+    outcomes = shown_outcomes(path, report)
+    by_class = None if outcomes is None else kind_of(outcomes).class_table(outcomes)
+    if by_class is not None:
+        headings, rows = by_class
+        shown = worst_first(rows)
+        print(table(headings, shown))
+        if len(shown) < len(rows):
+            print(f"these {len(shown)} of {len(rows)} classes are recognised worst; the file by class has all")
+    for file in write_details(path, report):
+        print(f"wrote {file}")
+
+
+def describe_baselines(labels: dict[str, Any]) -> str:
+    """The entry `labels` of a report in words: the scores of predictions that look at no image."""
+    return ", ".join(f"{name} {100 * share:.1f} %" for name, share in labels["baselines"].items())
+
+
+def random_weights(path: Path, report: dict[str, Any]) -> str:
+    """The best accuracy of the same evaluation of random weights, where its report is in the same folder."""
+    command = path.stem.partition("_")[0]
+    rest = path.stem.removeprefix(command)
+    if report.get("protocol", {}).get("random", True):
+        return ""
+    for file in sorted(path.parent.glob(f"{command}_random_*{path.suffix}")):
+        if re.fullmatch(rf"{re.escape(command)}_random_\d+{re.escape(rest)}", file.stem):
+            summary = json.loads(file.read_text(encoding="utf-8")).get("summary", {})
+            best = max(summary.values(), key=lambda case: case["mean"], default=None)
+            return f", random weights {format_percent(best)} %" if best else ""
+    return ""
 
 
 def table_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], names: list[str], group_by: str) -> str:

@@ -76,6 +76,16 @@ class LabelKind(ABC):
         """Images of each class (rows) that each class (columns) is predicted for: (C, C); None: the kind has none."""
         return None
 
+    def text(self, name: str, value: float | None, low: float | None, high: float | None) -> str:
+        """A figure with its interval, as tables have it; "-": these images do not have it."""
+        if value is None:
+            return "-"
+        factor, digits = (100, 1) if name in self.shares else (1, 3)
+        text = f"{factor * value:.{digits}f}"
+        if low is None or high is None:
+            return text
+        return f"{text} ({factor * low:.{digits}f} to {factor * high:.{digits}f})"
+
     def figures(self, outcomes: Outcomes) -> dict[str, Figure]:
         """All figures with their intervals."""
         intervals = self.intervals(outcomes)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mpp.errors import UserError
 from mpp.runtime.files import complete
+from mpp.runtime.output import printable
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class Outcomes:
 
     def names(self, classes: int) -> list[str]:
         """A name for each class: its own, or its number."""
-        known = list(self.class_names[:classes])
+        known = [printable(name) for name in self.class_names[:classes]]
         return known + [f"class {number}" for number in range(len(known), classes)]
 
 

@@ -81,6 +81,11 @@ def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
     return numbered
 
 
+def without_outcomes(results: Sequence[Result]) -> list[Result]:
+    """The results with their figures alone, for a report whose outcomes are not kept."""
+    return [{key: value for key, value in result.items() if key != "outcomes"} for result in results]
+
+
 def describe_labels(outcomes: Outcomes, train_targets: Any = None) -> dict[str, Any]:
     """The entry `labels` of a report: kind, number of test images, unlabelled ones, names of classes, baselines."""
     known = labelled_outcomes(outcomes)

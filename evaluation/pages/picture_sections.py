@@ -122,7 +122,7 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
         table_of_neighbours(gallery, queries, neighbours),
         chart(
             f"Map of {len(dataset)} held-out images: principal components of their features",
-            plot_map(project_to_plane(gallery.features), gallery.labels),
+            plot_map(project_to_plane(gallery.features), gallery.labels, gallery.class_names),
         ),
     ]
 

@@ -8,10 +8,12 @@ from typing import Any
 from urllib.parse import quote
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig
-from evaluation.frozen.results import format_percent
+from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
+from evaluation.frozen.results import describe_baselines, format_percent, summarize_accuracies
+from evaluation.metrics.scoring import kind_of
 from evaluation.pages.about import Missing, changed, settings_rows
 from evaluation.pages.curves import features_of_run
-from evaluation.pages.page import Block, Link, Table, Text
+from evaluation.pages.page import Block, Link, Table, Text, picture_of
 from mpp.config import Config
 from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, saved_imports
@@ -31,6 +33,8 @@ CONFIG_BY_SETTING = {
 """A setting that only one kind of run has -> the class of the run's settings."""
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 MAX_UNREADABLE_LISTED = 20
+REPORTS_OF_TRAINING = ("supervised.json", "finetune.json")
+"""Reports in the run folder itself."""
 
 
 def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Block]:
@@ -38,14 +42,18 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     page_folder = Path(config.out).parent if config.out else folder
     blocks: list[Block] = [*features_of_run(history, missing)]
     rows = []
-    for file in sorted((folder / "evaluation").glob("*.json")):
+    details: list[Block] = []
+    reports = [folder / name for name in REPORTS_OF_TRAINING if (folder / name).is_file()]
+    for file in [*reports, *sorted((folder / "evaluation").glob("*.json"))]:
         try:
             rows += rows_of_evaluation(file, page_folder)
+            details += details_of_evaluation(file)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is not a report of an evaluation"
     if rows:
-        headings = ["evaluation", "case", "accuracy or mean IoU (%)"]
+        headings = ["evaluation", "case", "accuracy or mean IoU (%), 95 % over test images", "without an image (%)"]
         blocks.append(Table(headings, rows, "Results of the evaluation commands"))
+        blocks += details
     else:
         missing["Few-shot, linear probe"] = f"not asked for yet: mpp fewshot --encoder {folder}"
     return blocks
@@ -56,7 +64,27 @@ def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
     report = json.loads(file.read_text(encoding="utf-8"))
     link = Link(file.stem, quote(os.path.relpath(file, page_folder)))
     summary = report.get("summary") or {}
-    return [[link, case, format_percent(statistics)] for case, statistics in summary.items()]
+    if not summary and file.name in REPORTS_OF_TRAINING:
+        summary = summarize_accuracies(report["results"], "seed")
+    baselines = describe_baselines(report["labels"]) if "labels" in report else ""
+    return [[link, case, format_percent(statistics), baselines] for case, statistics in summary.items()]
+
+
+def details_of_evaluation(file: Path) -> list[Block]:
+    """Figures, the table by class and the confusion matrix of an evaluation's report; none without outcomes."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    outcomes = shown_outcomes(file, report)
+    if outcomes is None:
+        return []
+    of = f"{file.stem}, {describe_shown(report)}"
+    blocks: list[Block] = [Table(["figure", "value (95 % interval)"], figure_rows(file, report), of, folded=True)]
+    by_class = kind_of(outcomes).class_table(outcomes)
+    if by_class is not None:
+        blocks.append(Table(*by_class, f"{of}: by class", folded=True))
+    picture = draw_confusion(outcomes)
+    if picture is not None:
+        blocks.append(picture_of(picture, f"Confusion matrix of {of}", f"Confusion matrix of {of}"))
+    return blocks
 
 
 def unreadable_blocks(folder: Path) -> list[Block]:

@@ -29,6 +29,7 @@ from evaluation.frozen.extraction import extract_labelled_features, views_for
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import indices_in_split, is_stream_of_run
+from evaluation.metrics.scoring import without_outcomes
 from evaluation.patches.features import patch_features
 from evaluation.pictures.attention import attention_distance, attention_rollout, patch_distances, patch_spacing
 from evaluation.pictures.pca import components_by_depth
@@ -292,7 +293,8 @@ def draw_accuracy_by_depth(subject: Subject) -> Drawing:
     if len(by_depth) == 1:
         raise Unavailable("this encoder has one depth")
     report = evaluate_by_depth(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
-    return Drawing(charts.plot_by_depth(report["summary_by_depth"], "shots"), report)
+    numbers = report | {"results": without_outcomes(report["results"])}
+    return Drawing(charts.plot_by_depth(report["summary_by_depth"], "shots"), numbers)
 
 
 def require_classes(subject: Subject) -> None:

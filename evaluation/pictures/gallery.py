@@ -32,6 +32,8 @@ class Gallery(NamedTuple):
     pixels: NDArray[np.uint8]  # (N, H, W, 3)
     labels: NDArray[np.int64]  # (N,), -1: none, or several
     names: list[str]
+    class_names: Sequence[str]
+    """By number, as far as they are known."""
 
 
 def extract_gallery(
@@ -49,7 +51,7 @@ def extract_gallery(
     features, pixels, labels = concatenate(batches)
     if labels.ndim > 1:
         labels = torch.full((len(labels),), -1)
-    return Gallery(features, pixels.numpy(), labels.numpy(), names)
+    return Gallery(features, pixels.numpy(), labels.numpy(), names, dataset.class_names or ())
 
 
 def project_to_plane(features: Tensor) -> NDArray[np.float64]:

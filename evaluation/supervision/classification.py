@@ -1,14 +1,19 @@
 """Classification, trained end to end: the task that supervised pre-training and fine-tuning share."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
+from evaluation.metrics.one_class import largest_class_share
+from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
@@ -20,6 +25,9 @@ from mpp.runtime.transfer import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker
 from mpp.training.task import ImageTask
+
+HELD_OUT = "heldout"
+"""Name of a run's outcomes."""
 
 
 class Classification(ImageTask):
@@ -53,6 +61,7 @@ class Classification(ImageTask):
         self.classes = count_classes(splits)
         self.label_names = class_names(train, self.classes)
         self.mix = build_mix(augment, self.classes)
+        self.predicted: list[tuple[Tensor, Tensor]] | None = None  # indices and classes of held-out images, while asked
         if self.mix is not None:
             allowed = "above 1 with augment.mixup or augment.cutmix"
             require(layout.smallest > 1, "data.batch_size", layout.smallest, allowed)
@@ -68,7 +77,10 @@ class Classification(ImageTask):
         loss = self.criterion(outputs, images, target) if model.training else F.cross_entropy(logits, target)
         if not measure:
             return loss, {}
-        right = is_right(logits.argmax(-1), labels).double().sum()
+        predicted = logits.argmax(-1)
+        if self.predicted is not None:
+            self.predicted.append((batch.indices, predicted.cpu()))
+        right = is_right(predicted, labels).double().sum()
         count = torch.tensor(len(labels), dtype=torch.double, device=device)
         return loss, {"right": right, "images": count}
 
@@ -95,19 +107,34 @@ class Classification(ImageTask):
         return {"accuracy": float(sums["right"] / sums["images"])}
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        self.predicted = []
         scalars = self.evaluate_held_out(model, tracker)
+        self.keep_outcomes(self.predicted)
+        self.predicted = None
         scalars["heldout/largest_class"] = largest_class_share(np.asarray(self.held_out_views.dataset.labels))
         return scalars
 
+    def keep_outcomes(self, predicted: list[tuple[Tensor, Tensor]]) -> None:
+        """Write the held-out images' outcomes into the run folder; those of an earlier evaluation are replaced.
 
-def largest_class_share(labels: np.ndarray) -> float:
-    """Accuracy of always predicting the most frequent class.
+        Args:
+            predicted: indices of this process's images, and their predicted classes, batch by batch.
+        """
+        indices, classes = (torch.cat(parts).tolist() for parts in zip(*predicted, strict=True))
+        pairs = sorted(gather_object(list(zip(indices, classes, strict=True))))
+        if not self.accelerator.is_main_process:
+            return
+        dataset = self.held_out_views.dataset
+        numbers = np.array([index for index, _ in pairs])
+        predictions = np.array([each for _, each in pairs])
+        names = (dataset.class_names or [])[: self.classes]
+        all_images = Outcomes("class", np.asarray(dataset.labels), np.zeros(len(dataset)), names, dataset.image_names())
+        save_outcomes(Path(self.run.dir) / HELD_OUT, [replace(all_images.select(numbers), predictions=predictions)])
 
-    Args:
-        labels: (N,), or (N, L) of which any is right, padded with -1.
-    """
-    _, counts = np.unique(labels[labels >= 0], return_counts=True)
-    return float(counts.max() / len(labels))
+
+def held_out_outcomes(folder: Path) -> Outcomes | None:
+    """The outcomes of a run's last evaluation; None: it kept none, as earlier versions did not."""
+    return load_outcomes(folder / HELD_OUT)
 
 
 def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:

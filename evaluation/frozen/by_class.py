@@ -1,0 +1,92 @@
+"""Figures of a report in words, a table by class as CSV, and the confusion matrix as a picture."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from evaluation.figures.charts import plot_confusion
+from evaluation.figures.style import DPI
+from evaluation.metrics.outcomes import Outcomes, load_outcomes
+from evaluation.metrics.scoring import kind_of, labelled_outcomes
+from mpp.runtime.files import complete
+
+MAX_CLASSES_PRINTED = 30
+KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
+"""Entries of a result that name it, where it has them."""
+CLASSES_FILE = ".classes.csv"
+CONFUSION_FILE = ".confusion.png"
+
+
+def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
+    """The result whose figures are shown in detail: the best of the first seed, at the report's depth; None: none."""
+    chosen = report.get("protocol", {}).get("chosen_depth")
+    kept = [result for result in report["results"] if isinstance(result.get("outcomes"), int)]
+    of_depth = [result for result in kept if result.get("depth", chosen) == chosen]
+    first_seed = [result for result in of_depth if result.get("seed", 0) == of_depth[0].get("seed", 0)]
+    return max(first_seed, key=lambda result: result["accuracy"], default=None)
+
+
+def shown_outcomes(path: Path, report: dict[str, Any]) -> Outcomes | None:
+    """The outcomes of the result that is shown, of the images that have a label; None: they were not kept."""
+    result = shown_result(report)
+    outcomes = load_outcomes(path, result["outcomes"]) if result else None
+    return None if outcomes is None else labelled_outcomes(outcomes)
+
+
+def figure_rows(path: Path, report: dict[str, Any]) -> list[list[str]]:
+    """A row for each figure of the result that is shown: its name, and its value with the interval."""
+    outcomes = shown_outcomes(path, report)
+    if outcomes is None:
+        return []
+    kind = kind_of(outcomes)
+    result = shown_result(report)
+    figures = {kind.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
+    return [[kind.headings[name], kind.text(name, *numbers)] for name, numbers in figures.items()]
+
+
+def describe_shown(report: dict[str, Any]) -> str:
+    """Which result is shown: `shots 25, seed 0`."""
+    result = shown_result(report)
+    return ", ".join(f"{key} {result[key]}" for key in KEYS_OF_A_RESULT if key in result)
+
+
+def write_details(path: Path, report: dict[str, Any]) -> list[Path]:
+    """Write the table by class and the confusion matrix of the result that is shown, beside the report at `path`."""
+    outcomes = shown_outcomes(path, report)
+    if outcomes is None:
+        return []
+    written = []
+    by_class = kind_of(outcomes).class_table(outcomes)
+    if by_class is not None:
+        headings, rows = by_class
+        written.append(path.with_name(f"{path.stem}{CLASSES_FILE}"))
+        with complete(written[-1], shared=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([headings, *rows])
+    figure = draw_confusion(outcomes)
+    if figure is not None:
+        written.append(path.with_name(f"{path.stem}{CONFUSION_FILE}"))
+        with complete(written[-1], shared=True) as partial:
+            figure.savefig(partial, format="png", dpi=DPI)
+    return written
+
+
+def draw_confusion(outcomes: Outcomes) -> Figure | None:
+    """The confusion matrix; None: the kind of label has none."""
+    confusion = kind_of(outcomes).confusion(outcomes)
+    if confusion is None:
+        return None
+    return plot_confusion(confusion, outcomes.names(len(confusion)))
+
+
+def worst_first(rows: list[list[str]]) -> list[list[str]]:
+    """The classes that are printed: all, or of many those that are recognised worst."""
+    if len(rows) <= MAX_CLASSES_PRINTED:
+        return rows
+
+    def share(row: list[str]) -> float:
+        return float(row[3].split()[0]) if row[3] != "-" else np.inf
+
+    return sorted(rows, key=share)[:MAX_CLASSES_PRINTED]
