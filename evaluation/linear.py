@@ -1,10 +1,12 @@
-"""Full-data linear probe of frozen features: multinomial logistic regression.
+"""Full-data linear probe of frozen features: multinomial logistic regression, or a published protocol.
 
     python evaluation/linear.py --encoder runs/birds
     python evaluation/linear.py --encoder runs/birds --solver sgd
+    python evaluation/linear.py --encoder runs/birds --protocol mae
 
 Features are standardised by the training set. The penalty (L-BFGS) or learning rate (SGD) is chosen on a tenth of the
-training set; the classifier is then fitted to all of it, and tested once.
+training set; the classifier is then fitted to all of it, and tested once. Published protocols, which train on random
+crops, are in evaluation/protocols.
 """
 
 import math
@@ -25,6 +27,7 @@ from evaluation.frozen.results import report_of
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import score
+from evaluation.protocols.probe import run_protocol
 from evaluation.supervision.heads import zero_head
 from mpp.config import require
 from mpp.runtime.arrays import in_blocks
@@ -51,11 +54,23 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
     if config.save:
         allowed = "left out: a floor has no weights, and its head is not kept"
         require(not config.encoder.startswith("floor:"), "save", True, allowed)
+    if config.protocol != "logistic":
+        return run_published(config, loaded)
     heads: list[FittedHead] = []
     report = run_probe(config, "linear", lambda features: evaluate(features, config, heads), "solver", loaded)
     if config.save and report:
         keep_head(config, report, heads[0])
     return report
+
+
+def run_published(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str, Any]:
+    """Probe by a published protocol: see `run`."""
+    probed = run_protocol(config, loaded)
+    if config.save:
+        norm, classify = probed.head
+        head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
+        keep_head(config, probed.report, FittedHead(head, probed.class_numbers.tolist()))
+    return probed.report
 
 
 def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) -> None:

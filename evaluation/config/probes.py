@@ -7,6 +7,9 @@ from evaluation.config.encoders import EncoderConfig, FeatureConfig, FeaturesCon
 from mpp.config import check_bounds, group, require, setting
 
 Reading = Literal["linear", "knn"]
+ProtocolName = Literal["logistic", "mae", "dinov2"]
+OF_LBFGS = {"protocol": "logistic", "solver": "lbfgs"}
+OF_SGD = {"protocol": "logistic", "solver": "sgd"}
 OF_AN_ENCODER = [each.name for each in fields(FeaturesConfig) if each.name not in ("out", "threads")]
 """Settings that have no effect on saved features."""
 
@@ -54,25 +57,39 @@ class KnnConfig(FrozenProbeConfig):
 class LinearConfig(FrozenProbeConfig):
     """Full-data linear probe of frozen features."""
 
-    solver: Literal["lbfgs", "sgd"] = "lbfgs"
+    protocol: ProtocolName = "logistic"
+    """logistic: logistic regression, by `solver`, on standardised features of one centre crop an image. mae, dinov2:
+    the linear probes of these papers, trained on random crops; these fix the solver, rates, batch and length. `--seed`
+    is also the seed of their crops and first weights."""
+    solver: Literal["lbfgs", "sgd"] = setting("lbfgs", needs={"protocol": "logistic"})
     """lbfgs: to convergence, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
-    l2: float | tuple[float, ...] = setting(
-        (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, listed=True, needs={"solver": "lbfgs"}
-    )
+    l2: float | tuple[float, ...] = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, listed=True, needs=OF_LBFGS)
     """Penalties that L-BFGS chooses among, of the mean loss."""
-    lr: float | tuple[float, ...] = setting((0.01, 0.03, 0.1, 0.3), above=0, listed=True, needs={"solver": "sgd"})
+    lr: float | tuple[float, ...] = setting((0.01, 0.03, 0.1, 0.3), above=0, listed=True, needs=OF_SGD)
     """Learning rates that SGD chooses among."""
-    epochs: int = setting(100, at_least=1, needs={"solver": "sgd"})
+    epochs: int = setting(100, at_least=1, needs=OF_SGD)
     """Epochs of SGD."""
-    sgd_batch_size: int = setting(1024, at_least=1, needs={"solver": "sgd"})
+    sgd_batch_size: int = setting(1024, at_least=1, needs=OF_SGD)
     """Batch of SGD."""
-    seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs={"solver": "sgd"})
+    seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs=OF_SGD)
     """Seeds of SGD's order; L-BFGS has none."""
-    iterations: int = setting(500, at_least=1, needs={"solver": "lbfgs"})
+    iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
     """Largest number of iterations of L-BFGS."""
     save: bool = setting(False, operational=True, needs={"features": False})
     """Keep the classifier for `mpp predict`, in a folder beside the report. Of several depths it is that of the last,
     of several seeds that of the first."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.protocol == "logistic":
+            return
+        allowed = "logistic or left out: saved features have no random crops"
+        require(not self.features, "protocol", self.protocol, allowed)
+        if self.protocol == "dinov2":
+            chosen = "protocol dinov2 chooses among the last 1 and 4 blocks, with and without the mean of the patches"
+            require(self.depth == "last", "depth", self.depth, f"last or left out: {chosen}")
+            require(self.representation == "mean", "representation", self.representation, f"left out: {chosen}")
+            require(not self.save, "save", self.save, "left out: a head on several blocks is not kept")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,159 @@
+"""A linear probe by a published protocol: random crops, heads, the choice on dev images, one test, the report."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import nn
+
+from evaluation.config import LinearConfig
+from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
+from evaluation.frozen.extraction import describe_precision, warn_left_out
+from evaluation.frozen.labelled import load_labelled
+from evaluation.frozen.labelled_features import cut_dev_split
+from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
+from evaluation.frozen.run_images import LoadedSplits
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import add_figures, score
+from evaluation.protocols.dinov2 import Dinov2
+from evaluation.protocols.mae import Mae
+from evaluation.protocols.protocol import Candidate, LinearProtocol, Plan, describe_plan
+from evaluation.protocols.training import Classes, HeadTrainer
+from mpp.config import RunConfig
+from mpp.data.dataset import ImageDataset
+from mpp.data.workers import deaths_explained
+from mpp.errors import UserError
+from mpp.runtime.start import start_alone
+
+
+class ProbedProtocol(NamedTuple):
+    """A protocol that was carried out."""
+
+    report: dict[str, Any]
+    """Results, summary, protocol."""
+    head: nn.Module
+    """The head that the summary is of, in eval mode."""
+    class_numbers: NDArray[np.int64]
+    """Numbers in the dataset of its outputs, (C,)."""
+
+
+def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> ProbedProtocol:
+    """Probe an encoder by `config.protocol`, and write the report.
+
+    Args:
+        loaded: the splits of the images, if they are loaded already.
+    Raises:
+        UserError: the images have no labels, are too few, or there is no such encoder or depth.
+        Unavailable: the encoder lacks what the protocol reads.
+    """
+    run_config = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
+    accelerator = start_alone(run_config, f"protocol {config.protocol} is carried out")
+    path = report_of(config, "linear")
+    encoder = open_frozen_encoder(config)
+    protocol = open_protocol(config, encoder)
+    weights = "" if config.random else config.checkpoint or config.encoder
+    train, test = load_labelled(config.data, accelerator, weights, loaded=loaded)
+    trainer = HeadTrainer(protocol, encoder, config, accelerator, classes_of(train, test))
+    plan = protocol.plan(len(train))
+    print(describe_plan(protocol, plan))
+    settings = dataclasses.asdict(config) | {"plan": plan._asdict() | {"epochs": plan.epochs}}
+    candidates = protocol.candidates
+    with deaths_explained():
+        dev_accuracies = None
+        if protocol.chooses and len(candidates) > 1:
+            dev_accuracies = accuracies_on_dev(trainer, train, plan)
+            candidates = [candidates[int(np.argmax(dev_accuracies))]]
+            print(f"chosen on dev images: {describe_candidate(candidates[0])}")
+        heads = trainer.train(train, candidates, plan)
+        outcomes, unreadable = trainer.predict(test, heads, candidates)
+    warn_left_out(unreadable)
+    report = report_on(protocol, config, candidates, outcomes, dev_accuracies)
+    report["protocol"] |= settings | described(encoder, config, accelerator)
+    report["class_names"] = list(train.class_names or ())
+    if unreadable:
+        report["left_out"] = {"train": 0, "test": len(unreadable)}
+    report = write_probe_report(path, report, "protocol")
+    return ProbedProtocol(report, heads[-1], trainer.classes.numbers)
+
+
+def open_protocol(config: LinearConfig, encoder: FrozenEncoder) -> LinearProtocol:
+    """The protocol that `config` names, for an encoder."""
+    if config.protocol == "dinov2":
+        return Dinov2(encoder)
+    depths = resolve_depths(config.depth, len(encoder.stages))
+    return Mae(config.representation, depths, chooses=config.depth == "dev")
+
+
+def classes_of(train: ImageDataset, test: ImageDataset) -> Classes:
+    """All classes of the labels.
+
+    Raises:
+        UserError: there is one class to learn.
+    """
+    learned = np.unique(train.labels)
+    if len(learned) < 2:
+        raise UserError("all training images are of one class")
+    numbers = np.union1d(learned, test.labels[test.labels >= 0])
+    known = train.class_names or ()
+    names = [known[number] if number < len(known) else str(number) for number in numbers.tolist()]
+    return Classes(numbers, names)
+
+
+def accuracies_on_dev(trainer: HeadTrainer, train: ImageDataset, plan: Plan) -> list[float]:
+    """Accuracies of all candidates on a tenth of the training images, trained on the rest of them."""
+    learned_indices, dev_indices = cut_dev_split(len(train))
+    candidates = trainer.protocol.candidates
+    heads = trainer.train(train.select(learned_indices), candidates, plan)
+    outcomes, _ = trainer.predict(train.select(dev_indices), heads, candidates)
+    return [score(each) for each in outcomes]
+
+
+def describe_candidate(candidate: Candidate) -> str:
+    """A head in words: "depth 3", or "blocks 4, adds_mean True, base_lr 0.01"."""
+    return ", ".join(f"{name} {value}" for name, value in candidate.about.items())
+
+
+def report_on(
+    protocol: LinearProtocol,
+    config: LinearConfig,
+    tested: Sequence[Candidate],
+    outcomes: Sequence[Outcomes],
+    dev_accuracies: Sequence[float] | None,
+) -> dict[str, Any]:
+    """The report of the heads that were tested: results, summary, and `protocol` with what was chosen.
+
+    Args:
+        outcomes: of the tested heads.
+        dev_accuracies: of all candidates of the protocol; None: nothing was chosen.
+    """
+    results = []
+    summaries = {}
+    for candidate, of_head in zip(tested, outcomes, strict=True):
+        result = {"protocol": protocol.name, "seed": config.seed, **candidate.about, "outcomes": of_head}
+        if dev_accuracies is not None:
+            result["dev_accuracy"] = max(dev_accuracies)
+        (result,) = add_figures([result])
+        results.append(result)
+        summaries[candidate.about.get("depth", 0)] = summarize_accuracies([result], "protocol")
+    deepest = max(summaries)
+    chosen: dict[str, Any] = {"chosen_depth": deepest} if deepest else {}
+    if dev_accuracies is not None and deepest:
+        by_depth = {each.about["depth"]: value for each, value in zip(protocol.candidates, dev_accuracies, strict=True)}
+        chosen["dev_accuracy_by_depth"] = by_depth
+    elif dev_accuracies is not None:
+        pairs = zip(protocol.candidates, dev_accuracies, strict=True)
+        chosen["dev"] = [each.about | {"accuracy": value} for each, value in pairs]
+    report = {"results": results, "summary": summaries[deepest], "protocol": chosen}
+    if len(summaries) > 1:
+        report["summary_by_depth"] = summaries
+    return report
+
+
+def described(encoder: FrozenEncoder, config: LinearConfig, accelerator: Accelerator) -> dict[str, Any]:
+    """The entry of a report that says what the encoder was shown; of a floor there is none."""
+    if not isinstance(encoder, FrozenEncoder):
+        return {"input": None}
+    return {"input": encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)}}
