@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from PIL import Image
 
 import mpp
 from evaluation.config import PredictConfig
@@ -22,18 +24,28 @@ from evaluation.frozen.extraction import describe_precision
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images
 from evaluation.predictions.classes import ClassRows, has_known_labels
-from evaluation.predictions.opening import Source, digest_network, find_source, open_classifier
+from evaluation.predictions.masks import write_classes
+from evaluation.predictions.opening import (
+    Source,
+    digest_network,
+    find_source,
+    open_classifier,
+    open_pixel_classifier,
+)
 from evaluation.predictions.page import RowImages, Thumbnail, write_predictions_page
+from evaluation.predictions.pixels import PixelRows
 from evaluation.predictions.summary import print_summary, read_predictions, summarize
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.images import identify_splits, load_all_images
-from evaluation.tables.parts import about_file, read_about, write_table
-from mpp.config import RunConfig
-from mpp.data.data_path import describe_source
+from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
+from mpp.config import RunConfig, require
+from mpp.data.data_path import describe_source, is_local
 from mpp.runtime.command import command
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
 from mpp.runtime.start import start_alone
+
+MASKS_PER_PART = 256  # images, which take longer than those of a class each
 
 
 def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
@@ -46,7 +58,20 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     accelerator = start_alone(run_settings, "a table is written")
     source = find_source(config)
     note_differences(config, source, accelerator)
-    return predict_classes(config, source, accelerator, loaded)
+    is_of_pixels = source.head is not None and source.head.description.task == "pixels"
+    refuse_settings_of_others(config, is_of_pixels)
+    predict_all = predict_pixels if is_of_pixels else predict_classes
+    return predict_all(config, source, accelerator, loaded)
+
+
+def refuse_settings_of_others(config: PredictConfig, is_of_pixels: bool) -> None:
+    """Raise UserError at a setting that the other kind of classifier has."""
+    names = ("top", "probabilities") if is_of_pixels else ("overlays",)
+    kind = "the class of each pixel" if is_of_pixels else "a class for each image"
+    for name in names:
+        usual = getattr(PredictConfig, name)
+        allowed = f"left out: {config.classifier} predicts {kind}"
+        require(getattr(config, name) == usual, name, getattr(config, name), allowed)
 
 
 def predict_classes(
@@ -65,6 +90,49 @@ def predict_classes(
     write_table(out, about | identify_splits(data, splits, labels=labelled), splits, rows.rows, "predictions")
     images = RowImages(splits, data)
     report(config, about, classifier.class_names, labelled, images, images.thumbnail)
+    return out
+
+
+def predict_pixels(
+    config: PredictConfig, source: Source, accelerator: Accelerator, loaded: LoadedSplits | None
+) -> Path:
+    """Write the masks and the table of a classifier of pixels: see `predict`.
+
+    Raises:
+        UserError: the folder of masks holds others.
+    """
+    classifier = open_pixel_classifier(source, config.data.channels)
+    classifier.encoder.to(accelerator.device)
+    classifier.reading.to(accelerator.device)
+    data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or classifier.crop_pct)
+    splits = load_all_images(data, loaded)
+    out = Path(config.out)
+    masks = out.with_name(f"{out.stem}_masks")
+    overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
+    is_new = not (out.exists() or parts_folder(out).exists())
+    allowed = f"another: {masks} is there, and may hold the masks of other images"
+    require(not (is_new and masks.exists()), "out", out, allowed)
+    root = Path(data.path).expanduser() if data.path and is_local(data.path) else None
+    rows = PixelRows(classifier, data, masks, overlays, root, accelerator)
+    about = {
+        "weights": digest_network(torch.nn.ModuleList([classifier.encoder, classifier.reading])),
+        "classes": classifier.class_names,
+        "class_numbers": classifier.class_numbers,
+        "depth": classifier.depth,
+        "img_size": list(classifier.encoder.img_size),
+        "precision": describe_precision(accelerator),
+        "overlays": config.overlays,
+    }
+    write_table(out, about | identify_splits(data, splits), splits, rows.rows, "masks", MASKS_PER_PART)
+    write_classes(masks, classifier.class_numbers, classifier.class_names)
+    images = RowImages(splits, data)
+
+    def thumbnail(row: int) -> Image.Image:
+        if overlays is None:
+            return images.thumbnail(row)
+        return Image.open(rows.overlay_file(*images.place(row)))
+
+    report(config, about, classifier.class_names, labelled=False, images=images, thumbnail=thumbnail)
     return out
 
 
@@ -99,7 +167,7 @@ def report(
         thumbnail: the picture of a row.
     """
     out = Path(config.out)
-    predictions = read_predictions(out, class_names, labelled)
+    predictions = read_predictions(out, class_names, labelled, of_pixels="class_numbers" in about)
     summary = summarize(predictions)
     print_summary(summary, predictions.broken)
     described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -23,10 +23,13 @@ from evaluation.figures.style import DPI
 from evaluation.frozen.encoder import (
     CELLS_PER_SIDE,
     ColorBaseline,
+    FrozenEncoder,
     open_frozen_encoder,
     patch_grid,
     resolve_depths,
 )
+from evaluation.frozen.extraction import describe_precision
+from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
@@ -35,7 +38,9 @@ from evaluation.frozen.run_images import LoadedSplits
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
 from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
 from evaluation.patches.masks import MaskedImages, MaskedSplits
+from evaluation.patches.outlines import BIRD_CLASSES
 from evaluation.patches.readings import (
+    LinearReading,
     Predict,
     choose_labelled_patches,
     fit_linear_reading,
@@ -50,7 +55,7 @@ from evaluation.patches.statistics import (
     with_numbered_classes,
 )
 from evaluation.patches.tables import class_table, draw_predictions, reading_table
-from mpp.config import RunConfig
+from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.runtime.command import command
@@ -60,6 +65,14 @@ from mpp.training.log import event_writer
 
 MOST_FREQUENT = "the most frequent class"
 """Name of a baseline in reports and tables."""
+
+
+class FittedReading(NamedTuple):
+    """A linear reading that was tested."""
+
+    reading: LinearReading
+    class_numbers: list[int]
+    """Numbers in the masks of its classes, and of those that only test masks have."""
 
 
 def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
@@ -77,9 +90,13 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     print(describe_masked_images(splits, config.data))
     warn_of_turned_images(splits, config.data)
     encoder = open_patch_encoder(config)
+    if config.save:
+        allowed = "left out: a floor has no weights, and its head is not kept"
+        require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
     predictions: dict[str, Tensor] = {}
+    fitted: list[FittedReading] = []
     with deaths_explained():
-        report, splits = evaluate_encoder(config, encoder, splits, accelerator, predictions)
+        report, splits = evaluate_encoder(config, encoder, splits, accelerator, predictions, fitted)
         baselines = {}
         for name, baseline in open_baselines(config, encoder).items():
             extracted = extract_asked_depths(config, baseline, splits, accelerator)
@@ -88,6 +105,8 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
 
     report = write_probe_report(path, report, "reading")
     print_tables(report, config)
+    if config.save:
+        keep_reading(path, config, encoder, fitted[0], report, accelerator)
     if config.images:
         write_picture(path, encoder, splits.test, predictions, config)
     return report
@@ -99,16 +118,17 @@ def evaluate_encoder(
     splits: MaskedSplits,
     accelerator: Accelerator,
     predictions: dict[str, Tensor],
+    fitted: list[FittedReading],
 ) -> tuple[dict[str, Any], MaskedSplits]:
     """The report of an encoder with the baseline of the most frequent class, and the images that can be decoded.
 
     Args:
-        predictions: gets the predictions of each reading.
+        predictions, fitted: see `evaluate`.
     """
     extracted = extract_asked_depths(config, encoder, splits, accelerator)
     features = next(iter(extracted.by_depth.values()))
     report_pixels(features, config.data)
-    report = evaluate_depths(config, extracted, predictions)
+    report = evaluate_depths(config, extracted, predictions, fitted)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
     report["baselines"] = {MOST_FREQUENT: [score_most_frequent(features) | {"case": "all"}]}
@@ -116,10 +136,13 @@ def evaluate_encoder(
 
 
 def evaluate_depths(
-    config: SegmentationConfig, extracted: ExtractedPatches, predictions: dict[str, Tensor] | None = None
+    config: SegmentationConfig,
+    extracted: ExtractedPatches,
+    predictions: dict[str, Tensor] | None = None,
+    fitted: list[FittedReading] | None = None,
 ) -> dict[str, Any]:
-    """The report of features at each depth; see `evaluate` for `predictions`."""
-    evaluate_features = partial(evaluate, config=config, predictions=predictions)
+    """The report of features at each depth; see `evaluate` for `predictions` and `fitted`."""
+    evaluate_features = partial(evaluate, config=config, predictions=predictions, fitted=fitted)
     return evaluate_by_depth(config, extracted.by_depth, evaluate_features, group_by="case")
 
 
@@ -136,12 +159,16 @@ def extract_asked_depths(
 
 
 def evaluate(
-    features: PatchFeatures, config: SegmentationConfig, predictions: dict[str, Tensor] | None = None
+    features: PatchFeatures,
+    config: SegmentationConfig,
+    predictions: dict[str, Tensor] | None = None,
+    fitted: list[FittedReading] | None = None,
 ) -> list[dict]:
     """Scores of each reading; the learning rate is chosen on the dev split.
 
     Args:
         predictions: gets the predictions of each reading, by its name.
+        fitted: gets the tested linear reading of each seed, in place of those that it has.
     """
     features, numbers = with_numbered_classes(features)
     size = features.test_masks.shape[1:]
@@ -164,8 +191,11 @@ def evaluate(
                 dev_accuracies[lr] = test(reading, dev)["accuracy"]
             best_lr = max(dev_accuracies, key=dev_accuracies.get)
         dev_accuracy = dev_accuracies.get(best_lr)
-        for seed in config.seeds:
-            scores = test(fit_linear_reading(features, config, best_lr, seed), features, "linear")
+        readings = [fit_linear_reading(features, config, best_lr, seed) for seed in config.seeds]
+        if fitted is not None:
+            fitted[:] = [FittedReading(reading, numbers.tolist()) for reading in readings]
+        for seed, reading in zip(config.seeds, readings, strict=True):
+            scores = test(reading, features, "linear")
             chosen = {"case": "linear", "seed": seed, "lr": best_lr, "dev_accuracy": dev_accuracy}
             results.append(chosen | scores)
     if "knn" in config.readings:
@@ -173,6 +203,36 @@ def evaluate(
         votes = partial(neighbour_votes, bank=bank, labels=labels, classes=len(numbers), config=config)
         results.append({"case": "knn", "seed": 0} | test(votes, features, "knn"))
     return results
+
+
+def keep_reading(
+    path: Path,
+    config: SegmentationConfig,
+    encoder: FrozenEncoder,
+    fitted: FittedReading,
+    report: dict[str, Any],
+    accelerator: Accelerator,
+) -> None:
+    """Write a linear reading to its folder beside the report at `path`.
+
+    Raises:
+        UserError: `class_names` has no name for a class.
+    """
+    numbers = fitted.class_numbers[: fitted.reading.classify.out_features]
+    names = config.class_names or (BIRD_CLASSES if config.data.path is None else None)
+    if names is None:
+        names = [f"class {number}" for number in range(numbers[-1] + 1)]
+    require(len(names) > numbers[-1], "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
+    description = HeadDescription(
+        task="pixels",
+        class_names=[names[number] for number in numbers],
+        class_numbers=numbers,
+        representation="patches",
+        depth=report["protocol"]["chosen_depth"],
+        input=encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)},
+        **describe_encoder(config),
+    )
+    save_head(path.with_name(f"{path.stem}_head"), fitted.reading, description)
 
 
 def open_patch_encoder(config: SegmentationConfig) -> PatchEncoder:

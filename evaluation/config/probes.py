@@ -76,8 +76,8 @@ class LinearConfig(FrozenProbeConfig):
     iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
     """Largest number of iterations of L-BFGS."""
     save: bool = setting(False, operational=True, needs={"features": False})
-    """Keep the classifier for `mpp predict`, in a folder beside the report. Of several depths it is that of the last,
-    of several seeds that of the first."""
+    """Keep the classifier for `mpp predict`, in a folder beside the report. Of several depths it is that of the
+    deepest, of several seeds that of the first."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -119,6 +119,11 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     """Largest number of training patches that are compared with, a choice by data.cut_seed."""
     baselines: bool = True
     """Evaluate random weights, and the patch's mean colour and position, beside it."""
+    save: bool = setting(False, operational=True, needs={"readings": "linear"})
+    """Keep the linear reading for `mpp predict`, in a folder beside the report. Of several depths it is that of the
+    deepest, of several seeds that of the first."""
+    class_names: tuple[str, ...] | None = setting(None, operational=True, needs={"save": True})
+    """Names of the classes by their number in the masks, from 0. null: class 0, class 1 and so on."""
     images: int = setting(6, at_least=0)
     """Held-out images in the picture. 0: no picture."""
     strict: bool = False

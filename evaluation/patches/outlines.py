@@ -17,6 +17,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_image_datasets
 
 OUTLINES_FILE = BIRDS_FOLDER / "outlines.json"
+BIRD_CLASSES = ("background", "bird")
 
 
 def load_outlined_birds(data: MaskedDataConfig, splits: dict[str, datasets.Dataset]) -> MaskedSplits:

@@ -14,6 +14,8 @@ from evaluation.config import PredictConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.kept_heads import HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
 from evaluation.frozen.run_images import find_run
+from evaluation.patches.readings import LinearReading
+from evaluation.predictions.pixels import PixelClassifier
 from evaluation.supervision.classifiers import Classifier, load_classifier, name_classes
 from mpp.config import sides
 from mpp.errors import UserError
@@ -156,6 +158,23 @@ def open_classifier(source: Source, channels: int) -> Classifier:
     network = HeadOnFeatures(encoder, rebuild_linear(source.head), about)
     names = name_classes(about.class_names, len(about.class_names))
     return Classifier(network, encoder.img_size, len(names), about.input["crop_pct"], names)
+
+
+def open_pixel_classifier(source: Source, channels: int) -> PixelClassifier:
+    """Open a classifier of pixels.
+
+    Args:
+        source: has a head of pixels.
+        channels: channels of the images.
+    """
+    about = source.head.description
+    weights = source.head.weights
+    untaught = weights["untaught"]
+    reading = LinearReading(weights["classify.weight"].shape[1], (~untaught).nonzero().flatten().tolist())
+    reading.load_state_dict(weights)
+    encoder = open_encoder_of_head(source, channels)
+    names = name_classes(about.class_names, len(about.class_names))
+    return PixelClassifier(encoder, reading.eval(), about.depth, about.input["crop_pct"], names, about.class_numbers)
 
 
 def open_encoder_of_head(source: Source, channels: int) -> FrozenEncoder:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from evaluation.frozen.results import table
@@ -15,6 +16,8 @@ from evaluation.tables.images import MAX_BROKEN_NAMED
 from evaluation.tables.parts import read_columns
 from mpp.runtime.messages import warn
 
+SHARE_PREFIX = "share_"
+"""Of the columns of masks with the share of the pixels of each class; the class's name follows."""
 NO_CLASS = -1  # of an image that cannot be decoded
 NO_LABEL = -1
 MAX_CLASSES_PRINTED = 30
@@ -35,42 +38,57 @@ class Predictions:
     """The rows of each split."""
     broken: list[tuple[str, str]] = field(default_factory=list)
     """Files that cannot be decoded, and why: the first of them."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of masks: the mean share of the pixels of each class."""
 
 
-def read_predictions(out: Path, class_names: Sequence[str], labelled: bool) -> Predictions:
+def read_predictions(
+    out: Path, class_names: Sequence[str], labelled: bool = False, of_pixels: bool = False
+) -> Predictions:
     """Read a table of predictions.
 
     Args:
         labelled: whether it has labels.
+        of_pixels: whether it is of masks.
     """
     columns = {"file": pa.string(), "split": pa.string(), "class": pa.string(), "probability": pa.float32()}
     columns["error"] = pa.string()
     if labelled:
         columns["right"] = pa.bool_()
+    if of_pixels:
+        columns |= {f"{SHARE_PREFIX}{name}": pa.float32() for name in class_names}
+    share_sums: Counter[str] = Counter()
     names = pa.array(class_names, pa.string())
     classes, probabilities, right = [], [], []
     splits: Counter[str] = Counter()
     broken: list[tuple[str, str]] = []
     for batch in read_columns(out, columns):
-        numbers = pa.compute.index_in(batch.column("class"), names).fill_null(NO_CLASS)
+        numbers = pc.index_in(batch.column("class"), names).fill_null(NO_CLASS)
         classes.append(numbers.to_numpy(zero_copy_only=False).astype(np.int32))
         probabilities.append(batch.column("probability").fill_null(0).to_numpy(zero_copy_only=False))
         if labelled:
             known = batch.column("right").cast(pa.int8()).fill_null(NO_LABEL)
             right.append(known.to_numpy(zero_copy_only=False))
+        if of_pixels:
+            share_sums.update(
+                {name: pc.sum(batch.column(f"{SHARE_PREFIX}{name}")).as_py() or 0 for name in class_names}
+            )
         splits.update(batch.column("split").to_pylist())
         if len(broken) < MAX_BROKEN_NAMED:
             failed = batch.filter(batch.column("error").is_valid()).to_pylist()
             broken += [(row["file"], row["error"]) for row in failed]
     count = sum(map(len, classes))
+    numbers = np.concatenate(classes)
+    segmented = max(1, int((numbers != NO_CLASS).sum()))
     of_labels = np.concatenate(right) if labelled else np.full(count, NO_LABEL, np.int8)
     return Predictions(
         list(class_names),
-        np.concatenate(classes),
+        numbers,
         np.concatenate(probabilities),
         of_labels,
         rows_of_splits(splits),
         broken[:MAX_BROKEN_NAMED],
+        {name: total / segmented for name, total in share_sums.items()},
     )
 
 
@@ -91,6 +109,8 @@ def summarize(predictions: Predictions) -> dict[str, Any]:
         "unreadable": int((predictions.classes == NO_CLASS).sum()),
         "predicted": count_classes(predictions),
     }
+    if predictions.shares:
+        summary["shares"] = predictions.shares
     accuracies = {}
     for split, rows in predictions.splits.items():
         right = predictions.right[rows]
@@ -119,13 +139,18 @@ def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:
 
 def print_summary(summary: dict[str, Any], broken: Sequence[tuple[str, str]]) -> None:
     """Print the images of each predicted class, the accuracy where there are labels, and the broken images."""
-    predicted = summary["predicted"]
-    rows = []
-    for name, of_class in list(predicted.items())[:MAX_CLASSES_PRINTED]:
-        rows.append([" ".join(name.split()), str(of_class["images"]), f"{of_class['probability']:.2f}"])
-    print(table(["class", "images", "mean probability"], rows))
-    if len(predicted) > len(rows):
-        print(f"and {len(predicted) - len(rows)} more classes")
+    if "shares" in summary:
+        headings = ["class", "share of pixels (%)"]
+        largest_first = sorted(summary["shares"].items(), key=lambda each: -each[1])
+        rows = [[name, f"{100 * share:.1f}"] for name, share in largest_first]
+    else:
+        headings = ["class", "images", "mean probability"]
+        rows = []
+        for name, of_class in summary["predicted"].items():
+            rows.append([" ".join(name.split()), str(of_class["images"]), f"{of_class['probability']:.2f}"])
+    print(table(headings, rows[:MAX_CLASSES_PRINTED]))
+    if len(rows) > MAX_CLASSES_PRINTED:
+        print(f"and {len(rows) - MAX_CLASSES_PRINTED} more classes")
     for split, of_split in summary.get("accuracy", {}).items():
         print(f"accuracy of {split}: {of_split['accuracy']:.1%} of {of_split['images']} labelled images")
     if broken:

@@ -29,7 +29,7 @@ class ImageBatch(NamedTuple):
 
     indices: list[int]
     pixels: Any
-    """(B, C, h, w) from 0 to 255, zeros where an image is broken; or a list of images (C, H, W), None where broken."""
+    """What the batch's collation makes of the views."""
     errors: list[str]
     """Why an image cannot be decoded; empty: it can."""
 
@@ -75,10 +75,17 @@ class ViewsOrErrors(Dataset):
 
 
 def read_batches(
-    views: ViewsOrErrors, indices: range, collate: Callable[[list[tuple[Any, str]]], tuple[Any, list[str]]]
+    views: ViewsOrErrors,
+    indices: range,
+    collate: Callable[[list[tuple[Any, str]]], tuple[Any, list[str]]],
+    batch_size: int | None = None,
 ) -> Iterator[ImageBatch]:
-    """The images at these indices, in their order."""
-    batch_size = views.data.batch_size or DEFAULT_BATCH_SIZE
+    """The images at these indices, in their order.
+
+    Args:
+        batch_size: None: `data.batch_size`.
+    """
+    batch_size = batch_size or views.data.batch_size or DEFAULT_BATCH_SIZE
     batches = [list(indices[first : first + batch_size]) for first in range(0, len(indices), batch_size)]
     loader = WatchedLoader(
         views,

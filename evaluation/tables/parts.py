@@ -46,13 +46,18 @@ def write_table(
         UserError: the file is another table.
     """
     text = json.dumps(identity, sort_keys=True)
-    parts = out.parent / f".{out.name}.parts"
+    parts = parts_folder(out)
     is_table_complete(out, text)  # a refused table leaves no folder
     with hold(parts, "out"), deaths_explained():
         if not is_table_complete(out, text):
             files = write_parts(parts, splits, text, rows_of, progress, rows_per_part or ROWS_PER_PART)
             join_parts(files, out, text)
     shutil.rmtree(parts, ignore_errors=True)
+
+
+def parts_folder(out: Path) -> Path:
+    """The folder of the parts of a table that is not complete."""
+    return out.parent / f".{out.name}.parts"
 
 
 def is_table_complete(out: Path, identity: str) -> bool:

@@ -1,0 +1,231 @@
+"""Predicted masks: the largest logit at an image's own size, as files, resumed to the same bytes."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from conftest import dataset_of, encoded, picture
+from PIL import Image
+from safetensors.torch import load_file
+from torchvision.transforms import v2
+
+from evaluation import predict, segmentation
+from evaluation.config import MaskedDataConfig
+from evaluation.patches.masks import decode_mask
+from evaluation.predictions import pixels
+from evaluation.predictions.masks import color_of, voc_palette, write_mask, write_overlay
+from evaluation.predictions.pixels import predict_mask, resize_to_cover, starts, upsample_rows
+from mpp.errors import UnreadableImage, UserError
+
+FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+PROBE = ("--steps=20", "--lr=0.01", "--seeds=0", "--readings=linear", "--baselines=false", "--images=0")
+SIZES = {"wide, ü.png": (50, 90), "sub/square.jpg": (64, 64), "sub/square.png": (40, 40), "tall.png": (130, 36)}
+
+
+@pytest.fixture(scope="module")
+def head(finished_run, tmp_path_factory):
+    """The kept head of the patches of a run, for the outlined birds."""
+    run = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run"))
+    segmentation.main([f"--encoder={run}", *FAST, *PROBE, "--save=true", f"--out={run}/evaluation/s.json"])
+    return run / "evaluation" / "s_head"
+
+
+@pytest.fixture
+def images(tmp_path):
+    for number, (name, size) in enumerate(SIZES.items()):
+        file = tmp_path / "images" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(picture(number, size), "JPEG" if name.endswith("jpg") else "PNG"))
+    return tmp_path / "images"
+
+
+def predict_to(out: Path, head: Path, images: Path, *options: str) -> dict[str, dict[str, str]]:
+    """The rows of the table by the names of files."""
+    predict.main([f"--classifier={head}", f"--data.path={images}", f"--out={out}", *FAST, *options])
+    with out.open(encoding="utf-8", newline="") as opened:
+        return {str(Path(row["file"]).relative_to(images)): row for row in csv.DictReader(opened)}
+
+
+@torch.no_grad()
+def plain_logits(model: torch.nn.Module, weights: dict[str, torch.Tensor], pixels: torch.Tensor) -> torch.Tensor:
+    """Logits of a window (3, 32, 32) by plain timm and torch: (C, 32, 32)."""
+    tokens = model.forward_features((pixels[None] / 255 - 0.5) / 0.5)[:, model.num_prefix_tokens :]
+    scaled = (tokens - weights["norm.running_mean"]) / (weights["norm.running_var"] + 1e-5).sqrt()
+    normed = scaled * weights["norm.weight"] + weights["norm.bias"]
+    logits = normed @ weights["classify.weight"].T + weights["classify.bias"]
+    side = round(logits.shape[1] ** 0.5)
+    patches = logits[0].T.reshape(1, -1, side, side)
+    return F.interpolate(patches, (32, 32), mode="bilinear")[0]
+
+
+@torch.no_grad()
+def plain_mask(head: Path, image: Path, share: float) -> np.ndarray:
+    """The mask of an image by loops over its windows."""
+    model = timm.create_model(f"local-dir:{head.parents[1] / 'encoder'}", pretrained=True).eval()
+    weights = load_file(head / "head.safetensors")
+    whole = v2.functional.pil_to_tensor(Image.open(image).convert("RGB"))
+    resized = v2.Resize(round(32 / share), antialias=True)(whole)
+    height, width = resized.shape[1:]
+    total, count = torch.zeros(2, height, width), torch.zeros(height, width)
+    rows, columns = -(-height // 32), -(-width // 32)
+    for row in range(rows):
+        for column in range(columns):
+            top = round(row * (height - 32) / max(1, rows - 1))
+            left = round(column * (width - 32) / max(1, columns - 1))
+            window = resized[:, top : top + 32, left : left + 32]
+            total[:, top : top + 32, left : left + 32] += plain_logits(model, weights, window)
+            count[top : top + 32, left : left + 32] += 1
+    return F.interpolate((total / count)[None], whole.shape[1:], mode="bilinear")[0].argmax(0).numpy()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.875])
+def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_path, share):
+    rows = predict_to(tmp_path / "p.csv", head, images, f"--data.eval_crop={share}")
+    assert rows.keys() == SIZES.keys()
+    for name, row in rows.items():
+        mask = Image.open(tmp_path / row["mask"])
+        numbers = np.array(mask)
+        assert mask.mode == "P" and mask.getpalette()[3:6] == [128, 0, 0]
+        assert numbers.shape == SIZES[name] == (int(row["height"]), int(row["width"]))
+        expected = plain_mask(head, images / name, share)
+        assert (numbers != expected).mean() < 0.002  # ties by rounding
+        assert float(row["share_bird"]) == pytest.approx(numbers.mean(), abs=1e-6)
+        read = decode_mask({"bytes": (tmp_path / row["mask"]).read_bytes(), "path": None}, MaskedDataConfig())
+        assert (read.numpy() == numbers).all()  # as `mpp segmentation` reads masks
+        assert Image.open(tmp_path / row["overlay"]).size == mask.size
+    assert rows["sub/square.jpg"]["mask"] == "p_masks/sub/square.jpg.png"  # beside it is a square.png
+    about = json.loads((tmp_path / "p.csv.json").read_text())
+    mean_share = np.mean([float(row["share_bird"]) for row in rows.values()])
+    assert about["shares"]["bird"] == pytest.approx(mean_share, abs=1e-6)
+    classes = json.loads((tmp_path / "p_masks" / "classes.json").read_text())
+    assert classes == {"0": {"name": "background", "color": "#000000"}, "1": {"name": "bird", "color": "#800000"}}
+    assert "p_masks" not in (tmp_path / "p.html").read_text()  # the page is one file
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*g") if file.is_file()}
+
+
+def test_interrupted_masks_are_finished_to_the_same_bytes(head, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "MASKS_PER_PART", 2)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    predict_to(tmp_path / "a" / "p.csv", head, images)
+    write = pixels.PixelRows.write
+    done = []
+
+    def interrupted(self, dataset, index, image):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(index)
+        return write(self, dataset, index, image)
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(pixels.PixelRows, "write", interrupted)
+        predict_to(tmp_path / "b" / "p.csv", head, images)
+    predict_to(tmp_path / "b" / "p.csv", head, images)
+    assert (tmp_path / "b" / "p.csv").read_bytes() == (tmp_path / "a" / "p.csv").read_bytes()
+    assert files_in(tmp_path / "a") == files_in(tmp_path / "b") and len(files_in(tmp_path / "a")) == 8
+
+
+def test_a_broken_and_a_long_image_have_no_mask(head, images, tmp_path, capsys):
+    (images / "tall.png").write_bytes(b"no image")
+    (images / "long.png").write_bytes(encoded(np.zeros((4, 100, 3), np.uint8)))
+    rows = predict_to(tmp_path / "p.csv", head, images, "--overlays=false")
+    assert rows["tall.png"]["mask"] == "" and rows["tall.png"]["error"]
+    assert rows["long.png"]["error"] == "100 x 4 pixels are too long for a mask: cut it in parts"
+    assert "2 images cannot be decoded" in capsys.readouterr().err
+    assert len(list((tmp_path / "p_masks").rglob("*.png"))) == 3 and not (tmp_path / "p_overlays").exists()
+    assert "overlay" not in rows["tall.png"]
+
+
+def test_masks_of_other_images_are_not_mixed_in(head, images, tmp_path):
+    predict_to(tmp_path / "p.csv", head, images)
+    (tmp_path / "p.csv").unlink()
+    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be another: .*p_masks is there"):
+        predict_to(tmp_path / "p.csv", head, images)
+
+
+def test_settings_of_other_classifiers_are_refused(head, images, tmp_path, finished_run):
+    with pytest.raises(UserError, match=r"top is 2; it must be left out: .* predicts the class of each pixel"):
+        predict_to(tmp_path / "p.csv", head, images, "--top=2")
+    words = [f"--encoder={finished_run}", *FAST, *PROBE, f"--out={tmp_path}/s.json"]
+    with pytest.raises(UserError, match=r"class_names is \['bird'\]; it must be 2 names, from class 0 on"):
+        segmentation.main([*words, "--save=true", "--class_names=[bird]"])
+    with pytest.raises(UserError, match="save is True; it must be left out: a floor has no weights"):
+        segmentation.main([*words[1:], "--encoder=floor:pixels", "--save=true"])
+
+
+def test_images_in_a_container_have_masks_by_their_number(head, tmp_path):
+    rows = dataset_of([encoded(picture(number)) for number in range(2)])
+    rows.to_parquet(tmp_path / "set" / "train-00000-of-00001.parquet")
+    predict.main([f"--classifier={head}", f"--data.path={tmp_path / 'set'}", f"--out={tmp_path / 'p.parquet'}", *FAST])
+    masks = {str(file.relative_to(tmp_path)) for file in (tmp_path / "p_masks").rglob("*.png")}
+    assert masks == {"p_masks/train/000000000.png", "p_masks/train/000000001.png"}
+
+
+@pytest.mark.parametrize("size", [(7, 9), (40, 23), (5, 64)])
+def test_rows_of_a_block_are_those_of_torchs_interpolation(size):
+    logits = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
+    whole = F.interpolate(logits[None], size, mode="bilinear", align_corners=False)[0]
+    blocks = [upsample_rows(logits, size, first, min(first + 3, size[0])) for first in range(0, size[0], 3)]
+    torch.testing.assert_close(torch.cat(blocks, 1), whole, atol=1e-5, rtol=0)
+
+
+def test_large_images_are_predicted_block_by_block(monkeypatch):
+    logits = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    whole = predict_mask(logits, (50, 31))
+    monkeypatch.setattr(pixels, "PIXEL_LOGITS_PER_BLOCK", 300)
+    blocks = predict_mask(logits, (50, 31))
+    assert (blocks.classes == whole.classes).all() and blocks.probability == pytest.approx(whole.probability)
+    upsampled = F.interpolate(logits[None], (50, 31), mode="bilinear")[0]
+    assert whole.probability == pytest.approx(float(upsampled.softmax(0).amax(0).mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(32, [0]), (33, [0, 1]), (64, [0, 32]), (90, [0, 29, 58])])
+def test_windows_cover_all_of_an_image(length, expected):
+    assert starts(length, 32) == expected
+
+
+def test_an_image_is_shown_whole():
+    image = torch.arange(3 * 20 * 100, dtype=torch.float32).view(3, 20, 100) % 255
+    resized, shown = resize_to_cover(image, (32, 32), 1.0)
+    assert resized.shape == (3, 32, 160) and shown.shape == (3, 20, 100) and shown.dtype == torch.uint8
+    with pytest.raises(UnreadableImage, match="1000 x 20 pixels are too long"):
+        resize_to_cover(torch.zeros(3, 20, 1000), (32, 32), 1.0)
+    assert resize_to_cover(torch.zeros(5, 20, 30), (32, 32), 0.875).shown.shape == (3, 20, 30)
+
+
+def test_colours_are_pascal_vocs():
+    expected = {
+        0: (0, 0, 0),
+        1: (128, 0, 0),
+        2: (0, 128, 0),
+        15: (192, 128, 128),
+        20: (0, 64, 128),
+        255: (224, 224, 192),
+    }
+    assert {number: tuple(voc_palette()[number].tolist()) for number in expected} == expected
+    assert color_of(15) == "#c08080" and color_of(256) == "#000000"
+
+
+def test_more_classes_than_a_palette_has_are_grey_of_sixteen_bits(tmp_path):
+    numbers = np.array([[0, 255], [256, 32767]])
+    write_mask(tmp_path / "m.png", numbers, 32767)
+    read = decode_mask({"bytes": (tmp_path / "m.png").read_bytes(), "path": None}, MaskedDataConfig(ignore_index=None))
+    assert (read.numpy() == numbers).all()
+
+
+def test_an_overlay_leaves_class_0_as_it_is(tmp_path):
+    numbers = np.zeros((32, 32), int)
+    numbers[:, 16:] = 1
+    write_overlay(tmp_path / "o.jpg", np.full((32, 32, 3), 100, np.uint8), numbers)
+    drawn = np.array(Image.open(tmp_path / "o.jpg")).astype(int)
+    assert np.abs(drawn[:, :8] - 100).max() <= 2
+    assert np.abs(drawn[:, 24:] - (114, 50, 50)).max() <= 6
