@@ -18,7 +18,7 @@ from evaluation.comparison.cases import cases_of, with_seed
 from evaluation.comparison.digests import identity
 from evaluation.comparison.entries import EncoderEntry, read_entries
 from evaluation.comparison.files import write_comparison
-from evaluation.comparison.reports import ResultRow, rows_of
+from evaluation.comparison.reports import ResultRow, rows_of, with_interval
 from evaluation.comparison.run import evaluate_cases
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
@@ -45,7 +45,8 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     rows: list[ResultRow] = []
     for case in cases:
         known = published.get(identity(case))
-        rows += [row | case.labels for row in known] if known else rows_of(case, folder)
+        of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
+        rows += [with_interval(row, case) for row in of_case]
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
         results = write_comparison(folder, entries.questions, rows, settings, run_folders(entries.encoders))

@@ -61,6 +61,8 @@ class DatasetEntry:
     """Settings of every evaluation on them, such as {data.path: ...}."""
     group: str | None = None
     """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
+    images: int | None = None
+    """Number of test images, for the intervals of published results that did not record it."""
 
 
 @dataclass(frozen=True)

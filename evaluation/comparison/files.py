@@ -10,10 +10,18 @@ from urllib.parse import quote
 
 from matplotlib.figure import Figure
 
+from evaluation.comparison.differences import (
+    EncoderDifference,
+    describe_difference,
+    difference_table,
+    differences_from_best,
+    runners_up,
+)
 from evaluation.comparison.entries import Question
 from evaluation.comparison.plots import plot_question
 from evaluation.comparison.reports import ResultRow
 from evaluation.comparison.tables import (
+    MASKED_BASELINES,
     CellsByEncoder,
     Groups,
     accuracy_text,
@@ -32,9 +40,8 @@ from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_
 from mpp.runtime.files import write_complete
 from mpp.training.run_folder import REPORT_PAGE
 
-MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
-"""Cases of masked patches that no encoder made."""
 RECORDED_LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
+DIFFERENCES = "Differences from the best, with 95 % intervals over test images"
 NAMED_BESIDE_BEST = 6
 """Encoders that the page's verdict names beside the best one, at most."""
 
@@ -48,6 +55,8 @@ class Answer(NamedTuple):
     question: Question
     numbers: CellsByEncoder
     plot: Figure | None
+    differences: list[EncoderDifference]
+    """Of the best encoder of each column from the others."""
 
     @property
     def has_table(self) -> bool:
@@ -73,7 +82,7 @@ def write_comparison(
     """
     folder.mkdir(parents=True, exist_ok=True)
     groups = dataset_groups(settings.get("datasets", ()))
-    answers = [answer_of(question, rows, groups) for question in questions]
+    answers = [answer_of(question, rows, groups, folder) for question in questions]
     summary = {answer.question.name: answer.numbers for answer in answers}
     versions = {"python": platform.python_version()} | {name: version(name) for name in RECORDED_LIBRARIES}
     results = {"summary": summary, "results": rows, "versions": versions, "settings": settings}
@@ -98,11 +107,11 @@ def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:
     return groups
 
 
-def answer_of(question: Question, rows: list[ResultRow], groups: Groups) -> Answer:
-    """The numbers and the plot of a question."""
+def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder: Path) -> Answer:
+    """The numbers and the plot of a question, and the differences from its best encoders."""
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
-    return Answer(question, numbers, plot_question(question, asked, numbers))
+    return Answer(question, numbers, plot_question(question, asked, numbers), differences_from_best(asked, folder))
 
 
 def text_of(answers: Sequence[Answer]) -> str:
@@ -112,7 +121,15 @@ def text_of(answers: Sequence[Answer]) -> str:
         if answer.has_table:
             heading = f"### {answer.question.title}\n\n" if answer.question.title else ""
             texts.append(heading + table(*cells_of(answer.numbers)))
+            if answer.differences:
+                texts.append(text_of_differences(answer.differences))
     return "\n\n".join(texts) or "no results yet"
+
+
+def text_of_differences(differences: Sequence[EncoderDifference]) -> str:
+    """The differences from the best encoder of each column: the second best in words, and a table of all."""
+    lines = [f"- {each.column}: {describe_difference(each)}" for each in runners_up(differences)]
+    return "\n".join([f"{DIFFERENCES}:", "", *lines, "", table(*difference_table(differences))])
 
 
 def page_of(
@@ -143,6 +160,8 @@ def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
             headings = [*headings, "reports"]
             cells = [[*row, of_row] for row, of_row in zip(cells, links, strict=True)]
         section.blocks.append(Table(headings, cells))
+        if answer.differences:
+            section.blocks.append(Table(*difference_table(answer.differences), DIFFERENCES, folded=True))
     if answer.plot is not None:
         section.blocks.append(picture_of(answer.plot, f"Plot: {section.title}"))
     return section

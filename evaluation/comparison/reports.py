@@ -8,12 +8,14 @@ from typing import Any
 from evaluation.comparison.cases import Case, Encoder
 from evaluation.comparison.digests import identity, provenance, training_digest
 from evaluation.comparison.trainings import executed_pflop
+from evaluation.metrics.intervals import wilson
 from mpp.errors import UserError
 
 ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
 
-test: an accuracy, of a case (such as 5 shots) and a seed; dev: an accuracy on the dev split, of a probe at a depth;
+test: an accuracy, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures` and the place of its
+`outcomes` where they are known; dev: an accuracy on the dev split, of a probe at a depth;
 rank: the effective rank of test features at a depth; diverged: no more.
 """
 
@@ -72,8 +74,22 @@ def test_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
             continue
         name = str(result.get("case", result.get(case.evaluation.case_key, "")))
         row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
-        rows.append(row | {key: result[key] for key in ("depth", "lr", "pflop") if key in result})
+        row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", "pflop") if key in result}
+        if "labels" in report:
+            row["images"] = report["labels"]["images"]
+        if "outcomes" in result:
+            row["outcomes"] = {"report": f"reports/{report_of(case, Path()).name}", "number": result["outcomes"]}
+        rows.append(row)
     return rows
+
+
+def with_interval(row: ResultRow, case: Case) -> ResultRow:
+    """A row of an accuracy without its interval, such as a published one, with Wilson's where the images are known."""
+    images = case.dataset.images
+    is_share = row["kind"] == "test" and case.evaluation.is_share_of_images
+    if images is None or not is_share or "interval" in row:
+        return row
+    return row | {"images": images, "interval": list(wilson(row["accuracy"] * images, images))}
 
 
 def dev_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:

@@ -9,9 +9,11 @@ import numpy as np
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import ResultRow
 from evaluation.frozen.results import format_percent, summarize_values
+from evaluation.metrics.scoring import mean_interval
 
-Cell = dict[str, float]
-"""Mean, standard deviation (std) and count; PFLOP, where asked; `diverged`, the number of seeds that did, where any."""
+Cell = dict[str, Any]
+"""Mean, standard deviation (std) and count; `interval` over test images, where it is known; PFLOP, where asked;
+`diverged`, the number of seeds that did, where any."""
 CellsByEncoder = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
@@ -22,6 +24,8 @@ Groups = Mapping[str | None, set[str]]
 """Group -> its datasets, measured or not."""
 
 RANK_COLUMN = "rank"
+MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
+"""Cases of masked patches that no encoder made."""
 
 
 class TableColumn(NamedTuple):
@@ -76,11 +80,17 @@ def x_of(row: ResultRow, question: Question) -> float | None:
 
 
 def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
-    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken."""
+    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken.
+
+    Of one dataset with the 95 % `interval` over its test images, where all rows have one.
+    """
+    rows = list(rows)
     means = []
     for of_seed in grouped(rows, "encoder_seed", "seed").values():
         means.append(np.mean([row[key] for row in of_seed]))
-    return summarize_values(means)
+    cell = summarize_values(means)
+    interval = mean_interval(rows) if len(unique(rows, "dataset")) == 1 else None
+    return cell if interval is None else cell | {"interval": interval}
 
 
 def columns_of(rows: list[ResultRow]) -> list[TableColumn]:

@@ -5,6 +5,7 @@ kind: they hand over `Outcomes`, and show what they get.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -59,14 +60,17 @@ class LabelKind(ABC):
             found[name] = bootstrap(value, np.array([each[name] for each in drawn]), len(outcomes))
         return found
 
-    def difference(self, one: Outcomes, other: Outcomes) -> Difference:
-        """The score of one minus that of the other, of the same images in the same order."""
+    def difference(self, one: Sequence[Outcomes], other: Sequence[Outcomes]) -> Difference:
+        """The score of one encoder minus that of another, of the same images in the same order.
 
-        def of_images(indices: NDArray[np.int64]) -> float:
-            first, second = self.measure(one.select(indices)), self.measure(other.select(indices))
-            return first[self.score] - second[self.score]
+        Args:
+            one, other: of each its outcomes, of several seeds: their mean score counts.
+        """
 
-        return paired(of_images, len(one))
+        def mean_score(of_seeds: Sequence[Outcomes], indices: NDArray[np.int64]) -> float:
+            return float(np.mean([self.measure(each.select(indices))[self.score] for each in of_seeds]))
+
+        return paired(lambda indices: mean_score(one, indices) - mean_score(other, indices), len(one[0]))
 
     def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]] | None:
         """Headings and a row for each class; None: the kind has no classes."""

@@ -3,6 +3,7 @@
 M test images, C classes, R resamples.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,17 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from sklearn.metrics import confusion_matrix
 
-from evaluation.metrics.intervals import RESAMPLES, SEED, Difference, Interval, Z, bootstrap, paired_accuracies, wilson
+from evaluation.metrics.intervals import (
+    RESAMPLES,
+    SEED,
+    Difference,
+    Interval,
+    Z,
+    bootstrap,
+    paired,
+    paired_accuracies,
+    wilson,
+)
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
 
@@ -60,8 +71,11 @@ class OneClass(LabelKind):
             found[name] = (max(0.0, low), min(1.0, high))
         return found
 
-    def difference(self, one: Outcomes, other: Outcomes) -> Difference:
-        return paired_accuracies(is_right(one), is_right(other))
+    def difference(self, one: Sequence[Outcomes], other: Sequence[Outcomes]) -> Difference:
+        if len(one) == len(other) == 1:
+            return paired_accuracies(is_right(one[0]), is_right(other[0]))
+        gains = np.mean([is_right(each) for each in one], 0) - np.mean([is_right(each) for each in other], 0)
+        return paired(lambda indices: float(gains[indices].mean()), len(gains))
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {"largest class": largest_class_share(outcomes.targets)}

@@ -1,0 +1,179 @@
+"""Differences of encoders: which a comparison tells apart, over test images and over seeds.
+
+Encoders that were tested on the same images are paired image by image, where their reports kept the outcomes.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+from evaluation.comparison.reports import ResultRow
+from evaluation.comparison.tables import MASKED_BASELINES, columns_of, of_encoder, of_kind, unique
+from evaluation.metrics.intervals import Difference
+from evaluation.metrics.outcomes import Outcomes, load_outcomes
+from evaluation.metrics.scoring import kind_of, labelled_outcomes, mean_interval
+
+
+class EncoderDifference(NamedTuple):
+    """The accuracy of an encoder minus that of another, in one column of a table."""
+
+    column: str
+    one: str
+    other: str
+    over_images: Difference
+    is_paired: bool
+    """Whether the same images are compared one by one; otherwise the interval is that of two sets of images."""
+    seeds: tuple[int, int]
+    """Numbers of encoders, of different seeds."""
+    over_seeds: Difference | None
+    """The same difference with its interval over seeds; None: an encoder has one seed."""
+
+    @property
+    def are_methods_told_apart(self) -> bool:
+        """Whether neither other test images nor other seeds explain the difference."""
+        return self.over_images.is_told_apart and self.over_seeds is not None and self.over_seeds.is_told_apart
+
+
+def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDifference]:
+    """The best encoder of each column beside every other one, in the order of the rows.
+
+    Args:
+        rows: results of a question.
+        folder: of the comparison, whose reports have the outcomes.
+    """
+    found = []
+    for column in columns_of(of_kind(rows, "test")):
+        known = [row for row in column.rows if "interval" in row and row["case"] not in MASKED_BASELINES]
+        if column.group is not None or not known:
+            continue
+        encoders = unique(known, "encoder")
+        means = {name: np.mean([row["accuracy"] for row in of_encoder(known, name)]) for name in encoders}
+        best = max(means, key=means.get)
+        of_best = of_encoder(known, best)
+        for name in encoders:
+            if name != best:
+                found.append(compare_rows(column.heading, of_best, of_encoder(known, name), folder))
+    return found
+
+
+def compare_rows(column: str, one: list[ResultRow], other: list[ResultRow], folder: Path) -> EncoderDifference:
+    """The difference of two encoders' results in a column: means over the seeds of encoders and draws."""
+    paired = paired_difference(outcomes_of(one, folder), outcomes_of(other, folder))
+    seeds = (len(unique(one, "encoder_seed")), len(unique(other, "encoder_seed")))
+    return EncoderDifference(
+        column,
+        one[0]["encoder"],
+        other[0]["encoder"],
+        paired or unpaired_difference(one, other),
+        paired is not None,
+        seeds,
+        difference_over_seeds(one, other),
+    )
+
+
+def outcomes_of(rows: list[ResultRow], folder: Path) -> list[Outcomes]:
+    """The outcomes of all rows; empty where one has none."""
+    outcomes = []
+    for row in rows:
+        kept = row.get("outcomes")
+        loaded = load_outcomes(folder / kept["report"], kept["number"]) if kept else None
+        if loaded is None:
+            return []
+        outcomes.append(labelled_outcomes(loaded))
+    return outcomes
+
+
+def paired_difference(one: Sequence[Outcomes], other: Sequence[Outcomes]) -> Difference | None:
+    """The difference on the same images; None: there are none, or other ones."""
+    if not one or not other:
+        return None
+    first = one[0]
+    for each in (*one, *other):
+        same_images = list(each.images) == list(first.images) and np.array_equal(each.targets, first.targets)
+        if each.kind != first.kind or not same_images:
+            return None
+    return kind_of(first).difference(one, other)
+
+
+def unpaired_difference(one: list[ResultRow], other: list[ResultRow]) -> Difference:
+    """The difference as if it were of two sets of images, from the intervals of both (Newcombe, 1998, method 10)."""
+    values = [float(np.mean([row["accuracy"] for row in rows])) for rows in (one, other)]
+    (low, high), (other_low, other_high) = mean_interval(one), mean_interval(other)
+    value = values[0] - values[1]
+    below = math.hypot(values[0] - low, other_high - values[1])
+    above = math.hypot(high - values[0], values[1] - other_low)
+    return Difference(value, (value - below, value + above), min(one[0].get("images", 0), other[0].get("images", 0)))
+
+
+def difference_over_seeds(one: list[ResultRow], other: list[ResultRow]) -> Difference | None:
+    """The difference of the means over seeds, with Welch's interval; None: one of them has one seed."""
+    by_seed = []
+    for rows in (one, other):
+        seeds = unique(rows, "encoder_seed")
+        by_seed.append([np.mean([row["accuracy"] for row in rows if row["encoder_seed"] == seed]) for seed in seeds])
+    if min(map(len, by_seed)) < 2:
+        return None
+    variances = [np.var(values, ddof=1) / len(values) for values in by_seed]
+    value = float(np.mean(by_seed[0]) - np.mean(by_seed[1]))
+    variance = sum(variances)
+    if variance == 0:
+        return Difference(value, (value, value), 0)
+    terms = [each**2 / (len(values) - 1) for each, values in zip(variances, by_seed, strict=True)]
+    half = float(stdtrit(variance**2 / sum(terms), 0.975)) * math.sqrt(variance)
+    return Difference(value, (value - half, value + half), 0)
+
+
+def describe_difference(each: EncoderDifference) -> str:
+    """In words: `A - B: +2.1 (+0.9 to +3.3), same 10,000 images; one seed each: methods not told apart`."""
+    methods = "told apart" if each.are_methods_told_apart else "not told apart"
+    return (
+        f"{each.one} - {each.other}: {signed(each.over_images)}, {describe_images(each)}; {describe_seeds(each)}: "
+        f"methods {methods}"
+    )
+
+
+def describe_images(each: EncoderDifference) -> str:
+    """The images, and whether they are compared one by one."""
+    images = f"{each.over_images.images:,} images" if each.over_images.images else "images"
+    return f"same {images}" if each.is_paired else f"{images}, not paired"
+
+
+def describe_seeds(each: EncoderDifference) -> str:
+    """The seeds of both, and the interval over them."""
+    one, other = each.seeds
+    if each.over_seeds is None:
+        return "one seed each" if one == other == 1 else f"{one} and {other} seeds"
+    low, high = each.over_seeds.interval
+    return f"{one} and {other} seeds ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
+def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str], list[list[str]]]:
+    """Headings and a row for each difference: of which encoders, and whether images and seeds tell them apart."""
+    headings = ["best, and in which column", "minus", "difference", "test images", "encoders", "seeds", "methods"]
+    rows = []
+    for each in differences:
+        encoders = "told apart" if each.over_images.is_told_apart else "not told apart"
+        methods = "told apart" if each.are_methods_told_apart else "not told apart"
+        names = [f"{each.one}, {each.column}", each.other]
+        rows.append([*names, signed(each.over_images), describe_images(each), encoders, describe_seeds(each), methods])
+    return headings, rows
+
+
+def runners_up(differences: Sequence[EncoderDifference]) -> list[EncoderDifference]:
+    """Of each column the difference from the second best."""
+    by_column: dict[str, EncoderDifference] = {}
+    for each in differences:
+        known = by_column.setdefault(each.column, each)
+        if each.over_images.value < known.over_images.value:
+            by_column[each.column] = each
+    return list(by_column.values())
+
+
+def signed(difference: Difference) -> str:
+    """A difference in percent with its interval."""
+    low, high = difference.interval
+    return f"{100 * difference.value:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
