@@ -23,7 +23,7 @@ from evaluation.config import PredictConfig
 from evaluation.frozen.extraction import describe_precision
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images
-from evaluation.predictions.classes import ClassRows, has_known_labels
+from evaluation.predictions.classes import ClassRows, has_known_labels, number_labels
 from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
     Source,
@@ -34,7 +34,7 @@ from evaluation.predictions.opening import (
 )
 from evaluation.predictions.page import RowImages, Thumbnail, write_predictions_page
 from evaluation.predictions.pixels import PixelRows
-from evaluation.predictions.summary import print_summary, read_predictions, summarize
+from evaluation.predictions.summary import outcomes_by_split, print_summary, read_predictions, summarize
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.images import identify_splits, load_all_images
 from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
@@ -168,7 +168,10 @@ def report(
     """
     out = Path(config.out)
     predictions = read_predictions(out, class_names, labelled, of_pixels="class_numbers" in about)
-    summary = summarize(predictions)
+    outcomes = {}
+    if labelled:
+        outcomes = outcomes_by_split(predictions, *number_labels(images.splits, class_names))
+    summary = summarize(predictions, outcomes)
     print_summary(summary, predictions.broken)
     described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
     write_complete(about_file(out), json.dumps(read_about(out) | described, indent=1, ensure_ascii=False))
@@ -176,7 +179,7 @@ def report(
     if config.page:
         page = out.with_suffix(".html")
         subtitle = f"{config.classifier}, {describe_source(config.data)}, {about['precision']}"
-        write_predictions_page(page, f"Predictions: {out.name}", subtitle, predictions, images, thumbnail)
+        write_predictions_page(page, f"Predictions: {out.name}", subtitle, predictions, outcomes, images, thumbnail)
         written += f", {page.name}"
     print(f"wrote {written}: {summary['images']} images, {summary['unreadable']} unreadable")
 

@@ -15,12 +15,15 @@ import torch
 from conftest import TINY, dataset_of, encoded, kill_group, picture, start_command, wait_until
 from PIL import Image
 from safetensors.torch import load_file
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from torchvision.transforms import v2
 
 from evaluation import finetune, linear, predict, supervised
 from evaluation.config import ProbeDataConfig
+from evaluation.metrics.intervals import wilson
+from evaluation.predictions.classes import number_labels
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
-from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, summarize
+from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split, summarize
 from evaluation.supervision.classifiers import name_classes, timm_names
 from evaluation.tables import parts
 from mpp.data.dataset import ImageDataset, images_only
@@ -203,10 +206,16 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, ca
     assert [row["right"] for row in rows] == [str(each).lower() for each in right]
     assert all(row["label"] == Path(row["file"]).parent.name for row in rows)
     said = capsys.readouterr()
-    assert f"accuracy of train: {np.mean(right):.1%} of 14 labelled images" in said.out
+    low, high = wilson(sum(right), 14)
+    assert f"train: accuracy {100 * np.mean(right):.1f} ({100 * low:.1f} to {100 * high:.1f})" in said.out
+    assert "% of 14 labelled images" in said.out
     assert "the classifier does not know zebra: images with such a label count as wrong" in said.err
     about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
-    assert about["accuracy"]["train"] == {"accuracy": pytest.approx(np.mean(right)), "images": 14}
+    figures = about["figures"]["train"]
+    truth, predicted = [row["label"] for row in rows], [row["class"] for row in rows]
+    assert figures["accuracy"] == pytest.approx(accuracy_score(truth, predicted)) and figures["images"] == 14
+    assert figures["figures"]["class_mean"][0] == pytest.approx(balanced_accuracy_score(truth, predicted))
+    assert figures["figures"]["macro_f1"][0] == pytest.approx(f1_score(truth, predicted, average="macro"))
 
 
 def test_labels_of_other_classes_give_no_accuracy(probed, image_folder, tmp_path, capsys):
@@ -291,6 +300,17 @@ def test_classes_of_timm_have_names_and_each_is_unique():
     assert name_classes(["a"], 2) == ["a", "1"]
 
 
+def test_labels_are_numbered_as_the_classifiers_classes():
+    """Of two splits, one of which has several right labels an image and classes that the classifier does not know."""
+    rows = images_only(dataset_of([encoded(picture(1))] * 2), "image")
+    one = ImageDataset(rows, "image", np.array([1, -1]), "a", ["owl", "duck"])
+    several = ImageDataset(rows, "image", np.array([[0, 2], [1, -1]]), "b", ["zebra", "duck", "owl"])
+    none = ImageDataset(rows, "image", None, "c")
+    targets, names = number_labels([one, several, none], ["duck", "owl"])
+    assert names == ["duck", "owl", "zebra"]
+    assert targets.tolist() == [[0, -1], [-1, -1], [2, 1], [0, -1], [-1, -1], [-1, -1]]
+
+
 def predictions_of(classes: list[int], probabilities: list[float], right: list[int]) -> Predictions:
     rows = {"new": slice(0, len(classes))}
     numbers = np.array(classes, np.int32), np.array(probabilities, np.float32), np.array(right, np.int8)
@@ -300,11 +320,13 @@ def predictions_of(classes: list[int], probabilities: list[float], right: list[i
 def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
     classes = [0, 1, NO_CLASS, 1, 0]
     predictions = predictions_of(classes, [0.9, 0.6, 0, 0.8, 0.7], [0, 1, NO_LABEL, 0, NO_LABEL])
+    targets = np.array([[1], [1], [0], [0], [-1]])
+    outcomes = outcomes_by_split(predictions, targets, ["a<b>", "c"])
     assert surest(predictions).tolist() == [0, 3, 4, 1]
     assert least_sure(predictions).tolist() == [1, 4, 3, 0]
     assert surest_wrong(predictions).tolist() == [0, 3]
-    summary = summarize(predictions)
-    assert summary["accuracy"] == {"new": {"accuracy": pytest.approx(1 / 3), "images": 3}}
+    summary = summarize(predictions, outcomes)
+    assert summary["figures"]["new"]["accuracy"] == pytest.approx(1 / 3) and summary["figures"]["new"]["images"] == 3
     assert summary["unreadable"] == 1 and summary["predicted"]["c"] == {"images": 2, "probability": pytest.approx(0.7)}
 
     class Named:
@@ -314,7 +336,7 @@ def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
     def thumbnail(row):
         return Image.new("RGB", (400, 200))
 
-    write_predictions_page(tmp_path / "p.html", "title", "subtitle", predictions, Named(), thumbnail)
+    write_predictions_page(tmp_path / "p.html", "title", "subtitle", predictions, outcomes, Named(), thumbnail)
     page = (tmp_path / "p.html").read_text()
     captions = [part.split("</figcaption>")[0] for part in page.split("<figcaption>")[1:]]
     assert captions[:4] == [
@@ -323,7 +345,8 @@ def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
         "a&lt;b&gt; 70% · 4&amp;.png",
         "c 60% · 1&amp;.png",
     ]
-    assert "Accuracy of new: 33.3% of 3 labelled images" in page and "<b>" not in page
+    assert "new: accuracy 33.3 (" in page and "% of 3 labelled images" in page and "Beside the labels of new" in page
+    assert "<b>" not in page
 
 
 def test_a_table_that_is_larger_than_a_part_is_read_in_parts(tmp_path):

@@ -96,6 +96,27 @@ def label_names(images: ImageDataset, indices: range) -> list[list[str]]:
     return [[images.class_names[number] for number in row if number >= 0] for row in labels.tolist()]
 
 
+def number_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+    """The labels of all images as numbers of a classifier's classes, and of others after them.
+
+    Returns:
+        (n, L) padded with -1, and the names of all these classes.
+    """
+    numbers = {name: number for number, name in enumerate(class_names)}
+    widest = max(1 if images.labels is None or images.labels.ndim == 1 else images.labels.shape[1] for images in splits)
+    targets = np.full((sum(map(len, splits)), widest), -1)
+    first = 0
+    for images in splits:
+        rows = slice(first, first + len(images))
+        first = rows.stop
+        if images.labels is None:
+            continue
+        own = np.array([numbers.setdefault(name, len(numbers)) for name in images.class_names] + [-1])
+        labels = images.labels.reshape(len(images), -1)
+        targets[rows, : labels.shape[1]] = own[labels]  # -1 is the last
+    return targets, list(numbers)
+
+
 def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> bool:
     """Whether images have labels that are classes of a classifier; a warning names those that are not."""
     names = []

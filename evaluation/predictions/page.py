@@ -1,15 +1,17 @@
 """The page on a table of predictions: the surest, the least sure, the surest that are wrong, and some of each class."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from evaluation.config import ProbeDataConfig
+from evaluation.metrics.outcomes import Outcomes
 from evaluation.pages.page import Block, Page, Picture, PictureGrid, Section, Table, Text, picture, write_page
-from evaluation.predictions.summary import NO_CLASS, Predictions, count_classes, summarize
+from evaluation.predictions.summary import KIND, NO_CLASS, Predictions, count_classes, describe_figures, summarize
 from mpp.data.crops import limit_aspect, to_8_bits
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
@@ -53,16 +55,24 @@ class RowImages:
 
 
 def write_predictions_page(
-    path: Path, title: str, subtitle: str, predictions: Predictions, images: RowImages, thumbnail: Thumbnail
+    path: Path,
+    title: str,
+    subtitle: str,
+    predictions: Predictions,
+    outcomes: Mapping[str, Outcomes],
+    images: RowImages,
+    thumbnail: Thumbnail,
 ) -> None:
     """Write the page.
 
     Args:
+        outcomes: of the splits with labels.
         thumbnail: the picture of a row.
     """
     sheets = Sheets(predictions, images, thumbnail)
     sections = [
         Section("classes", "Predicted classes", [class_table(predictions)]),
+        *label_sections(outcomes),
         Section("surest", "The surest", sheets.blocks(surest(predictions))),
         Section("least", "The least sure", sheets.blocks(least_sure(predictions))),
         Section("wrong", "Surest of another class than the label", sheets.blocks(surest_wrong(predictions))),
@@ -72,7 +82,8 @@ def write_predictions_page(
     shown = [section for section in sections if section.blocks]
     unreadable = int((predictions.classes == NO_CLASS).sum())
     warnings = [f"{unreadable} images cannot be decoded, and have no prediction"] if unreadable else []
-    write_page(path, Page(title, subtitle, [(line, None) for line in verdict(predictions)], warnings, shown, {}))
+    lines = [(line, None) for line in verdict(summarize(predictions, outcomes))]
+    write_page(path, Page(title, subtitle, lines, warnings, shown, {}))
 
 
 class Sheets:
@@ -154,10 +165,16 @@ def broken_blocks(predictions: Predictions) -> list[Block]:
     return [Table(["file", "reason"], rows)] if rows else []
 
 
-def verdict(predictions: Predictions) -> list[str]:
-    """Number of images, and accuracy by split where there are labels."""
-    summary = summarize(predictions)
-    lines = [f"{summary['images']} images, of {len(summary['predicted'])} classes"]
-    for split, of_split in summary.get("accuracy", {}).items():
-        lines.append(f"Accuracy of {split}: {of_split['accuracy']:.1%} of {of_split['images']} labelled images")
-    return lines
+def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
+    """A section for each split with labels: its figures by class."""
+    sections = []
+    for number, (split, of_split) in enumerate(outcomes.items()):
+        headings, rows = KIND.class_table(of_split)
+        shown = [row for row in rows if row[1:3] != ["0", "0"]]  # neither labelled nor predicted
+        sections.append(Section(f"labels{number}", f"Beside the labels of {split}", [Table(headings, shown)]))
+    return sections
+
+
+def verdict(summary: Mapping[str, Any]) -> list[str]:
+    """Number of images, and figures by split where there are labels."""
+    return [f"{summary['images']} images, of {len(summary['predicted'])} classes", *describe_figures(summary)]

@@ -1,7 +1,7 @@
 """The summary of a table of predictions: images and mean probability by class, accuracy by split, broken images."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from evaluation.frozen.results import table
+from evaluation.frozen.results import format_percent, table
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import KINDS, measured
 from evaluation.tables.images import MAX_BROKEN_NAMED
 from evaluation.tables.parts import read_columns
 from mpp.runtime.messages import warn
@@ -20,6 +22,7 @@ SHARE_PREFIX = "share_"
 """Of the columns of masks with the share of the pixels of each class; the class's name follows."""
 NO_CLASS = -1  # of an image that cannot be decoded
 NO_LABEL = -1
+KIND = KINDS["class"]
 MAX_CLASSES_PRINTED = 30
 
 
@@ -102,8 +105,26 @@ def rows_of_splits(counts: Counter[str]) -> dict[str, slice]:
     return rows
 
 
-def summarize(predictions: Predictions) -> dict[str, Any]:
-    """Images, broken ones, images and mean probability by predicted class, and accuracy by split."""
+def outcomes_by_split(
+    predictions: Predictions, targets: NDArray[np.int64], names: Sequence[str]
+) -> dict[str, Outcomes]:
+    """The outcomes of the images of each split that have a label and can be decoded, where there are some.
+
+    Args:
+        targets, names: see `number_labels`.
+    """
+    outcomes = {}
+    for split, rows in predictions.splits.items():
+        predicted, true = predictions.classes[rows].astype(np.int64), targets[rows]
+        known = (predicted != NO_CLASS) & (true >= 0).any(1)
+        if known.any():
+            true = true[known]
+            outcomes[split] = Outcomes("class", true[:, 0] if true.shape[1] == 1 else true, predicted[known], names)
+    return outcomes
+
+
+def summarize(predictions: Predictions, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
+    """Images, broken ones, images and mean probability by predicted class, and figures of each split's outcomes."""
     summary: dict[str, Any] = {
         "images": len(predictions.classes),
         "unreadable": int((predictions.classes == NO_CLASS).sum()),
@@ -111,15 +132,21 @@ def summarize(predictions: Predictions) -> dict[str, Any]:
     }
     if predictions.shares:
         summary["shares"] = predictions.shares
-    accuracies = {}
-    for split, rows in predictions.splits.items():
-        right = predictions.right[rows]
-        labelled = int((right != NO_LABEL).sum())
-        if labelled:
-            accuracies[split] = {"accuracy": float((right == 1).sum() / labelled), "images": labelled}
-    if accuracies:
-        summary["accuracy"] = accuracies
+    figures = {split: measured(of_split) | {"images": len(of_split)} for split, of_split in outcomes.items()}
+    if figures:
+        summary["figures"] = figures
     return summary
+
+
+def describe_figures(summary: Mapping[str, Any]) -> Iterator[str]:
+    """The figures of each split with labels, with their 95 % intervals, in a line."""
+    for split, of_split in summary.get("figures", {}).items():
+        figures = {"accuracy": [of_split["accuracy"], *of_split["interval"]]} | of_split.get("figures", {})
+        parts = []
+        for name, (value, low, high) in figures.items():
+            interval = {"mean": value, "count": 1, "interval": (low, high)}
+            parts.append(f"{KIND.headings[name]} {format_percent(interval)}")
+        yield f"{split}: {', '.join(parts)} % of {of_split['images']} labelled images"
 
 
 def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:
@@ -151,8 +178,8 @@ def print_summary(summary: dict[str, Any], broken: Sequence[tuple[str, str]]) ->
     print(table(headings, rows[:MAX_CLASSES_PRINTED]))
     if len(rows) > MAX_CLASSES_PRINTED:
         print(f"and {len(rows) - MAX_CLASSES_PRINTED} more classes")
-    for split, of_split in summary.get("accuracy", {}).items():
-        print(f"accuracy of {split}: {of_split['accuracy']:.1%} of {of_split['images']} labelled images")
+    for line in describe_figures(summary):
+        print(line)
     if broken:
         named = "; ".join(f"{file}: {reason}" for file, reason in broken)
         more = summary["unreadable"] - len(broken)
