@@ -11,11 +11,13 @@ from scipy.stats import ks_2samp
 from torch import nn
 from torchvision.transforms import RandomResizedCrop
 
-from evaluation import linear
+from evaluation import features, linear
 from evaluation.config import LinearConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.kept_heads import load_head, rebuild_linear
+from evaluation.frozen.labelled_features import load_features
 from evaluation.frozen.parsing import parse_with_images
+from evaluation.metrics.outcomes import load_outcomes
 from evaluation.protocols import dinov2, mae, probe
 from evaluation.protocols.dinov2 import Dinov2
 from evaluation.protocols.mae import Mae
@@ -62,10 +64,10 @@ def test_maes_head_norms_each_feature_without_parameters_and_begins_near_zero():
     head = Mae("mean", [1], False).build_head(400, 100, torch.Generator().manual_seed(0))
     norm, classify = head
     assert [name for name, _ in head.named_parameters()] == ["1.weight", "1.bias"]
-    features = torch.randn(32, 400) * 3 + 5
-    expected = (features - features.mean(0)) / (features.var(0, correction=0) + 1e-6).sqrt()
-    torch.testing.assert_close(norm(features), expected)
-    torch.testing.assert_close(norm.running_mean, 0.1 * features.mean(0))  # of the first step
+    inputs = torch.randn(32, 400) * 3 + 5
+    expected = (inputs - inputs.mean(0)) / (inputs.var(0, correction=0) + 1e-6).sqrt()
+    torch.testing.assert_close(norm(inputs), expected)
+    torch.testing.assert_close(norm.running_mean, 0.1 * inputs.mean(0))  # of the first step
     assert classify.weight.std().item() == pytest.approx(0.01, rel=0.02) and not classify.bias.any()
 
 
@@ -141,8 +143,10 @@ def test_dinov2_of_other_encoders():
     assert [candidate.about["blocks"] for candidate in protocol.candidates[::13]] == [1, 2]
     assert not any(candidate.about["adds_mean"] for candidate in protocol.candidates)
     assert [each.shape for each in protocol.encode(shallow, torch.zeros(1, 3, 32, 32))] == [(1, 16), (1, 32)]
-    with pytest.raises(Unavailable):
-        Dinov2(load_frozen_encoder("floor:pixels"))
+    with pytest.raises(Unavailable, match="encoder is floor:pixels; protocol dinov2 is of ViTs"):
+        probe.open_protocol(
+            LinearConfig(encoder="floor:pixels", protocol="dinov2"), load_frozen_encoder("floor:pixels")
+        )
 
 
 @pytest.fixture
@@ -179,9 +183,9 @@ def test_one_step_of_mae_is_that_of_its_own_crops(report_of, monkeypatch):
     report_of("--protocol=mae", "--data.batch_size=5")
     assert [len(each) for each in seen[:3]] == [4, 4, 4]
     (head,) = heads
-    features = torch.cat(seen[:3])
-    torch.testing.assert_close(head[0].running_mean, 0.1 * features.mean(0))
-    fresh = build(None, features.shape[1], head[1].out_features, torch.Generator().manual_seed(0))
+    inputs = torch.cat(seen[:3])
+    torch.testing.assert_close(head[0].running_mean, 0.1 * inputs.mean(0))
+    fresh = build(None, inputs.shape[1], head[1].out_features, torch.Generator().manual_seed(0))
     shift = (head[1].weight - fresh[1].weight).norm() / fresh[1].weight.norm()
     assert shift.item() == pytest.approx(0.1 * 12 / 256 * 0.001, rel=0.01)  # base rate x batch / 256, trust 0.001
 
@@ -217,7 +221,7 @@ def test_a_depth_each_and_a_report_of_its_own(short, trained, report_of, capsys)
     assert file.stem.endswith("_depth_all_seed_3_precision_fp32_protocol_mae")
 
 
-def test_maes_head_is_kept(short, trained, report_of, monkeypatch):
+def test_maes_head_is_kept(short, trained, report_of, image_folder, tmp_path, monkeypatch):
     heads = []
     build = Mae.build_head
     monkeypatch.setattr(Mae, "build_head", lambda *args: heads.append(build(*args)) or heads[-1])
@@ -226,8 +230,14 @@ def test_maes_head_is_kept(short, trained, report_of, monkeypatch):
     kept = load_head(folder)
     encoder = load_frozen_encoder(str(trained))
     assert kept.description.depth == report["protocol"]["chosen_depth"] == len(encoder.stages)
-    features = torch.randn(5, 16)
-    torch.testing.assert_close(rebuild_linear(kept)(features), heads[0](features))
+    images = (f"--data.path={image_folder}", "--data.eval_fraction=0.25")
+    features.main([*images, f"--encoder={trained}", f"--out={tmp_path / 'f.npz'}", *FAST])
+    of_test = torch.from_numpy(load_features(tmp_path / "f.npz").test)
+    logits = rebuild_linear(kept)(of_test)
+    torch.testing.assert_close(logits, heads[0](of_test))
+    outcomes = load_outcomes(folder.with_name(folder.name.replace("_head", ".json")))
+    np.testing.assert_array_equal(outcomes.predictions, logits.argmax(1))
+    assert report["results"][0]["accuracy"] == np.mean(outcomes.predictions == outcomes.targets)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from evaluation.protocols.training import Classes, HeadTrainer
 from mpp.config import RunConfig
 from mpp.data.dataset import ImageDataset
 from mpp.data.workers import deaths_explained
-from mpp.errors import UserError
+from mpp.errors import Unavailable, UserError
 from mpp.runtime.start import start_alone
 
 
@@ -82,7 +82,10 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
 def open_protocol(config: LinearConfig, encoder: FrozenEncoder) -> LinearProtocol:
     """The protocol that `config` names, for an encoder."""
     if config.protocol == "dinov2":
-        return Dinov2(encoder)
+        try:
+            return Dinov2(encoder)
+        except Unavailable as error:
+            raise Unavailable(f"encoder is {config.encoder}; protocol dinov2 is of ViTs: {error}") from None
     depths = resolve_depths(config.depth, len(encoder.stages))
     return Mae(config.representation, depths, chooses=config.depth == "dev")
 
